@@ -32,7 +32,8 @@ class Recording:
     kept: KeptSets | None
     """G spans. None: sampling was not truncated, or was not to be recorded."""
     routes: NDArray[np.int16] | None
-    """[P+G−1, L, K] experts of the MoE layers. None: none, or not to be recorded."""
+    """[P+G−1, L, K] experts of the MoE layers, each row under the weights that sampled the token
+    after it (in a prompt: the first of the answer). None: none, or not to be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,11 @@ class Recorder(Protocol):
         Must be called before the engine's next step. Raises `RecordingError` when any token of it
         is missing.
         """
+        ...
+
+    def settle(self) -> None:
+        """The weights are about to change and running answers to be computed again: what was
+        recorded so far stays as the old weights did it."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -73,6 +73,11 @@ class RouteTable:
             slots = next(iter(mapping.values()))
             self._slots[slots] = self._step[: len(slots)]
 
+    def prompt_tokens(self, request_id: str) -> int:
+        """0 for a request that is not in the runner's batch: it waits, and is computed again."""
+        row = self._batch.req_id_to_index.get(request_id)
+        return 0 if row is None else int(self._batch.num_prompt_tokens[row])
+
     def rows(self, request_id: str, tokens: int) -> NDArray[np.int16]:
         """[tokens, L, K] of a request that is still in the runner's batch."""
         row = self._batch.req_id_to_index.get(request_id)
@@ -115,8 +120,8 @@ class DrawLog:
         self._truncated.pop(request_id, None)
         return self._live.pop(request_id, [])
 
-    def __len__(self) -> int:
-        return len(self._live)
+    def count(self, request_id: str) -> int:
+        return len(self._live[request_id])
 
     def _drawn(self, sampler: nn.Module, args: Any, output: Any) -> None:
         (sampled, logprobs), batch = output, self._runner.input_batch
@@ -151,6 +156,8 @@ class V1Recorder:
     def __init__(self, *, routes: bool, kept: bool) -> None:
         self._with_routes, self._with_kept = routes, kept
         self._wanted: dict[str, Wanted] = {}
+        self._settled: dict[str, NDArray[np.int16]] = {}
+        """First rows of the routes of running requests, under weights that are gone."""
         self._routes: RouteTable | None = None
         self._draws: DrawLog | None = None
 
@@ -183,6 +190,8 @@ class V1Recorder:
         if wanted.routes:
             assert self._routes is not None
             routes = self._routes.rows(request_id, prompt_tokens + len(tokens) - 1)
+            settled = self._settled.pop(request_id, routes[:0])
+            routes[: len(settled)] = settled
             if (routes == NO_ROUTE).any():
                 raise RecordingError(f"request {request_id}: tokens without a route")
             check_routed(request_id, routes)
@@ -192,8 +201,21 @@ class V1Recorder:
             routes=routes,
         )
 
+    def settle(self) -> None:
+        if self._routes is None:
+            return
+        assert self._draws is not None
+        for request_id, wanted in self._wanted.items():
+            drawn = self._draws.count(request_id)
+            if wanted.routes and drawn and (prompt := self._routes.prompt_tokens(request_id)):
+                rows = self._routes.rows(request_id, prompt + drawn - 1)
+                before = self._settled.get(request_id, rows[:0])
+                rows[: len(before)] = before
+                self._settled[request_id] = rows
+
     def forget(self, request_id: str) -> None:
         self._wanted.pop(request_id, None)
+        self._settled.pop(request_id, None)
         if self._draws is not None:
             self._draws.close(request_id)
 

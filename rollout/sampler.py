@@ -179,10 +179,12 @@ class Sampler:
         """Open the weights. Between here and `finish_update` nothing can be sampled.
 
         Answers that are being sampled pause, and go on with the new weights: vLLM then computes the
-        keys and values (and routes) of their tokens again. Returns groups that were completed by
+        keys and values of their tokens again, while routes stay those that each token was sampled
+        with. Returns groups that were completed by
         what was already on its way.
         """
         completed = self._pause()
+        self._recorder.settle()
         self._updating = True
         self._manifest.begin()
         self._llm.collective_rpc("keel_begin_update")

@@ -352,15 +352,20 @@ class Reference:
         tolerance: Tolerance,
     ) -> None:
         """Every token's kept set and log-probability, under the weights that sampled it, and the
-        routes of all tokens under those that sampled the last."""
+        routes of every token under those that sampled the next (in the prompt: the first)."""
         (segment,) = trajectory.segments
         ids = torch.from_numpy(segment.token_ids_T).long()
         first = int(np.argmax(segment.trainable_T))
         versions = segment.version_T[first:]
         used = {v: self.older.get(v, self.model) for v in sorted(set(versions.tolist()))}
-        by_version = {v: model(ids[None]).logits[0].float() for v, model in used.items()}
-        assert segment.routes_TLK is not None
-        self._check_routes(segment.routes_TLK, report, tolerance)
+        by_version: dict[int, torch.Tensor] = {}
+        assert segment.routes_TLK is not None and (segment.routes_TLK[-1] == -1).all()
+        next_version = np.append(segment.version_T[1:], -1)
+        next_version[: first - 1] = versions[0]
+        for version, model in used.items():
+            by_version[version] = model(ids[None]).logits[0].float()
+            rows = np.flatnonzero(next_version == version)
+            self._check_routes(segment.routes_TLK, rows, report, tolerance)
         scaled = torch.stack(
             [
                 by_version[int(v)][first - 1 + i] / sampling.temperature
@@ -380,12 +385,14 @@ class Reference:
         if not sampling.truncated:
             assert segment.kept is None
 
-    def _check_routes(self, routes: np.ndarray, report: Report, tolerance: Tolerance) -> None:
-        assert (routes[-1] == -1).all()
+    def _check_routes(
+        self, routes: np.ndarray, rows: np.ndarray, report: Report, tolerance: Tolerance
+    ) -> None:
+        """`rows` of the routes, against the model that ran last."""
         assert routes.shape[1] == len(self.scores)
         for row, layer in enumerate(sorted(self.scores)):
-            scores = self.scores[layer][:-1]
-            recorded = torch.from_numpy(routes[:-1, row].astype(np.int64))
+            scores = self.scores[layer][torch.from_numpy(rows)]
+            recorded = torch.from_numpy(routes[rows, row].astype(np.int64))
             assert (recorded >= 0).all()
             width = recorded.shape[1]
             ranked = scores.topk(width + 1)
