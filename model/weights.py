@@ -1,13 +1,16 @@
 """Weights on their way from the trainer to the engines: named tensors in flat buckets.
 
 A bucket is one block of bytes with a table of contents, so that a model of thousands of tensors
-travels in a few large transfers instead of one remote call a parameter.
+travels in a few large transfers instead of one remote call a parameter. The bytes are in host
+memory (Ray's object store carries them), or stay on the sender's device and go straight to the
+engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,24 +32,45 @@ class TensorEntry:
     """Where the tensor starts in the bucket, in bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that come over the engine's `model.channel.Channel`."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Bytes in the memory of a GPU that sender and receiver both use (CUDA IPC)."""
+
+    handle: tuple[Any, ...]
+    """Arguments of PyTorch's `rebuild_cuda_tensor`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     entries: tuple[TensorEntry, ...]
-    data: NDArray[np.uint8]
+    data: NDArray[np.uint8] | Sent | Shared
+    """The bytes, or how to get them."""
 
 
-def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Group named tensors into buckets of at most `bucket_bytes` (a larger tensor has its own).
+Block = tuple[tuple[TensorEntry, ...], Tensor]
+"""A bucket that is still where its tensors are: what is in it, and its bytes."""
 
-    Holds no more than one bucket in memory beyond what `tensors` yields.
+
+def pack_blocks(tensors: Iterable[tuple[str, Tensor]], block_bytes: int) -> Iterator[Block]:
+    """Group named tensors, all on one device, into blocks of at most `block_bytes` bytes there (a
+    larger tensor has its own).
+
+    Holds no more than one block in memory beyond what `tensors` yields.
     """
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
     for name, tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if entries and size + flat.numel() > bucket_bytes:
-            yield _join(entries, parts, size)
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if entries and size + flat.numel() > block_bytes:
+            yield tuple(entries), torch.cat(parts)
             entries, parts, size = [], [], 0
         entries.append(
             TensorEntry(
@@ -56,24 +80,47 @@ def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
                 offset=size,
             )
         )
-        parts.append(flat)
-        size += -(-flat.numel() // ALIGNMENT) * ALIGNMENT
+        rest = -flat.numel() % ALIGNMENT
+        parts += [flat, flat.new_zeros(rest)] if rest else [flat]
+        size += flat.numel() + rest
     if entries:
-        yield _join(entries, parts, size)
+        yield tuple(entries), torch.cat(parts)
+
+
+def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """`pack_blocks` in host memory."""
+    for entries, block in pack_blocks(tensors, bucket_bytes):
+        yield Bucket(entries=entries, data=block.cpu().numpy())
 
 
 def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a bucket, as views of its bytes (copied if read-only)."""
-    data = torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
-    for entry in bucket.entries:
+    """The named tensors of a bucket in host memory, as views of its bytes (copied if read-only)."""
+    assert isinstance(bucket.data, np.ndarray)
+    data = bucket.data if bucket.data.flags.writeable else bucket.data.copy()
+    return unpack_block(bucket.entries, torch.from_numpy(data))
+
+
+def unpack_block(entries: Iterable[TensorEntry], block: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of a block, as views of its bytes."""
+    for entry in entries:
         dtype = getattr(torch, entry.dtype)
         count = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-        flat = data[entry.offset : entry.offset + count]
+        flat = block[entry.offset : entry.offset + count]
         yield entry.name, (flat.view(dtype) if count else flat.to(dtype)).view(entry.shape)
 
 
-def _join(entries: list[TensorEntry], parts: list[Tensor], size: int) -> Bucket:
-    data = np.zeros(size, np.uint8)
-    for entry, part in zip(entries, parts, strict=True):
-        data[entry.offset : entry.offset + part.numel()] = part.numpy()
-    return Bucket(entries=tuple(entries), data=data)
+class Checksum:
+    """Of the blocks of an update, in their order. Equal on both ends, or bytes were lost."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+
+    def add(self, block: Tensor) -> None:
+        """Stays on the block's device: nothing is waited for."""
+        self._sums.append(block.view(torch.int64).sum())
+
+    def value(self) -> int:
+        total = 0
+        for each in torch.stack(self._sums).tolist() if self._sums else ():
+            total = (total * 31 + each) % 2**61
+        return total

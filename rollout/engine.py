@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from configs.schema import RolloutConfig, SamplingConfig
+from model.channel import Meeting
 from model.weights import Bucket
 from rl.types import Group, Prompt
 from rollout.spec import EngineError, RecordingError
@@ -49,9 +50,11 @@ class SamplerLike(Protocol):
     ) -> None: ...
     def step(self) -> Iterable[tuple[int, Group]]: ...
     def abort(self, job: int) -> None: ...
+    def gpus(self) -> list[str]: ...
+    def join(self, meeting: Meeting, name: str) -> None: ...
     def begin_update(self) -> Iterable[tuple[int, Group]]: ...
     def load_bucket(self, bucket: Bucket) -> None: ...
-    def finish_update(self, version: int) -> None: ...
+    def finish_update(self, version: int, checksum: int | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,14 @@ class Engine:
             self.load_bucket(bucket)
         self.finish_update(version)
 
+    def gpus(self) -> list[str]:
+        """Which GPUs the engine is on; see `model.channel.gpu_id`."""
+        return self._wait(self._ask(lambda sampler: sampler.gpus()), "the engine's GPUs")
+
+    def join(self, meeting: Meeting, name: str) -> None:
+        """Open a channel for weights that come straight from the trainer."""
+        self._wait(self._ask(lambda sampler: sampler.join(meeting, name)), "the channel to open")
+
     def begin_update(self) -> None:
         """Open the weights: nothing is sampled until `finish_update`. Running answers pause, or are
         finished first (`rollout.weight_updates`)."""
@@ -152,9 +163,10 @@ class Engine:
     def load_bucket(self, bucket: Bucket) -> None:
         self._wait(self._ask(lambda sampler: sampler.load_bucket(bucket)), "a bucket of weights")
 
-    def finish_update(self, version: int) -> None:
-        """Check that every tensor came; sample from the new weights from now on."""
-        self._wait(self._ask(lambda sampler: sampler.finish_update(version)), "the new weights")
+    def finish_update(self, version: int, checksum: int | None = None) -> None:
+        """Check that everything came; sample from the new weights from now on."""
+        asked = self._ask(lambda sampler: sampler.finish_update(version, checksum))
+        self._wait(asked, "the new weights")
 
     def stats(self) -> dict[str, float]:
         """Sampled tokens and busy seconds so far; unfinished groups and recordings held now."""

@@ -99,5 +99,6 @@ class Update:
     """Weights that every engine is to have."""
 
     version: int
-    buckets: Sequence[Any]
+    weights: Any
+    """In the form that the engines take, or that knows how to reach them."""
     done: Future[None] = field(default_factory=Future[None])

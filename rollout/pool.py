@@ -41,11 +41,14 @@ class RolloutPool:
         build: Callable[[int], RolloutEngine],
         *,
         startup_deadline_s: float,
+        update_deadline_s: float | None = None,
     ) -> None:
-        """`build(i)` begins to start engine i. `start` waits for all of them."""
+        """`build(i)` begins to start engine i. `start` waits for all of them. `update_deadline_s`:
+        until an engine that has not taken its weights is replaced (default: the recipe's)."""
         self._config = config
         self._build = build
         self._startup_s = startup_deadline_s
+        self._update_s = update_deadline_s or config.update_deadline_s
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
         # Shared with the callers' threads, under `_gate`:
@@ -146,14 +149,15 @@ class RolloutPool:
             for answer in answers:
                 answer.cancel()
 
-    def update(self, version: int, buckets: Sequence[Any]) -> Future[None]:
-        """Bring every engine to these weights; done when all of them sample from `version`.
+    def update(self, version: int, weights: Any) -> Future[None]:
+        """Bring every engine to these weights; done when all of them sample from `version` (or a
+        later one).
 
-        The buckets are kept for engines that have to be started again. An engine that is late
+        `weights` are kept for engines that have to be started again. An engine that is late
         (`rollout.update_deadline_s`) is replaced. Fails with what an engine says about the weights.
         Raises RuntimeError while the last update is still under way.
         """
-        update = Update(version, buckets)
+        update = Update(version, weights)
         with self._gate:
             if self._ended is not None:
                 update.done.set_exception(self._ended)
@@ -225,9 +229,7 @@ class RolloutPool:
         self._waiting.sort(key=lambda order: order.rank)
         if update is not None and update is not self._weights:
             self._weights = update
-            for slot in self._slots:
-                if slot.stage == "ready":
-                    self._load(slot)
+            self._load([slot for slot in self._slots if slot.stage == "ready"])
         for future, (order, _) in list(self._flights.items()):
             if order.answer.cancelled():
                 future.cancel()
@@ -322,25 +324,35 @@ class RolloutPool:
             return
         if error is not None:
             raise error
-        if slot.stage == "loading" and slot.pending.result() != slot.version:
-            raise RuntimeError(
-                f"rollout engine {slot.index}: reports weights {slot.pending.result()} after an "
-                f"update to {slot.version}"
-            )
+        if slot.stage == "loading":
+            if slot.pending.result() < slot.version:
+                raise RuntimeError(
+                    f"rollout engine {slot.index}: reports weights {slot.pending.result()} after "
+                    f"an update to {slot.version}"
+                )
+            slot.version = slot.pending.result()
         slot.stage, slot.pending, slot.start_failure = "ready", None, ""
         weights = self._weights
         if weights is None:
             return
-        if weights.version != slot.version:
-            self._load(slot)
+        if weights.version > slot.version:
+            self._load([slot])
         elif not weights.done.done() and all(slot.stage == "ready" for slot in self._slots):
             weights.done.set_result(None)
 
-    def _load(self, slot: Slot) -> None:
+    def _load(self, slots: Sequence[Slot]) -> None:
         assert self._weights is not None
-        slot.stage, slot.version = "loading", self._weights.version
-        slot.pending = slot.engine.update(self._weights.version, self._weights.buckets)
-        slot.deadline = time.monotonic() + self._config.update_deadline_s
+        version, weights = self._weights.version, self._weights.weights
+        pending = self._deliver(version, weights, [slot.engine for slot in slots])
+        for slot, future in zip(slots, pending, strict=True):
+            slot.stage, slot.version, slot.pending = "loading", version, future
+            slot.deadline = time.monotonic() + self._update_s
+
+    def _deliver(
+        self, version: int, weights: Any, engines: Sequence[RolloutEngine]
+    ) -> Sequence[Future[int]]:
+        """Futures of the version that each engine then samples from."""
+        return [engine.update(version, weights) for engine in engines]
 
     def _revive(self, slot: Slot, error: EngineError) -> None:
         """Replace an engine and sample its groups again, or give up: if that has been done too

@@ -27,7 +27,10 @@ CONCURRENT_CALLS = 10_000
 class RayEngine:
     """A `RolloutWorker` in a process of its own."""
 
-    def __init__(self, spec: EngineSpec, *, gpu: bool, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, spec: EngineSpec, index: int = 0, *, gpu: bool, options: Mapping[str, Any]
+    ) -> None:
+        self.index = index
         actor = ray.remote(RolloutWorker).options(
             **{
                 # On a CPU the engines share the machine with the trainer; threads bound them.
@@ -38,30 +41,42 @@ class RayEngine:
                 **options,
             }
         )
-        self._actor = actor.remote(spec)
+        self.actor = actor.remote(spec)
 
     def ready(self) -> Future[int]:
-        return as_future(self._actor.ready.remote())
+        return as_future(self.actor.ready.remote())
 
     def generate(
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Future[Group]:
-        return as_future(self._actor.generate.remote(prompt, group_size, sampling, record, draw))
+        return as_future(self.actor.generate.remote(prompt, group_size, sampling, record, draw))
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
-        return as_future(self._actor.update.remote(version, list(buckets)))
+        return as_future(self.actor.update.remote(version, list(buckets)))
 
     def kill(self) -> None:
-        ray.kill(self._actor)  # type: ignore[arg-type]
+        ray.kill(self.actor)  # type: ignore[arg-type]
+
+
+Send = Callable[[Sequence["RayEngine"]], Sequence[Future[int]]]
+"""Brings engines to the trainer's current weights, and tells their version."""
 
 
 class RayRolloutPool(RolloutPool):
-    """A `RolloutPool` whose weights travel through Ray's object store, once for each node."""
+    """A `RolloutPool` whose weights travel through Ray's object store, once for each node, or come
+    straight from the trainer."""
 
-    def update(self, version: int, buckets: Sequence[ObjectRef | Bucket]) -> Future[None]:
-        """Buckets that are not in the object store yet are put there."""
-        shared = [ray.put(item) if isinstance(item, Bucket) else item for item in buckets]
-        return super().update(version, shared)
+    def update(self, version: int, weights: Any) -> Future[None]:
+        """`weights`: a `Send`, or buckets and references to buckets; those that are not in the
+        object store yet are put there."""
+        if not callable(weights):
+            weights = [ray.put(item) if isinstance(item, Bucket) else item for item in weights]
+        return super().update(version, weights)
+
+    def _deliver(self, version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
+        if not callable(weights):
+            return super()._deliver(version, weights, engines)
+        return [_as_engine_errors(future) for future in weights(engines)]
 
 
 def ray_pool(
@@ -69,15 +84,36 @@ def ray_pool(
     *,
     gpu: bool,
     startup_deadline_s: float,
+    update_deadline_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RayRolloutPool:
     """The engines of a run, not started yet. `options(i)` are added to those of engine i's actor,
     each time that it is started."""
     return RayRolloutPool(
         spec.config,
-        lambda index: RayEngine(spec, gpu=gpu, options=options(index) if options else {}),
+        lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
         startup_deadline_s=startup_deadline_s,
+        update_deadline_s=update_deadline_s,
     )
+
+
+def _as_engine_errors(sent: Future[int]) -> Future[int]:
+    """The same, with an `EngineError` for an engine that died or is late."""
+    future: Future[int] = Future()
+
+    def done(sent: Future[int]) -> None:
+        error = sent.exception()
+        if isinstance(error, RayActorError):
+            error = EngineError(_reason(error))
+        elif isinstance(error, TimeoutError):
+            error = EngineError(str(error))
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(sent.result())
+
+    sent.add_done_callback(done)
+    return future
 
 
 def as_future(ref: ObjectRef) -> Future[Any]:

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from configs.schema import SamplingConfig
+from model.channel import Meeting
 from model.weights import Bucket
 from rl.types import Group, Prompt, Trajectory
 from rollout import shims
@@ -190,16 +191,26 @@ class Sampler:
         self._llm.collective_rpc("keel_begin_update")
         return completed
 
+    def gpus(self) -> list[str]:
+        """`model.channel.gpu_id` of each of the engine's workers."""
+        return self._llm.collective_rpc("keel_gpu")
+
+    def join(self, meeting: Meeting, name: str) -> None:
+        """Open a channel for weights to whoever meets the engine there under `name`."""
+        deadline_s = self.spec.config.update_deadline_s
+        self._llm.collective_rpc("keel_join", args=(meeting, name, deadline_s))
+
     def load_bucket(self, bucket: Bucket) -> None:
         """Raises `ValueError` naming a tensor that the checkpoint does not have."""
         self._manifest.arrived(bucket)
         self._llm.collective_rpc("keel_load_bucket", args=(bucket,))
 
-    def finish_update(self, version: int) -> None:
+    def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Sample from the new weights from now on. Raises `ValueError` if tensors are missing, and
-        the weights then stay open for good."""
+        the weights then stay open for good; so they do if what came straight from the trainer does
+        not add up to `checksum`."""
         self._manifest.finish()
-        self._llm.collective_rpc("keel_finish_update")
+        self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         # Keys and values of the old weights would be no model's: unfinished answers start anew.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.schema import SamplingConfig
+from model.channel import Meeting
+from model.weights import Bucket
 from rl.types import Group, Prompt
 from rollout.engine import Engine
 from rollout.spec import EngineSpec
@@ -43,6 +45,22 @@ class RolloutWorker:
             await asyncio.to_thread(self._engine.load_bucket, await bucket)
         await asyncio.to_thread(self._engine.finish_update, version)
         return version
+
+    async def gpus(self) -> list[str]:
+        return await asyncio.to_thread(self._engine.gpus)
+
+    async def join(self, meeting: Meeting, name: str) -> None:
+        """This and what follows is for weights that a trainer's rank sends itself."""
+        await asyncio.to_thread(self._engine.join, meeting, name)
+
+    async def begin_update(self) -> None:
+        await asyncio.to_thread(self._engine.begin_update)
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        await asyncio.to_thread(self._engine.load_bucket, bucket)
+
+    async def finish_update(self, version: int, checksum: int) -> None:
+        await asyncio.to_thread(self._engine.finish_update, version, checksum)
 
     async def stats(self) -> dict[str, float]:
         return await asyncio.to_thread(self._engine.stats)

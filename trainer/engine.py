@@ -30,7 +30,7 @@ from configs.schema import Config
 from model.load import checkpoint_tensors, load_policy
 from model.routing import replay_routes, router_modules
 from model.ulysses import Slice
-from model.weights import Bucket, pack_buckets
+from model.weights import Block, Bucket, pack_blocks
 from rl.losses import grpo_loss
 from rl.metrics import Mean, Metric, Sum, merge
 from rl.packing import MicroBatch, TrainBatch
@@ -116,6 +116,10 @@ class TrainerEngine:
             sharded = frozen_config(options) if self._stage == 3 or self._spread else None
             self._reference = Reference(self._load(model_path, dtype), self._device, sharded)
         self._steps = self._version = self._skips_in_a_row = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def version(self) -> int:
@@ -269,16 +273,23 @@ class TrainerEngine:
         with gathered:
             yield self._experts.original(part)
 
-    def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """The current weights for the rollout engines, in their precision: buckets on rank 0,
-        nothing elsewhere."""
+    def blocks(self, *, wanted: bool, block_bytes: int | None = None) -> Iterator[Block]:
+        """The current weights for the rollout engines, in their precision, on this rank's device.
+
+        A rank that does not want them yields nothing, and gathers along where the others need it.
+        """
         weights = self.weights(self._config.engine_dtype)
-        if self._rank == 0:
-            size = bucket_bytes or self._config.trainer.publish_bucket_mib * MIB
-            yield from pack_buckets(weights, size)
+        if wanted:
+            size = block_bytes or self._config.trainer.publish_bucket_mib * MIB
+            yield from pack_blocks(weights, size)
         elif self._stage == 3 or self._spread:
             for _ in weights:
                 pass
+
+    def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
+        """`blocks` in host memory: on rank 0, nothing elsewhere."""
+        for entries, block in self.blocks(wanted=self._rank == 0, block_bytes=bucket_bytes):
+            yield Bucket(entries=entries, data=block.cpu().numpy())
 
     def export(self, folder: Path) -> None:
         """Write weights and tokenizer as a model folder that transformers and vLLM load."""

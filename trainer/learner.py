@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -15,6 +18,7 @@ from configs.schema import Config
 from rl.metrics import merge
 from rl.packing import TrainBatch, pack, split_updates
 from rl.types import ScoredGroup, StepResult
+from trainer.sender import Outcome, Receiver
 from trainer.worker import StepReport, TrainerWorker, Whereabouts
 
 GRACE_S = 5.0
@@ -31,6 +35,15 @@ class Limit:
     knob: str
 
 
+class Engine(Protocol):
+    """A rollout engine that weights can be sent to."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def actor(self) -> Any: ...
+
+
 class Learner:
     """All ranks of the trainer. `trainer.loop.Learner` is its Protocol."""
 
@@ -45,6 +58,8 @@ class Learner:
         """`actor_options(i)`: Ray options of rank i, over the defaults (one GPU each where `gpu`;
         half a core else, since CPU ranks and engines take turns)."""
         self._model_path, self._config = model_path, config
+        transfer = config.rollout.weight_transfer
+        self._direct = transfer == "direct" or (transfer == "auto" and gpu)
         options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": 0.5}
         remote, ranks = ray.remote(TrainerWorker), config.trainer.ranks
         self._ranks: list[Any] = [
@@ -53,6 +68,8 @@ class Learner:
             )
             for rank in range(ranks)
         ]
+        self._order = threading.Lock()
+        """Held to call all ranks: calls from two threads reach all of them in the same order."""
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
 
@@ -88,18 +105,62 @@ class Learner:
                 share.append(batch)
         # One object a group of ranks: each fetches its own share and nothing else.
         shipped = [ray.put(share) for share in shares]
-        refs = [
-            rank.step.remote(shipped[index // trainer.sequence_parallel])
-            for index, rank in enumerate(self._ranks)
-        ]
+        with self._order:
+            refs = [
+                rank.step.remote(shipped[index // trainer.sequence_parallel])
+                for index, rank in enumerate(self._ranks)
+            ]
         reports: list[StepReport] = self._wait(refs, self._limit("an optimizer step"))
         self._version = reports[0].version
         metrics = merge(report.metrics for report in reports)
         return StepResult(version=self._version, metrics=metrics)
 
-    def publish(self) -> list[ray.ObjectRef[Any]]:
-        """The current weights as references to `model.weights.Bucket`s held by rank 0."""
-        return self._all("publish", limit=self._limit("the weights"))[0]
+    def publish(self) -> Any:
+        """The current weights as `rollout.ray_engines.RayRolloutPool.update` takes them: `send`, or
+        references to `model.weights.Bucket`s in the object store (`rollout.weight_transfer`)."""
+        return self.send if self._direct else self.store()
+
+    def store(self) -> list[ray.ObjectRef[Any]]:
+        """The current weights, put into the object store by rank 0."""
+        return self._all("store", limit=self._limit("the weights"))[0]
+
+    def send(self, engines: Sequence[Engine]) -> list[Future[int]]:
+        """Bring `engines` straight to the current weights, once what the ranks are doing is done.
+
+        The futures have the version that each engine then samples from, or say why it does not; a
+        rank's failure fails those that it sends to. Rank i sends to engines i, i + ranks, …
+        """
+        sent = {engine.index: Future[int]() for engine in engines}
+        shares = [
+            [
+                Receiver(engine.index, engine.actor)
+                for engine in engines
+                if engine.index % len(self._ranks) == rank
+            ]
+            for rank in range(len(self._ranks))
+        ]
+        with self._order:
+            refs = [
+                rank.send.remote(share) for rank, share in zip(self._ranks, shares, strict=True)
+            ]
+        for rank, (ref, share) in enumerate(zip(refs, shares, strict=True)):
+            mine = {engine.index: sent[engine.index] for engine in share}
+            ref.future().add_done_callback(partial(self._sent, rank, mine))
+        return [sent[engine.index] for engine in engines]
+
+    def _sent(
+        self, rank: int, mine: Mapping[int, Future[int]], done: Future[dict[int, Outcome]]
+    ) -> None:
+        error = done.exception()
+        if isinstance(error, RayError):
+            error = self._failure({rank: error}, "sending weights to the engines")
+        outcomes = {} if error else done.result()
+        for index, future in mine.items():
+            outcome = error or outcomes[index]
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs into `folder`, which all ranks must see."""
@@ -125,7 +186,8 @@ class Learner:
 
     def _all(self, method: str, *arguments: object, limit: Limit) -> list[Any]:
         """Call a method of every rank; the results by rank."""
-        refs = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        with self._order:
+            refs = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return self._wait(refs, limit)
 
     def _wait(self, refs: Sequence[ray.ObjectRef[Any]], limit: Limit) -> list[Any]:

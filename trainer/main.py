@@ -361,6 +361,8 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
             spec,
             gpu=task.gpu,
             startup_deadline_s=deadline,
+            # An engine that was started again may have to wait for a step to end.
+            update_deadline_s=config.rollout.update_deadline_s + config.trainer.deadline_s,
             options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)

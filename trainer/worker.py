@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from trainer.engine import TrainerEngine
+    from trainer.sender import Outcome, Receiver, Sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class TrainerWorker:
         self._rank, self._world_size = rank, world_size
         self._engine: TrainerEngine | None = None
         self._store: Store | None = None
+        self._sender: Sender | None = None
 
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")
@@ -85,6 +87,7 @@ class TrainerWorker:
             torch.set_num_threads(config.trainer.threads)
 
         from trainer.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+        from trainer.sender import Sender  # noqa: PLC0415
 
         if self._store is None:
             self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -93,14 +96,22 @@ class TrainerWorker:
         self._engine = TrainerEngine(
             model_path, config, rank=self._rank, world_size=self._world_size, store=self._store
         )
+        deadline_s = config.rollout.update_deadline_s
+        self._sender = Sender(meeting, self._engine.device, deadline_s=deadline_s)
 
     def step(self, batches: Sequence[TrainBatch]) -> StepReport:
         metrics = self.engine.step(batches)
         return StepReport(version=self.engine.version, steps=self.engine.steps, metrics=metrics)
 
-    def publish(self) -> list[ray.ObjectRef[Any]]:
+    def store(self) -> list[ray.ObjectRef[Any]]:
         """References to the buckets, which this process puts into the object store one by one."""
         return [ray.put(bucket) for bucket in self.engine.publish()]
+
+    def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
+        """Bring these engines to the current weights. All ranks are asked, each with its own."""
+        assert self._sender is not None
+        blocks = self.engine.blocks(wanted=bool(receivers))
+        return self._sender.send(blocks, receivers, self.engine.version)
 
     def save(self, folder: str) -> None:
         self.engine.save(Path(folder))

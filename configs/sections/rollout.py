@@ -76,6 +76,10 @@ class RolloutConfig:
     they are finished first, so that an answer is of one version."""
     deadline_s: float = 600.0
     """Longest wait for a group, from when it is asked for; what is late is dropped and counted."""
+    weight_transfer: Literal["auto", "direct", "store"] = "auto"
+    """How new weights reach the engines. direct: from the trainer's ranks over NCCL, or in place
+    where engine and rank share a GPU (between CPUs: gloo). store: through host memory, by Ray's
+    object store. auto: direct on GPUs, store on CPUs."""
     update_deadline_s: float = 300.0
     """Longest wait for an engine to take new weights, and to drain before that."""
 

@@ -63,7 +63,7 @@ class FakeSampler:
     def load_bucket(self, bucket: Bucket) -> None:
         self.events.append(f"load {bucket}")
 
-    def finish_update(self, version: int) -> None:
+    def finish_update(self, version: int, checksum: int | None = None) -> None:
         self.version, self.updating = version, False
         self.events.append("finish")
 

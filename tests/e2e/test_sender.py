@@ -1,0 +1,115 @@
+"""The trainer's sender and engines of its own making, in processes of Ray: every way to fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError
+
+from model.channel import Channel, Meeting
+from model.weights import Bucket, Checksum, Sent, pack_blocks, unpack_block
+from trainer.sender import Receiver, Sender
+
+pytestmark = pytest.mark.e2e
+CPU = torch.device("cpu")
+WEIGHTS = {str(i): torch.full((64, 64), float(i)) for i in range(6)}
+BLOCK = 40_000
+"""Bytes: two tensors a block."""
+
+
+class Engine:
+    """Takes weights as a `RolloutWorker` does. `trouble` says what goes wrong at the second bucket
+    that it gets."""
+
+    def __init__(self, trouble: str = "") -> None:
+        self.trouble, self.weights, self.buckets = trouble, dict[str, torch.Tensor](), 0
+
+    def gpus(self) -> list[str]:
+        return [""]
+
+    def join(self, meeting: Meeting, name: str) -> None:
+        device = torch.device("cpu")
+        self.channel = Channel(meeting, name, rank=1, size=2, device=device, deadline_s=20)
+
+    def begin_update(self) -> None:
+        self.checksum = Checksum()
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        self.buckets += 1
+        if self.buckets == 2 and self.trouble == "dies":
+            os._exit(1)
+        if self.buckets == 2 and self.trouble == "raises":
+            raise ValueError("no tensor of this name")
+        if self.trouble == "deaf":
+            return
+        assert isinstance(bucket.data, Sent)
+        block = self.channel.receive(bucket.data)
+        if self.trouble == "flips":
+            block[0] ^= 1
+        self.checksum.add(block)
+        self.weights |= {name: t.clone() for name, t in unpack_block(bucket.entries, block)}
+
+    def finish_update(self, version: int, checksum: int) -> None:
+        if checksum != self.checksum.value():
+            raise RuntimeError("received other bytes than were sent")
+
+    def total(self) -> float:
+        return sum(float(tensor.sum()) for tensor in self.weights.values())
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[Callable[[float], Sender]]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield lambda deadline_s: Sender(("127.0.0.1", store.port), CPU, deadline_s=deadline_s)
+    ray.shutdown()
+
+
+def engines(*troubles: str) -> list[Receiver]:
+    remote: Any = ray.remote(Engine)
+    actors = [remote.options(num_cpus=0).remote(trouble) for trouble in troubles]
+    ray.get([actor.gpus.remote() for actor in actors], timeout=120)
+    return [Receiver(index, actor) for index, actor in enumerate(actors)]
+
+
+def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender]) -> None:
+    end = sender(20)
+    there = engines("", "dies", "raises", "flips", "")
+    outcomes = end.send(pack_blocks(WEIGHTS.items(), BLOCK), there, 7)
+    assert outcomes[0] == outcomes[4] == 7
+    assert isinstance(outcomes[1], RayActorError)
+    assert isinstance(outcomes[2], ValueError) and "no tensor" in str(outcomes[2])
+    assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
+    expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
+    totals = ray.get([there[0].actor.total.remote(), there[4].actor.total.remote()])
+    assert totals == [expected, expected]
+
+    (new,) = engines("")  # takes the place of the one that died; engine 0 keeps its channel
+    twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
+    outcomes = end.send(pack_blocks(twice.items(), BLOCK), [there[0], Receiver(1, new.actor)], 8)
+    assert outcomes == {0: 8, 1: 8}
+    totals = ray.get([there[0].actor.total.remote(), new.actor.total.remote()])
+    assert totals == [2 * expected, 2 * expected]
+
+
+def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:
+    (deaf,) = engines("deaf")
+    huge = {"t": torch.zeros(2**24)}
+    outcome = sender(1).send(pack_blocks(huge.items(), 2**30), [deaf], 1)[0]
+    assert isinstance(outcome, RuntimeError)
+    for part in ("engine 0 cannot be reached", "rollout.weight_transfer", "NCCL_SOCKET_IFNAME"):
+        assert part in str(outcome)
+
+
+def test_blocks_are_drawn_to_the_end_for_the_ranks_that_gather_along(
+    sender: Callable[[float], Sender],
+) -> None:
+    blocks = pack_blocks(WEIGHTS.items(), BLOCK)
+    assert sender(5).send(blocks, [], 1) == {}
+    assert next(blocks, None) is None

@@ -1,0 +1,156 @@
+"""The trainer's end of an update: the current weights, block by block, straight to the engines.
+
+Where an engine is on the sender's own GPU the bytes stay where they are and a handle travels (CUDA
+IPC); else they go over a channel (NCCL between GPUs, gloo between CPUs). Ray's calls carry the
+tables of contents, and say when an engine has died. One engine's failure is noted and the others
+go on.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayTaskError
+from torch import Tensor
+
+from model.channel import Channel, Meeting, gpu_id, share
+from model.weights import Block, Bucket, Checksum, Sent
+
+GRACE_S = 5.0
+"""After a channel's failure: wait this long to learn whether its engine caused it."""
+
+Outcome = int | Exception
+"""The version that an engine samples from now, or why it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """An engine as the trainer sees it: the actor of a `rollout.worker.RolloutWorker`."""
+
+    index: int
+    actor: Any
+
+
+class Sender:
+    """Of one rank. Keeps its channels from update to update."""
+
+    def __init__(self, meeting: Meeting, device: torch.device, *, deadline_s: float) -> None:
+        """`meeting`: a store that rank 0 keeps; `deadline_s`: for each step of an update."""
+        self._meeting, self._device, self._deadline_s = meeting, device, deadline_s
+        self._channels: dict[str, Channel | None] = {}
+        """By the actor's id; None where engine and rank share a GPU."""
+
+    def send(
+        self, blocks: Iterator[Block], receivers: Sequence[Receiver], version: int
+    ) -> dict[int, Outcome]:
+        """Bring `receivers` to `version`; what became of it, by their index.
+
+        `blocks` is drawn to its end in any case: under ZeRO-3 other ranks gather along.
+        """
+        updates = [_Update(receiver, self._deadline_s) for receiver in receivers]
+        for update in updates:
+            update.attempt(lambda update=update: update.begin(self._channel(update.receiver)))
+        checksum = Checksum()
+        for block in blocks:
+            if updates:
+                checksum.add(block[1])
+            for update in updates:
+                update.attempt(lambda update=update, block=block: update.send(block))
+        total = checksum.value()
+        for update in updates:
+            update.attempt(lambda update=update: update.finish(version, total))
+        return {update.receiver.index: update.error or version for update in updates}
+
+    def _channel(self, receiver: Receiver) -> Channel | None:
+        """Opened when an engine is first sent to."""
+        actor, name = receiver.actor, receiver.actor._actor_id.hex()
+        if name not in self._channels:
+            gpus: list[str] = ray.get(actor.gpus.remote(), timeout=self._deadline_s)
+            if gpus == [gpu_id(self._device)] != [""]:
+                self._channels[name] = None
+            else:
+                joined = actor.join.remote(self._meeting, name)
+                self._channels[name] = Channel(
+                    self._meeting,
+                    name,
+                    rank=0,
+                    size=1 + len(gpus),
+                    device=self._device,
+                    deadline_s=self._deadline_s,
+                )
+                ray.get(joined, timeout=self._deadline_s)
+        return self._channels[name]
+
+
+class _Update:
+    """One engine's part of an update. After an error nothing more is sent."""
+
+    def __init__(self, receiver: Receiver, deadline_s: float) -> None:
+        self.receiver, self._deadline_s = receiver, deadline_s
+        self.error: Exception | None = None
+        self._channel: Channel | None = None
+        self._asked: Any = None
+        """The engine's answer to what was sent last."""
+        self._block: Tensor | None = None
+        """Must stay until the engine has read it."""
+
+    def attempt(self, act: Callable[[], None]) -> None:
+        if self.error is not None:
+            return
+        try:
+            act()
+        except Exception as error:  # whatever it is, the other engines get their weights
+            cause = error.cause if isinstance(error, RayTaskError) else None
+            self.error = cause if isinstance(cause, Exception) else error
+            if isinstance(self.error, TimeoutError) and self._channel and not self._channel.used:
+                self.error = RuntimeError(
+                    f"engine {self.receiver.index} cannot be reached from {socket.gethostname()}: "
+                    f"{self.error}. Set rollout.weight_transfer to store, or see what NCCL does "
+                    "with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME names the network interface to use"
+                )
+
+    def begin(self, channel: Channel | None) -> None:
+        self._channel = channel
+        self._asked = self.receiver.actor.begin_update.remote()
+
+    def send(self, block: Block) -> None:
+        """Returns when the engine has the bytes; it loads them while the next block is made."""
+        entries, data = block
+        self._settle()
+        if self._channel is None:
+            bucket = Bucket(entries=entries, data=share(data))
+            self._asked = self.receiver.actor.load_bucket.remote(bucket)
+        else:
+            bucket = Bucket(entries=entries, data=Sent(data.numel()))
+            self._asked = self.receiver.actor.load_bucket.remote(bucket)
+            try:
+                self._channel.send(data, self._check)
+            except Exception:
+                ray.wait([self._asked], timeout=GRACE_S)
+                self._check()  # what the engine says of itself explains more
+                raise
+        self._block = data
+
+    def finish(self, version: int, checksum: int) -> None:
+        self._settle()
+        self._asked = self.receiver.actor.finish_update.remote(version, checksum)
+        self._settle()
+        self._block = None
+
+    def _settle(self) -> None:
+        """The engine has done what it was asked. Raises what it raised."""
+        ready, _ = ray.wait([self._asked], timeout=self._deadline_s)
+        if not ready:
+            raise TimeoutError(f"waited {self._deadline_s:g} s for the engine to take weights")
+        ray.get(self._asked)
+
+    def _check(self) -> None:
+        """Raises if the engine has failed while bytes are on their way to it."""
+        ready, _ = ray.wait([self._asked], timeout=0)
+        if ready:
+            ray.get(self._asked)
