@@ -26,10 +26,10 @@ HELDOUT = Shown("eval/", "held-out pass@1")
 PANELS = (
     Shown("reward/mean", "training reward"),
     HELDOUT,
-    Shown("mismatch/logp_abs", "|log π_θ − log π_old| before the step", log=True),
+    Shown("mismatch/logp_abs", "|log π_θ − log π_old|, before the step", log=True),
     Shown("kl/ref", "KL to the reference, nats a token"),
     Shown("mask/sequence_fraction", "share of answers masked"),
-    Shown("routing/overlap", "share of recorded experts that the trainer would choose"),
+    Shown("routing/overlap", "recorded experts that the trainer would choose, too"),
     Shown("sampling/kept_mean", "mean size of the kept sets"),
     Shown("time/idle_fraction", "share of a step without answers"),
 )
