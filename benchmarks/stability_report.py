@@ -26,6 +26,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 from PIL import Image
 
 LAST = 8
@@ -108,7 +109,7 @@ def write_report(source: Path, folder: Path) -> None:
 def replace_block(text: str, name: str, block: str) -> str:
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"docs/stability.md: has no block <!-- {name} --> … <!-- end -->")
+        raise ValueError(f"the page has no block <!-- {name} --> … <!-- end -->")
     return pattern.sub(lambda match: f"{match[1]}{block}\n{match[2]}", text)
 
 
@@ -160,6 +161,10 @@ def draw(experiment: str, arms: Runs, path: Path) -> None:
         if item.log:
             axis.set_yscale("log")
     axes[0].legend(fontsize=7)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
     figure.tight_layout()
     with io.BytesIO() as buffer:
         figure.savefig(buffer, dpi=80)

@@ -410,6 +410,7 @@ def model_folder(task: Task, say: Callable[[str], None]) -> str:
         seed=config.run.seed,
         sources=config.data.sources,
         heldout_questions=heldout_questions(task.dataset),
+        device="cuda" if task.gpu and torch.cuda.is_available() else "cpu",
         progress=progress,
     )
     return str(folder)

@@ -18,6 +18,8 @@ class ColdStartConfig:
     """About a tenth of a second each; 0: leave the weights random."""
     batch: int = 64
     """Solutions a step."""
+    questions: int = 16384
+    """Questions drawn over all sources; a longer cold start sees them again."""
     lr: float = 5e-3
     worked: float = 0.45
     """Share of the solutions in the last part that are worked out and right. The others skip the
@@ -30,7 +32,8 @@ class ColdStartConfig:
             self.max_seconds > 0, f"{knob}.max_seconds", self.max_seconds, "must be positive (s)"
         )
         require(self.steps >= 0, f"{knob}.steps", self.steps, "must not be negative")
-        require(self.batch >= 1, f"{knob}.batch", self.batch, "must be at least 1")
+        for name in ("batch", "questions"):
+            require(getattr(self, name) >= 1, f"{knob}.{name}", getattr(self, name), "must be >= 1")
         require(self.lr > 0, f"{knob}.lr", self.lr, "must be positive")
 
 
@@ -47,6 +50,8 @@ class EmbeddedConfig:
     experts_per_token: int = 2
     expert_size: int = 64
     """Intermediate size of one expert; the CPU kernel wants multiples of 32."""
+    initializer_range: float = 0.05
+    """Standard deviation of the random weights; about 0.02 suits a hidden size of 512 and more."""
     max_context: int = 512
     cache_dir: str = ""
     """Where cold-started models are kept; empty: `keel` under the user's cache folder."""
@@ -75,6 +80,12 @@ class EmbeddedConfig:
             f"{knob}.experts_per_token",
             self.experts_per_token,
             f"must be at most {knob}.experts = {self.experts}",
+        )
+        require(
+            0 < self.initializer_range <= 1,
+            f"{knob}.initializer_range",
+            self.initializer_range,
+            "must be in (0, 1]",
         )
         require(self.max_context >= 32, f"{knob}.max_context", self.max_context, "must be >= 32")
 

@@ -28,7 +28,7 @@ def model_config(config: EmbeddedConfig, tokenizer: PreTrainedTokenizerFast) -> 
         decoder_sparse_step=1,
         max_position_embeddings=config.max_context,
         tie_word_embeddings=False,
-        initializer_range=0.05,
+        initializer_range=config.initializer_range,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

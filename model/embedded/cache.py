@@ -9,12 +9,14 @@ import shutil
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from configs.schema import EmbeddedConfig, SourceConfig
 from model.embedded.build import build_model
-from model.embedded.cold_start import QUESTIONS, Progress, make_examples, train
+from model.embedded.cold_start import Progress, make_examples, train
+from model.embedded.on_gpu import run_on_gpu
 from model.embedded.tokenizer import build_tokenizer
 
 CODE_VERSION = 1
@@ -27,6 +29,7 @@ def ensure_embedded(
     seed: int,
     sources: Sequence[SourceConfig],
     heldout_questions: Collection[str],
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
     """Folder of the cold-started model, trained now unless one of the same content is kept.
@@ -35,15 +38,47 @@ def ensure_embedded(
     names. Processes that need the same model at once may all train it; the first to finish wins
     and the others use its copy. No question in `heldout_questions` is trained on.
 
+    `device`: where it is taught, `cpu` or a GPU of this machine (`cuda`). The GPU is used by a
+    process of its own and is free again afterwards.
+
     Raises:
         ConfigError: the sources have nothing to teach.
         TimeoutError: the cold start took longer than `config.cold_start.max_seconds`.
+        RuntimeError: the process on the GPU died.
     """
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    folder = root / f"embedded-{content_key(config, seed, sources, heldout_questions)}"
+    key = content_key(config, seed, sources, heldout_questions, device=device)
+    folder = root / f"embedded-{key}"
     if folder.is_dir():
         return folder
+    make = partial(
+        make_folder,
+        folder,
+        config,
+        seed=seed,
+        sources=sources,
+        heldout_questions=heldout_questions,
+    )
+    if device == "cpu" or not config.cold_start.steps:
+        make(progress=progress)
+    else:
+        run_on_gpu(make, device, deadline_s=config.cold_start.max_seconds, progress=progress)
+    return folder
+
+
+def make_folder(
+    folder: Path,
+    config: EmbeddedConfig,
+    *,
+    seed: int,
+    sources: Sequence[SourceConfig],
+    heldout_questions: Collection[str],
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> None:
+    """Build the model, teach it on `device` and write it to `folder`."""
     tokenizer = build_tokenizer()
+    # Drawn on the CPU, so that the weights to begin with are the same everywhere.
     model = build_model(config, tokenizer, seed=seed)
     if config.cold_start.steps:
         examples = make_examples(
@@ -51,12 +86,15 @@ def ensure_embedded(
             tokenizer,
             seed=seed,
             heldout_questions=heldout_questions,
-            count=min(QUESTIONS, config.cold_start.steps * config.cold_start.batch),
+            count=min(
+                config.cold_start.questions, config.cold_start.steps * config.cold_start.batch
+            ),
         )
+        model.to(device)  # pyright: ignore[reportArgumentType] (transformers' stub is too narrow)
         train(model, tokenizer, examples, config.cold_start, seed=seed, progress=progress)
-    root.mkdir(parents=True, exist_ok=True)
     # A folder under its final name is always complete: it is written beside it and then renamed.
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         model.save_pretrained(unfinished)
         tokenizer.model_max_length = config.max_context
@@ -68,7 +106,6 @@ def ensure_embedded(
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def content_key(
@@ -76,8 +113,11 @@ def content_key(
     seed: int,
     sources: Sequence[SourceConfig],
     heldout_questions: Collection[str],
+    *,
+    device: str = "cpu",
 ) -> str:
-    """Hash of everything that the cold-started weights depend on."""
+    """Hash of everything that the cold-started weights depend on. A GPU rounds otherwise than a
+    CPU."""
     model = asdict(config)
     del model["cache_dir"], model["cold_start"]["max_seconds"]
     content: dict[str, Any] = {
@@ -89,6 +129,8 @@ def content_key(
         ],
         "heldout": sorted(set(heldout_questions)),
     }
+    if device != "cpu" and config.cold_start.steps:
+        content["device"] = device
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 

@@ -27,10 +27,10 @@ from configs.schema import ColdStartConfig, ConfigError, SourceConfig
 from model.embedded.solutions import solution
 from model.embedded.tokenizer import TURN_END
 
-QUESTIONS = 16384
-"""Questions drawn over all sources; a longer cold start sees them again."""
 DATA_SEED = 1 << 40
 """Added to the seed of the questions, far from any seed that a recipe gives its prompts."""
+SEED_STRIDE = 16384
+"""From one run seed's questions to the next one's, or more where a source has more of them."""
 CAREFUL = 0.7
 """Share of the steps in which every solution is worked, before the hasty ones come in."""
 WARMUP = 0.1
@@ -57,7 +57,7 @@ def make_examples(
     *,
     seed: int,
     heldout_questions: Collection[str],
-    count: int = QUESTIONS,
+    count: int,
 ) -> list[Example]:
     """About `count` questions of the reasoning_gym sources, by weight, none of them held out.
 
@@ -97,8 +97,8 @@ def train(
 ) -> float:
     """Train `model` in place with AdamW on `config.steps` batches; returns the last loss.
 
-    Only the solution's tokens are learned, never the question's. On one kind of machine the same
-    arguments give the same weights, bit for bit.
+    Only the solution's tokens are learned, never the question's. On a CPU the same arguments give
+    the same weights on one kind of machine, bit for bit; on a GPU, see `model.embedded.on_gpu`.
 
     Raises:
         TimeoutError: after `config.max_seconds`. A model cut short would not be the one that the
@@ -117,9 +117,9 @@ def train(
         ):
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * _schedule(step, config.steps)
-            logits = model(input_ids=inputs, use_cache=False).logits
+            logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
             loss = functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+                logits.flatten(0, 1), targets.to(model.device).flatten(), ignore_index=IGNORED
             )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -157,8 +157,12 @@ def _source_examples(
     heldout: frozenset[str],
     count: int,
 ) -> list[Example]:
-    # reasoning_gym seeds entry i with seed + i: seeds a multiple of the count apart share no entry.
-    params = {**source.params, "seed": DATA_SEED + seed * QUESTIONS, "size": count}
+    # reasoning_gym seeds entry i with seed + i: seeds at least a count apart share no entry.
+    params = {
+        **source.params,
+        "seed": DATA_SEED + seed * max(SEED_STRIDE, count),
+        "size": count,
+    }
     entries = [
         entry
         for entry in reasoning_gym.create_dataset(source.task, **params)

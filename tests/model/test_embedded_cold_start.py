@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from configs.schema import ColdStartConfig, ConfigError, EmbeddedConfig, SourceConfig
-from model.embedded import cache
+from model.embedded import cache, cold_start
 from model.embedded.build import build_model
-from model.embedded.cache import content_key, default_cache_dir, ensure_embedded
+from model.embedded.cache import content_key, default_cache_dir, ensure_embedded, make_folder
 from model.embedded.cold_start import make_examples, train
+from model.embedded.on_gpu import plain, run_on_gpu
 from model.embedded.tokenizer import build_tokenizer
 from model.load import facts_of, load_tokenizer, model_facts
 
@@ -75,7 +79,7 @@ def test_nothing_left_to_teach_is_an_error() -> None:
         make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=heldout, count=20)
     lines = SourceConfig(name="lines", source="jsonl", path="some.jsonl")
     with pytest.raises(ConfigError, match="learns from reasoning_gym tasks, and none is given"):
-        make_examples([lines], TOKENIZER, seed=0, heldout_questions=())
+        make_examples([lines], TOKENIZER, seed=0, heldout_questions=(), count=20)
 
 
 def test_sources_are_mixed_by_weight() -> None:
@@ -100,6 +104,27 @@ def test_solutions_follow_the_chat_template() -> None:
     answer = TOKENIZER.decode(plain.worked).removesuffix("<|im_end|>")
     assert plain.worked == plain.hasty
     assert answer == TOKENIZER.decode(thinking.worked).split("\n\n")[1].removesuffix("<|im_end|>")
+
+
+def test_no_two_seeds_share_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_start, "SEED_STRIDE", 100)
+    large = replace(SPIRALS, params={"min_n": 4, "max_n": 4})
+
+    def asked(seed: int, count: int) -> set[tuple[int, ...]]:
+        examples = make_examples([large], TOKENIZER, seed=seed, heldout_questions=(), count=count)
+        return {example.prompt for example in examples}
+
+    for count in (50, 150):
+        assert len(asked(0, count)) == count
+        assert asked(0, count).isdisjoint(asked(1, count))
+
+
+def test_the_initializer_range_is_the_recipes() -> None:
+    spreads = [
+        float(build_model(replace(TINY, **knob), TOKENIZER, seed=0).lm_head.weight.detach().std())
+        for knob in ({}, {"initializer_range": 0.02})
+    ]
+    assert spreads == pytest.approx([0.05, 0.02], rel=0.05)
 
 
 def test_training_lowers_the_loss_and_reports_each_step() -> None:
@@ -195,3 +220,64 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_dir() == Path("/somewhere/keel")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache" / "keel"
+
+
+def test_a_process_of_its_own_teaches_like_this_one(tmp_path: Path) -> None:
+    """As on a GPU, with the CPU in its place."""
+    make = partial(
+        make_folder, tmp_path / "apart", TINY, seed=0, sources=[SPELLING], heldout_questions={"a"}
+    )
+    seen: list[int] = []
+    run_on_gpu(make, "cpu", deadline_s=60, progress=lambda step, *_: seen.append(step))
+    assert seen == [1, 2, 3]
+    here = ensure(tmp_path / "here", heldout_questions={"a"})
+    apart = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(here).state_dict().items():
+        torch.testing.assert_close(apart[name], tensor, rtol=0.0, atol=1e-3)
+
+
+def die(**_: Any) -> None:
+    os._exit(7)
+
+
+def test_what_goes_wrong_in_that_process_is_raised_here(tmp_path: Path) -> None:
+    slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch=4, max_seconds=1e-6))
+    make = partial(
+        make_folder, tmp_path / "slow", slow, seed=0, sources=[SPELLING], heldout_questions=()
+    )
+    with pytest.raises(TimeoutError, match="1 of 3 steps took"):
+        run_on_gpu(make, "cpu", deadline_s=60)
+    with pytest.raises(RuntimeError, match=r"died \(exit code 7\)"):
+        run_on_gpu(die, "cpu", deadline_s=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_that_a_pipe_may_not_carry_come_in_words() -> None:
+    config = ConfigError("data.sources: none is given")
+    assert plain(config) is config
+    other = plain(AssertionError("a kernel is missing"))
+    assert type(other) is RuntimeError
+    assert str(other).endswith("on a GPU: AssertionError: a kernel is missing")
+
+
+def test_that_process_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.embedded.on_gpu.START_S", 0.0)
+    with pytest.raises(TimeoutError, match="no end on cpu after 0 s"):
+        run_on_gpu(die, "cpu", deadline_s=0.1)
+
+
+def test_a_gpus_model_is_kept_apart_from_a_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def instead(make: Any, device: str, **_: Any) -> None:
+        calls.append(device)
+        make(device="cpu")
+
+    monkeypatch.setattr(cache, "run_on_gpu", instead)
+    here, there = ensure(tmp_path), ensure(tmp_path, device="cuda")
+    assert ensure(tmp_path, device="cuda") == there != here
+    untaught = replace(TINY, cold_start=ColdStartConfig(steps=0))
+    assert ensure(tmp_path, untaught) == ensure(tmp_path, untaught, device="cuda")
+    assert calls == ["cuda"], "weights that are only drawn need no GPU"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from model.embedded.tokenizer import build_tokenizer
 from trainer.cli import main
+from trainer.main import model_folder, prepare
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -130,3 +133,22 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
         capsys, "check", str(recipe), "rollout.sampling.max_tokens=9", "algorithm.keep_routing=no"
     )
     assert (code, "mixture of experts" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("wanted", "here", "device"), [(True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")]
+)
+def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
+    wanted: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = prepare("quickstart", ["run.device=cpu", "data.sources.0.size=150"])
+    devices: list[str] = []
+
+    def instead(*_: Any, device: str, **__: Any) -> Path:
+        devices.append(device)
+        return Path("somewhere")
+
+    monkeypatch.setattr("trainer.main.ensure_embedded", instead)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: here)
+    assert model_folder(replace(task, gpu=wanted), print) == "somewhere"
+    assert devices == [device]

@@ -1,0 +1,42 @@
+"""The cold start on a GPU: learns, repeats itself, and leaves nothing there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.schema import ColdStartConfig, EmbeddedConfig, SourceConfig
+from model.embedded.cache import ensure_embedded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
+
+
+def test_the_gpu_teaches_and_is_free_afterwards(tmp_path: Path) -> None:
+    config = EmbeddedConfig(cold_start=ColdStartConfig(steps=60, batch=32, lr=5e-3))
+    losses: list[float] = []
+    torch.cuda.init()
+    before = torch.cuda.mem_get_info()[0]
+    folders = [
+        ensure_embedded(
+            replace(config, cache_dir=str(tmp_path / name)),
+            seed=0,
+            sources=[SPELLING],
+            heldout_questions=(),
+            device="cuda",
+            progress=lambda _step, loss, _seconds: losses.append(loss),
+        )
+        for name in ("first", "second")
+    ]
+    assert len(losses) == 120
+    assert losses[59] < 0.6 * losses[0]
+    assert torch.cuda.memory_allocated() == 0
+    assert before - torch.cuda.mem_get_info()[0] < 2**28
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert first == second
