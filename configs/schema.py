@@ -64,6 +64,20 @@ class Config:
                 "without the kept sets every probability ratio is wrong. Switch it on, or sample "
                 "with top_p: 1 and top_k: 0"
             )
+        if self.rollout.colocated:
+            require(
+                self.rollout.engines == self.trainer.ranks,
+                "rollout.engines",
+                self.rollout.engines,
+                f"must be trainer.ranks = {self.trainer.ranks} with rollout.colocated: one engine "
+                "sits beside each rank",
+            )
+            require(
+                self.rollout.tensor_parallel == 1,
+                "rollout.tensor_parallel",
+                self.rollout.tensor_parallel,
+                "must be 1 with rollout.colocated: each engine sits on the GPU of one rank",
+            )
         if self.model.path == "embedded":
             if not self.algorithm.keep_routing and not unsound:
                 raise ConfigError(

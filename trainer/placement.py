@@ -15,13 +15,13 @@ from configs.schema import Config, ConfigError
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 SHARED = 0.5
-"""Share of the one GPU that Ray books for each of two actors. Memory is the recipe's to divide:
+"""Share of a GPU that Ray books for each of two actors. Memory is the recipe's to divide:
 `rollout.gpu_memory` bounds the engine, the trainer takes what it needs of the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Actors that are alike. Each has a CPU core and `gpus` GPUs."""
+    """Actors that are alike. Each has a CPU core and `gpus` GPUs, which it may share."""
 
     name: str
     count: int
@@ -29,6 +29,12 @@ class Kind:
     count_knob: str
     size_knob: str = ""
     """The knob behind `gpus`; empty where it is fixed."""
+    guest: str = ""
+    """The kind that has a place on the same GPUs, one beside each."""
+
+    @property
+    def cpus(self) -> int:
+        return 2 if self.guest else 1
 
     @property
     def knobs(self) -> str:
@@ -70,17 +76,20 @@ class Node:
     free_gpus: int
     free_cpus: int
 
-    def room(self, gpus: int) -> int:
-        """Actors of so many GPUs that find a place here now."""
-        return min(self.free_gpus // gpus, self.free_cpus)
+    def room(self, kind: Kind) -> int:
+        """Actors of this kind that find a place here now."""
+        return min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus)
 
     def empty(self) -> Node:
         """The node as it is when nobody else uses it."""
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus)
 
-    def less(self, gpus: int, actors: int) -> Node:
-        free_gpus, free_cpus = self.free_gpus - gpus * actors, self.free_cpus - actors
-        return replace(self, free_gpus=free_gpus, free_cpus=free_cpus)
+    def less(self, kind: Kind, actors: int) -> Node:
+        return replace(
+            self,
+            free_gpus=self.free_gpus - kind.gpus * actors,
+            free_cpus=self.free_cpus - kind.cpus * actors,
+        )
 
     def __str__(self) -> str:
         if self.free_cpus < self.free_gpus:
@@ -99,6 +108,8 @@ class Seat:
     first: int | None
     """Id of the first of its GPUs, which are consecutive; None where others use the node, too, and
     Ray alone knows which are free."""
+    shared: bool = False
+    """With the seat of the same index of another kind."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -109,22 +120,30 @@ class Seat:
 class Placement:
     seats: tuple[Seat, ...]
     """In the order that GPUs are handed out on each node."""
-    shared: bool = False
-    """All actors sit on one GPU."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether engines and ranks have the same GPUs."""
+        return any(seat.shared for seat in self.seats)
+
+    def owner(self, kind: str, index: int) -> Seat:
+        """Who a seat's GPUs were reserved for: itself, or the rank whose guest it is."""
+        seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
+        if not seat.shared:
+            return seat
+        return next(s for s in self.seats if s.kind == RANK and s.index == index)
 
     def lines(self) -> Iterator[str]:
         """Who sits where, one line a node."""
         for (_, name), group in groupby(self.seats, key=lambda s: (s.node.id, s.node.name)):
             seats = sorted(group, key=lambda seat: (seat.kind, seat.index))
-            parts = [
-                _span(list(alike), shared=self.shared)
-                for _, alike in groupby(seats, key=lambda seat: seat.kind)
-            ]
+            parts = [_span(list(alike)) for _, alike in groupby(seats, key=lambda s: s.kind)]
             yield f"{name}: {'; '.join(parts)}"
 
 
 def place(config: Config, nodes: Iterable[Node]) -> Placement:
-    """GPUs of their own for all actors; on a single GPU one engine and one rank share it.
+    """GPUs of their own for all actors, or an engine beside each rank (`rollout.colocated`; on a
+    single GPU one engine and one rank share it in any case).
 
     Raises ConfigError if the free GPUs are too few, or no node has enough for one actor.
     """
@@ -132,11 +151,13 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
     needed = sum(kind.count * kind.gpus for kind in wanted)
     available = sum(node.free_gpus for node in nodes)
     single = available == sum(node.gpus for node in nodes) == 1
-    if single and needed == len(wanted) == 2:
-        node = next(node for node in nodes if node.free_gpus)
-        first = 0 if node.free_gpus == node.gpus else None
-        seats = [Seat(kind=k.name, index=0, node=node, gpus=1, first=first) for k in wanted]
-        return Placement(seats=tuple(seats), shared=True)
+    if config.rollout.colocated or (single and needed == len(wanted) == 2):
+        wanted = [
+            replace(kind, guest=ENGINE) if kind.name == RANK else kind
+            for kind in wanted
+            if kind.name != ENGINE
+        ]
+        needed = sum(kind.count * kind.gpus for kind in wanted)
     if available < needed:
         raise ConfigError(
             f"the recipe needs {needed} GPUs ({_counted(wanted)}), and the cluster has {available}"
@@ -144,11 +165,11 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
             "each, a single GPU is shared"
         )
     left = dict(enumerate(nodes))
-    taken: dict[int, list[tuple[str, int, int]]] = {index: [] for index in left}
+    taken: dict[int, list[tuple[Kind, int]]] = {index: [] for index in left}
     for kind in sorted(wanted, key=lambda kind: -kind.gpus):
         done = 0
         while done < kind.count:
-            rooms = {index: node.room(kind.gpus) for index, node in left.items()}
+            rooms = {index: node.room(kind) for index, node in left.items()}
             missing = kind.count - done
             enough = [index for index, room in rooms.items() if room >= missing]
             # The smallest that holds all of them; else as many as the largest holds.
@@ -159,16 +180,18 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
             count = min(rooms[index], missing)
             if not count:
                 raise ConfigError(_no_room(kind, missing, nodes, wanted))
-            taken[index] += [(kind.name, done + i, kind.gpus) for i in range(count)]
-            left[index] = left[index].less(kind.gpus, count)
+            taken[index] += [(kind, done + i) for i in range(count)]
+            left[index] = left[index].less(kind, count)
             done += count
     seats: list[Seat] = []
     for index, node in enumerate(nodes):
         first = 0
-        for name, number, gpus in taken[index]:
+        for kind, number in taken[index]:
             known = first if node.free_gpus == node.gpus else None
-            seats.append(Seat(kind=name, index=number, node=node, gpus=gpus, first=known))
-            first += gpus
+            for name in filter(None, (kind.name, kind.guest)):
+                seat = Seat(kind=name, index=number, node=node, gpus=kind.gpus, first=known)
+                seats.append(replace(seat, shared=bool(kind.guest)))
+            first += kind.gpus
     return Placement(seats=tuple(seats))
 
 
@@ -178,7 +201,7 @@ def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
     size = max(node_gpus, *(kind.gpus for kind in wanted))
     count = sum(-(-kind.count // (size // kind.gpus)) for kind in wanted)
     return [
-        Node(name=f"node {i}", gpus=size, cpus=size, free_gpus=size, free_cpus=size)
+        Node(name=f"node {i}", gpus=size, cpus=2 * size, free_gpus=size, free_cpus=2 * size)
         for i in range(count)
     ]
 
@@ -200,7 +223,9 @@ def _no_room(kind: Kind, missing: int, nodes: Sequence[Node], wanted: Sequence[K
 
 def _counted(wanted: Iterable[Kind]) -> str:
     return " and ".join(
-        f"{kind.count} {kind.name}(s)" + (f" of {kind.gpus}" if kind.gpus > 1 else "")
+        f"{kind.count} {kind.name}(s)"
+        + (f" of {kind.gpus}" if kind.gpus > 1 else "")
+        + (f" with an {kind.guest} each" if kind.guest else "")
         for kind in wanted
     )
 
@@ -212,19 +237,18 @@ def _listed(nodes: Sequence[Node], most: int = 8) -> str:
     return ": " + ", ".join(map(str, nodes[:most])) + more
 
 
-def _span(seats: Sequence[Seat], *, shared: bool) -> str:
+def _span(seats: Sequence[Seat]) -> str:
     """`engines 0–1 on GPUs 0–3 (2 each)`."""
     first, last = seats[0], seats[-1]
     many = len(seats) > 1
     who = f"{first.kind}s {first.index}–{last.index}" if many else f"{first.kind} {first.index}"
     total = sum(seat.gpus for seat in seats)
-    if shared:
-        where = "the one GPU, shared"
-    elif first.first is None:
+    if first.first is None:
         where = f"{total} of its {first.node.gpus} GPUs"
     elif total == 1:
         where = f"GPU {first.first}"
     else:
         where = f"GPUs {first.first}–{first.first + total - 1}"
     each = f" ({first.gpus} each)" if many and first.gpus > 1 else ""
-    return f"{who} on {where}{each}"
+    shared = ", shared" if first.shared else ""
+    return f"{who} on {where}{each}{shared}"

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.schema import Config, ConfigError
 from trainer.cluster import cluster_nodes
-from trainer.placement import SHARED, Placement, place
+from trainer.placement import SHARED, Placement, Seat, place
 
 TRY_S = 5.0
 """What looked free can be taken the next moment: look again after so long."""
@@ -27,14 +27,12 @@ class Reservation:
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
         """Ray options that put an actor on its seat. Another may take it when that one has died."""
-        seats = [(seat.kind, seat.index) for seat in self.placement.seats]
-        bundle = seats.index((kind, index))
-        shared = self.placement.shared
+        owner = self.placement.owner(kind, index)
         return {
             "num_cpus": 1,
-            "num_gpus": SHARED if shared else self.placement.seats[bundle].gpus,
+            "num_gpus": SHARED if owner.shared else owner.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=0 if shared else bundle
+                self.group, placement_group_bundle_index=_owners(self.placement).index(owner)
             ),
         }
 
@@ -76,13 +74,14 @@ def _reserve(config: Config, deadline_s: float) -> Reservation:
 
 
 def _group(placement: Placement) -> PlacementGroup:
-    """One bundle a seat, on the seat's node; a single one where all share a GPU."""
-    seats = placement.seats
-    bundles = [{"CPU": 1.0, "GPU": float(seat.gpus)} for seat in seats]
-    if placement.shared:
-        bundles, seats = [{"CPU": float(len(seats)), "GPU": 1.0}], seats[:1]
+    """One bundle an owner of GPUs, on its node; its guest has a core in it, too."""
+    owners = _owners(placement)
     return placement_group(
-        bundles,
+        [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],
         strategy="PACK",
-        bundle_label_selector=[{"ray.io/node-id": seat.node.id} for seat in seats],
+        bundle_label_selector=[{"ray.io/node-id": seat.node.id} for seat in owners],
     )
+
+
+def _owners(placement: Placement) -> list[Seat]:
+    return [seat for seat in placement.seats if placement.owner(seat.kind, seat.index) is seat]

@@ -52,6 +52,9 @@ class RolloutConfig:
     """vLLM engines, one Ray actor each."""
     tensor_parallel: int = 1
     """GPUs an engine."""
+    colocated: bool = False
+    """Put engine i on the GPU of trainer rank i (as many engines as ranks, of one GPU each);
+    `gpu_memory` is then the engine's share of it. A single GPU is always shared."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Of the engine's weights and compute; empty: `model.dtype`."""
     recorder: Literal["auto", "native", "v1"] = "auto"

@@ -22,8 +22,8 @@ GPUS = {
     "gpu4-expert-parallel": 4,
 }
 SEATS = {
-    "embedded-100m": "engine 0 on the one GPU, shared; trainer rank 0 on the one GPU, shared",
-    "gpu-dense": "engine 0 on the one GPU, shared; trainer rank 0 on the one GPU, shared",
+    "embedded-100m": "engine 0 on GPU 0, shared; trainer rank 0 on GPU 0, shared",
+    "gpu-dense": "engine 0 on GPU 0, shared; trainer rank 0 on GPU 0, shared",
     "gpu2-async": "engine 0 on GPU 1; trainer rank 0 on GPU 0",
     "gpu4-expert-parallel": "engines 0–1 on GPUs 2–3; trainer ranks 0–1 on GPUs 0–1",
 }

@@ -94,11 +94,38 @@ def test_ids_are_not_made_up_on_a_node_that_others_use() -> None:
 def test_one_engine_and_one_rank_share_a_single_gpu() -> None:
     placement = place(config(), nodes(1))
     assert placement.shared and len(placement.seats) == 2
-    assert "the one GPU, shared" in next(placement.lines())
+    assert "GPU 0, shared" in next(placement.lines())
     assert not place(config(), nodes(2)).shared
     busy = [replace(node, free_gpus=1) for node in nodes(4)]
     with pytest.raises(ConfigError, match=r"needs 2 GPUs .* has 1"):
         place(config(), busy)  # will have its own when the others are done
+
+
+def test_colocated_engines_sit_beside_the_ranks() -> None:
+    recipe = config(engines=6, ranks=6)
+    recipe = replace(recipe, rollout=replace(recipe.rollout, colocated=True))
+    placement = place(recipe, nodes(4, 4))
+    assert homes(placement, ENGINE) == homes(placement, RANK) == ["n0"] * 4 + ["n1"] * 2
+    for seat in placement.seats:
+        assert seat.shared and seat.ids == placement.owner(seat.kind, seat.index).ids
+        assert placement.owner(seat.kind, seat.index).kind == RANK
+    assert list(placement.lines()) == [
+        "n0: engines 0–3 on GPUs 0–3, shared; trainer ranks 0–3 on GPUs 0–3, shared",
+        "n1: engines 4–5 on GPUs 0–1, shared; trainer ranks 4–5 on GPUs 0–1, shared",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"needs 6 GPUs \(6 trainer rank\(s\) with an engine each"
+    ):
+        place(recipe, nodes(4))
+    with pytest.raises(ConfigError, match="find no node"):
+        place(recipe, nodes(8, cpus=7))  # each pair needs two cores
+
+
+@pytest.mark.parametrize("shape", [{"engines": 1, "ranks": 2}, {"engines": 2, "width": 2}])
+def test_colocation_is_one_engine_for_one_rank(shape: dict[str, int]) -> None:
+    recipe = config(**{"ranks": 2, **shape})
+    with pytest.raises(ConfigError, match=r"rollout\.(engines|tensor_parallel) = \d"):
+        replace(recipe, rollout=replace(recipe.rollout, colocated=True))
 
 
 @pytest.mark.parametrize(
