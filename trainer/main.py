@@ -373,7 +373,12 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
         both = ThreadPoolExecutor(2)
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
-        for started in [both.submit(pool.start), both.submit(learner.start)]:
+        engines = both.submit(pool.start)
+        if seats and seats.placement.shared:
+            # vLLM takes all that the GPU has lost while it started for its own use, and makes its
+            # KV cache smaller by it: the trainer must not take memory in the meantime.
+            engines.result()
+        for started in [engines, both.submit(learner.start)]:
             started.result()
         if judge and config.rewards.judge.serve:
             judge.check_reachable()

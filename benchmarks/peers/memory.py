@@ -1,0 +1,120 @@
+"""Peak memory of an arm, watched from outside: the whole GPU's, or without one its processes'."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import psutil
+
+GIB = 2**30
+EVERY_S = 0.05
+SLOW_EVERY_S = 0.5
+"""Between two looks at a tree of processes, which cost more."""
+
+
+class PeakMemory:
+    """While open, samples a reading in bytes in a thread."""
+
+    def __init__(self, read: Callable[[], float], every_s: float) -> None:
+        self._read, self._every_s = read, every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
+        self.before = self._read()
+        """In use at the start, by whatever else there is."""
+        self.peak = self.before
+        self.samples = 0
+
+    @property
+    def gib(self) -> float:
+        """Peak over what was in use before, in GiB."""
+        return (self.peak - self.before) / GIB
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            self.peak = max(self.peak, self._read())
+            self.samples += 1
+
+
+def gpu_reader() -> Callable[[], float] | None:
+    """Bytes in use on GPU 0 by all processes, without a CUDA context here; None without a GPU."""
+    try:
+        import pynvml  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return _nvidia_smi if _nvidia_smi() else None
+    nvml: Any = pynvml
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    except nvml.NVMLError:
+        return None
+    return lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def gpu_processes() -> dict[int, float]:
+    """GiB on GPU 0 by process id, where the driver says it."""
+    try:
+        import pynvml  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return {}
+    nvml: Any = pynvml
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        return {}
+    return {each.pid: (each.usedGpuMemory or 0) / GIB for each in found}
+
+
+def _nvidia_smi() -> float:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return float(made.stdout.split()[0]) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0.0
+
+
+def tree_reader(pid: Callable[[], int | None]) -> Callable[[], float]:
+    """Resident bytes of a process and all below it; shared pages count once for each."""
+
+    def read() -> float:
+        number = pid()
+        if number is None:
+            return 0.0
+        try:
+            root = psutil.Process(number)
+            family = [root, *root.children(recursive=True)]
+        except psutil.Error:
+            return 0.0
+        total = 0.0
+        for each in family:
+            try:
+                total += each.memory_info().rss
+            except psutil.Error:
+                continue
+        return total
+
+    return read
+
+
+def settled(read: Callable[[], float], target: float, *, deadline_s: float = 30.0) -> bool:
+    """Wait until no more than `target` bytes (and 256 MiB) are in use: an arm that has ended takes
+    a moment to give its memory back."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if read() <= target + 2**28:
+            return True
+        time.sleep(0.25)
+    return False

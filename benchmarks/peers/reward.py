@@ -1,0 +1,26 @@
+"""The rule that scores answers in both systems: the share of an answer's words that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Spoken(Protocol):
+    @property
+    def answer(self) -> str: ...
+
+
+def variety(prompt: object, trajectory: Spoken) -> float:
+    """In Keel's form: `rewards: {benchmarks.peers.reward.variety: 1.0}`."""
+    return distinct(trajectory.answer)
+
+
+def variety_of_all(completions: Sequence[Sequence[Mapping[str, Any]]], **_: object) -> list[float]:
+    """In TRL's form."""
+    return [distinct(str(messages[-1]["content"])) for messages in completions]
+
+
+def distinct(text: str) -> float:
+    words = text.split()
+    return len(set(words)) / len(words) if words else 0.0

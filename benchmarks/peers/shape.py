@@ -1,0 +1,161 @@
+"""A model folder and prompts that both systems load without a network.
+
+    python -m benchmarks.peers.shape --out FOLDER [--small] [--seed 0] [--sharpness 8]
+
+Random weights of a real model's shape, on the GPU where there is one. They differ from those of a
+plain random model so that sampling is like a trained model's: the logits are as far apart, so that
+truncation keeps few ids, answers do not run in circles, and none can end. See `write_model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+MARKS = (PAD, START, END, "<unk>")
+"""The first ids. None of them can be sampled."""
+ROLES = ("system", "user", "assistant")
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|> ' + message.role + ' ' + message.content + ' <|im_end|> ' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|> assistant' -}}{%- endif -%}"
+)
+AROUND = 5
+"""Tokens that the template adds to one user message."""
+STEPS_OF_PROMPTS = 16
+"""Distinct prompts for so many steps; after that they come again."""
+EMBEDDING = 0.02
+"""Standard deviation of the embeddings."""
+TENTH = 0.1
+
+
+def build_tokenizer(entries: int) -> PreTrainedTokenizerFast:
+    """`entries` ids, each a word of its own between spaces."""
+    words = [f"w{index}" for index in range(entries - len(MARKS) - len(ROLES))]
+    vocabulary = {word: index for index, word in enumerate((*MARKS, *ROLES, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    wrapped.chat_template = TEMPLATE
+    return wrapped
+
+
+def model_config(shape: Shape) -> Qwen3Config:
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_context,
+        initializer_range=shape.spread,
+        tie_word_embeddings=True,
+        pad_token_id=MARKS.index(PAD),
+        bos_token_id=None,
+        eos_token_id=MARKS.index(END),
+        dtype="bfloat16",
+    )
+
+
+def write_model(
+    folder: Path, shape: Shape, *, seed: int, sharpness: float, device: str | None = None
+) -> None:
+    """Weights in bfloat16, and the tokenizer.
+
+    sharpness: standard deviation of the logits, set by the weight of the last norm. At 8, top-p
+    0.95 keeps about 12 ids of 151,669 and a token has 1.5 nats of entropy; at 0.64, where a plain
+    random model stands, it keeps nearly all of the top-k.
+
+    What attention adds is scaled down: at full size the context, nearly the same for consecutive
+    tokens, outweighs the token itself, and answers fall into circles of a few words.
+
+    The marks have embeddings of a tenth of the others' length, and the rows past the tokenizer's
+    entries none. The head is tied to them, so their logits lie next to 0, the middle of all the
+    others. Hundreds of words are likelier, and top-k leaves the marks out, the end of a turn among
+    them.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = build_tokenizer(shape.tokens)
+    config = model_config(shape)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        rows = model.get_input_embeddings().weight
+        rows *= EMBEDDING / shape.spread
+        rows[: len(MARKS)] *= TENTH
+        rows[shape.tokens :] = 0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= TENTH
+        model.model.norm.weight.fill_(sharpness / (EMBEDDING * shape.hidden_size**0.5))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_prompts(path: Path, workload: Workload) -> None:
+    """One user message a line, of random words; each renders to `workload.prompt_tokens` tokens."""
+    words = workload.prompt_tokens - AROUND
+    count = workload.prompts_per_step * STEPS_OF_PROMPTS
+    known = workload.shape.tokens - len(MARKS) - len(ROLES)
+    draw = random.Random(workload.seed)
+    with path.open("w") as file:
+        for index in range(count):
+            text = " ".join(f"w{draw.randrange(known)}" for _ in range(words))
+            messages = [{"role": "user", "content": text}]
+            line = {"id": str(index), "messages": messages, "answer": "w0", "match": "exact"}
+            file.write(json.dumps(line) + "\n")
+
+
+def write(folder: Path, workload: Workload) -> Workload:
+    """Model and prompts under `folder`, and `workload.json` that names them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = replace(
+        workload,
+        model=str((folder / "model").resolve()),
+        prompts=str((folder / "prompts.jsonl").resolve()),
+    )
+    write_model(Path(made.model), made.shape, seed=made.seed, sharpness=made.sharpness)
+    write_prompts(Path(made.prompts), made)
+    made.save(folder / "workload.json")
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sharpness", type=float)
+    options = parser.parse_args()
+    workload = replace(SMALL if options.small else QWEN3_06B, seed=options.seed)
+    if options.sharpness:
+        workload = replace(workload, sharpness=options.sharpness)
+    write(options.out, workload)
+
+
+if __name__ == "__main__":
+    main()

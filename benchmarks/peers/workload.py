@@ -1,0 +1,163 @@
+"""What both systems are given: sizes, sampling, optimizer. Plain data, written as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A dense Qwen3 with a tied head."""
+
+    vocab_size: int
+    """Rows of the embedding."""
+    tokens: int
+    """Entries of the tokenizer; the rows past them stand for no token."""
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int = 4096
+    """Tokens."""
+    spread: float = 0.02
+    """Standard deviation of the matrices of the layers. Narrow models need more of it, or their
+    layers add nothing to a token's embedding and it is repeated for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Steps of GRPO, alike for every arm."""
+
+    shape: Shape
+    prompts_per_step: int
+    group_size: int
+    prompt_tokens: int
+    answer_tokens: int
+    """Of every answer: no model made by `shape` can end one sooner."""
+    top_p: float
+    top_k: int
+    temperature: float = 1.0
+    kl_coef: float = 0.02
+    lr: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 0.2
+    mask_delta: float = 2.0
+    grad_clip: float = 1.0
+    sharpness: float = 8.0
+    """Standard deviation of the logits, in nats: see `shape.write_model`."""
+    seed: int = 0
+    model: str = ""
+    """Folder of weights and tokenizer."""
+    prompts: str = ""
+    """JSONL of chat prompts."""
+
+    @property
+    def sequences(self) -> int:
+        """Answers a step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def step_tokens(self) -> int:
+        """Completion tokens a step."""
+        return self.sequences * self.answer_tokens
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.answer_tokens
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Workload:
+        fields = json.loads(path.read_text())
+        return Workload(**{**fields, "shape": Shape(**fields["shape"])})
+
+
+QWEN3_06B = Workload(
+    shape=Shape(
+        vocab_size=151_936,
+        tokens=151_669,
+        hidden_size=1024,
+        intermediate_size=3072,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+    ),
+    prompts_per_step=16,
+    group_size=8,
+    prompt_tokens=128,
+    answer_tokens=1024,
+    top_p=0.95,
+    top_k=512,
+)
+SMALL = Workload(
+    shape=Shape(
+        vocab_size=2048,
+        tokens=2000,
+        hidden_size=64,
+        intermediate_size=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        max_context=256,
+        spread=0.15,
+    ),
+    prompts_per_step=4,
+    group_size=4,
+    prompt_tokens=16,
+    answer_tokens=32,
+    top_p=0.95,
+    top_k=64,
+    sharpness=4.0,
+)
+
+
+@dataclass(kw_only=True)
+class StepTimes:
+    """One measured step of an arm."""
+
+    step: int
+    """From 1, warm-up included."""
+    seconds: float
+    """Wall time since the end of the step before."""
+    tokens: int
+    """Sampled tokens trained on."""
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds by what they went into; the rest of `seconds` is between them."""
+    notes: dict[str, float] = field(default_factory=dict[str, float])
+    """Loss, reward and the like, by the arm's own names."""
+
+
+@dataclass(kw_only=True)
+class ArmFile:
+    """What an arm writes down, anew after each step, so that one cut short is not lost."""
+
+    path: Path
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    steps: list[StepTimes] = field(default_factory=list[StepTimes])
+    memory: dict[str, float] = field(default_factory=dict[str, float])
+    """GiB by what was measured."""
+    first_step_at: float = 0.0
+    """When the first step began, in seconds since 1970; 0: not yet."""
+
+    def save(self) -> None:
+        made = {
+            "settings": self.settings,
+            "versions": self.versions,
+            "memory": self.memory,
+            "first_step_at": self.first_step_at,
+            "steps": [asdict(step) for step in self.steps],
+        }
+        fresh = self.path.with_suffix(".tmp")
+        fresh.write_text(json.dumps(made, indent=1) + "\n")
+        fresh.replace(self.path)

@@ -1,0 +1,156 @@
+"""The comparison with TRL: what both are given, and the arithmetic of its report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.peers import keel_grpo
+from benchmarks.peers.compare import earlier
+from benchmarks.peers.report import ArmRun, report, summarize, verdict
+from benchmarks.peers.shape import MARKS, write
+from benchmarks.peers.workload import QWEN3_06B, SMALL, Workload
+from configs.load import load_config
+from model.load import load_tokenizer
+from rl.types import Prompt
+from rollout.conversion import render_prompt
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    return write(tmp_path_factory.mktemp("peers"), SMALL)
+
+
+def messages(given: Workload) -> list[list[dict[str, Any]]]:
+    return [json.loads(line)["messages"] for line in Path(given.prompts).read_text().splitlines()]
+
+
+def test_prompts_have_the_promised_length_in_both_systems(given: Workload) -> None:
+    tokenizer = load_tokenizer(given.model)
+    assert len(tokenizer) == given.shape.tokens
+    for prompt in messages(given):
+        ours = render_prompt(
+            tokenizer, Prompt(prompt_id="p", domain="d", messages=tuple(prompt), reward={})
+        )
+        theirs = AutoTokenizer.from_pretrained(given.model).apply_chat_template(
+            [prompt], add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        assert theirs["input_ids"][0] == ours.token_ids
+        assert len(ours.token_ids) == given.prompt_tokens
+
+
+def test_a_word_is_a_token_and_comes_back(given: Workload) -> None:
+    tokenizer = load_tokenizer(given.model)
+    ids = list(range(len(MARKS), len(MARKS) + 40))
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+
+
+def test_no_answer_can_end(given: Workload) -> None:
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.randint(len(MARKS), given.shape.tokens, (8, 48))
+    with torch.no_grad():
+        logits = model(ids).logits.flatten(0, 1)
+    assert given.sharpness / 2 < float(logits.std()) < 2 * given.sharpness
+    least_kept = logits.topk(given.top_k).values[:, -1]
+    never = torch.cat([logits[:, : len(MARKS)], logits[:, given.shape.tokens :]], dim=1)
+    assert bool((never.max(dim=1).values < least_kept).all())
+
+
+def test_the_sizes_are_those_of_the_model_they_stand_for() -> None:
+    assert QWEN3_06B.step_tokens == 16 * 8 * 1024
+    assert QWEN3_06B.context == 1152
+    assert QWEN3_06B.shape.tokens < QWEN3_06B.shape.vocab_size
+
+
+def test_a_workload_comes_back_from_its_file(given: Workload) -> None:
+    assert Workload.load(Path(given.model).parent / "workload.json") == given
+
+
+@pytest.mark.parametrize("arm", sorted(keel_grpo.ARMS))
+def test_every_arm_is_a_valid_recipe(given: Workload, arm: str, tmp_path: Path) -> None:
+    made = keel_grpo.recipe(given, folder=tmp_path / "run", steps=3, gpu=True)
+    for knob, value in keel_grpo.ARMS[arm].items():
+        keel_grpo.change(made, knob, value)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(made))  # JSON is YAML
+    config = load_config(path)
+    assert config.rollout.sampling.max_tokens == given.answer_tokens
+    assert config.algorithm.prompts_per_step * config.algorithm.group_size == given.sequences
+
+
+def test_steps_are_read_from_metrics_as_far_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert keel_grpo.read_steps(path) == []
+    lines: list[dict[str, Any]] = [{"step": 0, "time": 100.0}]
+    for step, at in ((1, 104.0), (2, 107.0)):
+        lines.append(
+            {
+                "step": step,
+                "time": at,
+                "time/step": 2.5,
+                "time/rollout": 1.5,
+                "time/train": 0.75,
+                "time/sync": 0.25,
+                "throughput/tokens_per_second": 200.0,
+                "sampling/kept_mean": 9.0,
+            }
+        )
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "ti')
+    first, second = keel_grpo.read_steps(path)
+    assert (first.seconds, second.seconds) == (4.0, 3.0)
+    assert second.tokens == 500
+    assert second.phases == {"rollout": 1.5, "reward": 0.0, "training": 0.75, "weights": 0.25}
+    assert second.notes == {"sampling/kept_mean": 9.0}
+    assert keel_grpo.started_at(path) == 100.0
+
+
+def arm(name: str, seconds: list[float], peak: float, **fields: Any) -> ArmRun:
+    steps = [
+        {"step": i, "seconds": s, "tokens": 1000, "phases": {"rollout": s / 2}, "notes": {"kl": s}}
+        for i, s in enumerate(seconds, start=2)
+    ]
+    return ArmRun(arm=name, run=1, status="done", peak_gib=peak, steps=steps, **fields)
+
+
+def test_the_report_is_of_all_runs_of_an_arm(tmp_path: Path) -> None:
+    runs = [
+        arm("trl", [10.0, 12.0], 100.0),
+        arm("keel", [4.0, 5.0], 39.0),
+        arm("keel", [5.0, 8.0], 40.0),
+        ArmRun(arm="trl-lean", run=4, status="failed", steps=[], why="out of memory"),
+    ]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"runs": [run.as_json() for run in runs]}))
+    read = earlier(tmp_path)
+    assert read == runs
+    summaries = summarize(read)
+    assert list(summaries) == ["trl", "keel"]
+    ours = summaries["keel"]
+    assert (ours.runs, ours.steps, ours.step_s, ours.tokens_s) == (2, 4, 5.0, 200.0)
+    assert (ours.slowest, ours.fastest, ours.peak_gib) == (125.0, 250.0, 40.0)
+    assert ours.phases == {"rollout": 2.5, "rest": 2.5}
+    assert "met" in verdict(summaries) and "NOT" not in verdict(summaries)
+    text = report(runs, {"machine": "made up"})
+    row = "| keel | 2, 4 | 5.00 | 200 | 125 … 250 | 40.0 | 2.18 | 40% |"
+    assert row in text
+    assert "trl-lean: failed" in text and "out of memory" in text
+
+
+@pytest.mark.parametrize(("seconds", "peak"), [(6.0, 39.0), (5.0, 41.0)])
+def test_slower_or_larger_misses_the_goal(seconds: float, peak: float) -> None:
+    runs = [arm("trl", [11.0], 100.0), arm("keel", [seconds], peak)]
+    assert "NOT met" in verdict(summarize(runs))
+    assert "no verdict" in verdict(summarize(runs[:1]))
+
+
+def test_an_arm_cut_short_counts_with_the_steps_it_has() -> None:
+    short = replace(arm("trl", [11.0], 100.0), status="cut short")
+    assert summarize([short])["trl"].steps == 1
