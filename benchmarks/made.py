@@ -5,7 +5,7 @@ No cost of a training step depends on what the tokens, probabilities or weights 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,42 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from configs.schema import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RolloutConfig,
-    SamplingConfig,
-    SourceConfig,
-    TrainerConfig,
-)
+from benchmarks.rows import Row
+from configs.schema import Config
 from model.load import ModelFacts
 from model.routing import record_routes
 from rl.packing import MicroBatch
 from rl.types import NO_ROUTE, KeptSets
 from trainer.engine import TrainerEngine
 from trainer.policy import Inputs, PolicyNetwork
-
-SOURCE = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A micro-batch: `segments` trajectories of one length, laid end to end."""
-
-    segments: int
-    prompt: int
-    answer: int
-    """Tokens; the sampled ones come last."""
-    vocabulary: int
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.answer
-
-    @property
-    def tokens(self) -> int:
-        return self.segments * self.length
 
 
 def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -122,16 +94,6 @@ def _routed(batch: MicroBatch, routes_NLK: Tensor) -> MicroBatch:
     routes: NDArray[np.int16] = routes_NLK.to(torch.int16).cpu().numpy()
     routes[np.append(np.flatnonzero(batch.position_N == 0)[1:], len(routes)) - 1] = NO_ROUTE
     return replace(batch, routes_NLK=routes)
-
-
-def made_config(row: Row, trainer: TrainerConfig) -> Config:
-    """A run on such trajectories, with truncated sampling and without a reference policy."""
-    return Config(
-        model=ModelConfig(path="made", dtype="bfloat16"),
-        data=DataConfig(sources=(SOURCE,), max_prompt_tokens=row.prompt),
-        rollout=RolloutConfig(sampling=SamplingConfig(top_k=512, max_tokens=row.answer)),
-        trainer=trainer,
-    )
 
 
 class MadeEngine(TrainerEngine):

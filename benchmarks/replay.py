@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.made import Row, draw_micro_batch, with_live_routes
+from benchmarks.made import draw_micro_batch, with_live_routes
+from benchmarks.rows import Row
 from configs.schema import (
     AlgorithmConfig,
     Config,

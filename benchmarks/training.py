@@ -68,6 +68,7 @@ def start(
             rounds=options.rounds,
             profile=options.profile,
             small=options.small,
+            stock=options.stock,
         ).write(job)
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -196,6 +197,13 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
         if "profile" in row:
             print(f"    {row['profile']}")
+    print("\nFor MEASURED in benchmarks/scaling.py:")
+    for row in rows:
+        if "seconds" in row:
+            seconds, gib = row["seconds"], row["memory"]["gpu_gib"]
+            print(
+                f"    Measured(case={Case(**row['case'])!r}, seconds={seconds:.3f}, gib={gib:.1f}),"
+            )
 
 
 def main() -> None:
@@ -206,6 +214,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="", help="such as 1,2,4: strong scaling instead")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--stock", action="store_true", help="norms and experts of transformers")
     parser.add_argument("--seconds", type=float, default=180, help="for everything")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

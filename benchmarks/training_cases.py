@@ -6,22 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedConfig, Qwen3Config
+from transformers import PreTrainedConfig
 
-from benchmarks.made import Row
-from benchmarks.scaling import QWEN3_06B, QWEN3_30B_A3B, REPLAY
+from benchmarks.models import QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B, REPLAY
+from benchmarks.rows import Row, made_config
 from configs.schema import TrainerConfig
+from model.load import ModelFacts
+from trainer.estimate import Machine, Rates, compute_seconds, traffic_seconds
+from trainer.memory import trainer_memory
 
-QWEN3_17B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-)
 SLICE_LAYERS = 6
 SHAPES: Mapping[str, PreTrainedConfig] = {
     "qwen3-0.6b": QWEN3_06B,
@@ -158,3 +151,11 @@ def on_ranks(shapes: Sequence[str], ranks: int, *, small: bool) -> Iterator[Case
             yield replace(case, zero_stage=2)
         elif ranks > 1:
             yield replace(case, zero_stage=2, expert_parallel=ranks)
+
+
+def estimates(case: Case, facts: ModelFacts, *, gpu: bool) -> tuple[float, float]:
+    """What `keel check` would say: seconds of the step, and bytes of a rank's GPU."""
+    config = made_config(case.row(facts.vocab_size), case.trainer())
+    seconds = compute_seconds(config, facts, case.step_tokens, Machine(), Rates())
+    seconds += traffic_seconds(config, facts, case.micro_batches, Machine())
+    return seconds, trainer_memory(config, facts, gpu=gpu).total

@@ -19,20 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.made import (
-    MadeEngine,
-    Row,
-    draw_micro_batch,
-    made_config,
-    with_even_routes,
-)
-from benchmarks.training_cases import Case, model_of
-from configs.schema import Config
+from benchmarks.made import MadeEngine, draw_micro_batch, with_even_routes
+from benchmarks.rows import Row, made_config
+from benchmarks.training_cases import Case, estimates, model_of
+from model.fused import use_fused_layers
 from model.load import ModelFacts, facts_of
 from rl.packing import TrainBatch
-from trainer import compiled
-from trainer.estimate import Machine, Rates, body_parameters, compute_seconds, traffic_seconds
-from trainer.memory import GIB, trainer_memory
+from trainer import compiled, policy
+from trainer.estimate import Machine, body_parameters
+from trainer.memory import GIB
 
 MEAN_SET = 8
 H200 = Machine()
@@ -57,6 +52,8 @@ class Job:
     rounds: int
     profile: bool
     small: bool
+    stock: bool
+    """Layers as transformers has them."""
 
     @staticmethod
     def read(path: Path) -> Job:
@@ -127,6 +124,8 @@ def run(job: Job) -> None:
     if job.small:
         compiled.BACKEND = "aot_eager"  # the same graphs, without minutes of C++ to compile
         torch.set_num_threads(1)
+    if job.stock:
+        policy.use_fused_layers = lambda _: None
     for _, cases in groupby(job.cases, lambda case: case.engine):
         engine: TimedEngine | None = None
         for case in cases:
@@ -144,19 +143,21 @@ def run(job: Job) -> None:
                     engine = TimedEngine(
                         model, start, rank=job.rank, world_size=job.ranks, store=store
                     )
-                put(job, measure(engine, case, config, facts, job))
+                put(job, measure(engine, case, facts, job))
             except Exception as error:  # one case must not cost the others
                 put(job, {"case": asdict(case), "name": str(case), "failed": repr(error)[:600]})
                 if job.ranks > 1:
                     raise
+                release(engine)
+                engine = None
+                if not isinstance(error, torch.OutOfMemoryError):
+                    policy.use_fused_layers = lambda _: None  # the likeliest to fail
         release(engine)
-        del engine
+        engine = None
         free()
 
 
-def measure(
-    engine: TimedEngine, case: Case, config: Config, facts: ModelFacts, job: Job
-) -> dict[str, Any]:
+def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dict[str, Any]:
     device, row = engine._device, case.row(facts.vocab_size)
     batch = step_batch(case, row, facts, device)
     kept = batch.micro_batches[0].kept
@@ -174,9 +175,8 @@ def measure(
         if job.profile and job.rank > 0:
             engine.timed(batch)
     flops = step_flops(case, row, facts, len(kept.ids))
-    estimate = compute_seconds(config, facts, case.step_tokens, H200, Rates())
-    estimate += traffic_seconds(config, facts, case.micro_batches, H200)
-    planned = trainer_memory(config, facts, gpu=device.type == "cuda").total / GIB
+    estimate, planned = estimates(case, facts, gpu=device.type == "cuda")
+    planned /= GIB
     rate = case.ranks * H200.flops * seconds
     return {
         "name": str(case),
@@ -196,6 +196,7 @@ def measure(
         "time_estimate_ratio": estimate / seconds,
         "estimated_gib": planned,
         "memory_estimate_ratio": planned / memory["gpu_gib"] if memory["gpu_gib"] else None,
+        "stock": policy.use_fused_layers is not use_fused_layers,
         "experts": getattr(engine._network.config, "_experts_implementation", None),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
