@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.support_head import draw_sets
+from benchmarks.made import draw_micro_batch, with_live_routes
+from benchmarks.rows import Row
 from configs.schema import (
     AlgorithmConfig,
     Config,
@@ -39,11 +40,8 @@ from configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from model.routing import record_routes
 from rl.packing import MicroBatch, TrainBatch
-from rl.types import KeptSets
 from trainer.engine import TrainerEngine
-from trainer.policy import Inputs
 
 ARMS = ("both", "live", "full")
 
@@ -92,46 +90,6 @@ def write_model(folder: Path, size: Size) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def draw_micro_batch(size: Size, mean_set: int) -> MicroBatch:
-    """Packed trajectories of one length, with made-up probabilities: no cost depends on those."""
-    length = size.prompt + size.answer
-    tokens = size.segments * length
-    position = np.tile(np.arange(length, dtype=np.int32), size.segments)
-    segment = np.repeat(np.arange(size.segments), length)
-    sampled = position >= size.prompt
-    ids, offsets, targets = (
-        tensor.cpu().numpy()
-        for tensor in draw_sets(int(sampled.sum()), size.vocabulary, mean_set, torch.device("cuda"))
-    )
-    token_ids = np.random.default_rng(0).integers(0, size.vocabulary, tokens).astype(np.int32)
-    token_ids[sampled] = targets
-    sizes = np.zeros(tokens, np.int64)
-    sizes[sampled] = np.diff(offsets)
-    advantage = np.where(segment % 2 == 0, 0.5, -0.5).astype(np.float32)
-    return MicroBatch(
-        token_ids_N=token_ids,
-        position_N=position,
-        segment_N=segment.astype(np.int32),
-        sequence_N=segment.astype(np.int64),
-        trainable_N=sampled,
-        logp_old_N=np.where(sampled, -2.0, 0.0).astype(np.float32),
-        advantage_N=advantage,
-        kl_coef_N=np.zeros(tokens, np.float32),
-        sequence_tokens_S=np.full(size.segments, size.answer),
-        kept=KeptSets(ids=ids.astype(np.int32), offsets=np.concatenate([[0], np.cumsum(sizes)])),
-    )
-
-
-def with_live_routes(engine: TrainerEngine, batch: MicroBatch) -> MicroBatch:
-    """The batch with the routes that the engine's model chooses by itself."""
-    network, inputs = engine._network, Inputs.of(batch, torch.device("cuda"))
-    with torch.no_grad(), record_routes(network.model) as recording:
-        network(inputs=inputs)
-    routes = recording.routes().to(torch.int16).cpu().numpy()
-    routes[np.append(np.flatnonzero(batch.position_N == 0)[1:], len(routes)) - 1] = -1
-    return replace(batch, routes_NLK=routes)
-
-
 def timed_step(engine: TrainerEngine, arm: str, batches: list[MicroBatch]) -> float:
     """Seconds of one step."""
     algorithm = replace(engine._config.algorithm, keep_routing=arm == "both")
@@ -148,7 +106,11 @@ def timed_step(engine: TrainerEngine, arm: str, batches: list[MicroBatch]) -> fl
 
 
 def measure(engine: TrainerEngine, size: Size, mean_set: int, rounds: int) -> dict[str, float]:
-    batches = [draw_micro_batch(size, mean_set) for _ in range(size.micro_batches)]
+    shape = Row(
+        segments=size.segments, prompt=size.prompt, answer=size.answer, vocabulary=size.vocabulary
+    )
+    cuda = torch.device("cuda")
+    batches = [draw_micro_batch(shape, mean_set, cuda) for _ in range(size.micro_batches)]
     batches = [with_live_routes(engine, batch) for batch in batches]
     tokens = sum(len(batch.token_ids_N) for batch in batches)
     for arm in ARMS:

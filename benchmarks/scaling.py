@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import PreTrainedConfig
 
+from benchmarks.models import DEEPSEEK_V3, QWEN3_06B, QWEN3_30B_A3B, REPLAY
+from benchmarks.training_cases import Case, estimates, model_of
 from configs.schema import (
     AlgorithmConfig,
     Config,
@@ -33,44 +35,21 @@ H200 = Machine()
 GOAL = Rates(body_mfu=0.30)
 """The trainer at the goal for mixtures of experts instead of what was measured on a small one."""
 
-QWEN3_30B_A3B = Qwen3MoeConfig(
-    vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    max_position_embeddings=40_960,
-)
-DEEPSEEK_V3 = DeepseekV3Config(max_position_embeddings=163_840)
-"""transformers' defaults are DeepSeek-V3's sizes; V3.2 adds a sparse-attention indexer to them,
-which is left out here."""
-REPLAY = Qwen3MoeConfig(
-    vocab_size=151_936,
-    hidden_size=1024,
-    moe_intermediate_size=768,
-    num_hidden_layers=16,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    head_dim=64,
-    num_experts=32,
-    num_experts_per_tok=4,
-)
-"""The model of benchmarks/replay.py."""
-QWEN3_06B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A row of benchmarks/training.py on H200s."""
+
+    case: Case
+    seconds: float
+    gib: float
+    """Of the whole GPU, at most: `gpu_gib`."""
+    kind: str = "checked"
+    """`fitted` where the model's share of the peak was chosen by this row."""
+
+
+MEASURED: tuple[Measured, ...] = ()
+"""From `python benchmarks/training.py --out DIR` and `--ranks 1,2,4`, which print these lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +289,12 @@ def check_lines() -> Iterator[str]:
     small = recipe(peer, layout(1, 1, 1, 1, 1))
     got = step_time(small, facts_of(QWEN3_06B), micro_batches=1).rollout
     rows.append(("rollout, 128 × 1,024 tokens", "TRL, Qwen3-0.6B shape", 9.1, got, "s", "fitted"))
+    for each in MEASURED:
+        facts = facts_of(model_of(each.case.shape, small=False))
+        seconds_, bytes_ = estimates(each.case, facts, gpu=True)
+        by = "benchmarks/training.py"
+        rows.append((f"training step, {each.case}", by, each.seconds, seconds_, "s", each.kind))
+        rows.append((f"a rank's GPU, {each.case}", by, each.gib, bytes_ / GIB, "GiB", "checked"))
     yield "| what | measured by | measured | model | off by | |"
     yield "|---|---|---|---|---|---|"
     for what, by, measured, got, unit, kind in rows:

@@ -27,6 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.made import draw_sets
 from model import support_kernels as kernels
 from model import support_plan
 from model.logprobs import support_logprobs
@@ -73,29 +74,6 @@ class Row:
     logp_error: float
     hidden_error: float
     weight_error: float
-
-
-def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Kept ids (frequent ids first), offsets and one kept target a token.
-
-    Set sizes are geometric, at least 1; ids differ within a set. `vocabulary` is how many ids the
-    sets are drawn from. mean 0: nothing was truncated.
-    """
-    if mean == 0:
-        targets = torch.randint(0, vocabulary, (tokens,), device=device)
-        none = torch.zeros(0, dtype=torch.int32, device=device)
-        return none, torch.zeros(tokens + 1, dtype=torch.int64, device=device), targets
-    # Repeated ids are dropped, so more are drawn.
-    drawn = mean * 1.06 if mean < 32 else mean * (1.12 if mean < 256 else 1.3)
-    sizes = (torch.rand(tokens, device=device).log() * -drawn).long() + 1
-    token = torch.repeat_interleave(torch.arange(tokens, device=device), sizes)
-    ids = (torch.rand(token.numel(), device=device).pow(4) * vocabulary).long()
-    pairs = torch.unique(token * vocabulary + ids.clamp(max=vocabulary - 1))
-    token, ids = pairs // vocabulary, pairs % vocabulary
-    sizes = torch.bincount(token, minlength=tokens)
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    pick = offsets[:-1] + (torch.rand(tokens, device=device) * sizes).long()
-    return ids.int(), offsets, ids[pick]
 
 
 def make_inputs(tokens: int, vocabulary: int, d: int, mean: int, pool: int | None = None) -> Inputs:

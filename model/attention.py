@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from model.transfer import to_device
 from model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME = "keel_packed"
@@ -73,11 +74,11 @@ class Segments:
             blocks.append((len(members), longest))
             rows += tokens.numel()
         return Segments(
-            offsets.to(device),
+            to_device(offsets, device),
             int(sizes.max()),
             tuple(blocks),
-            torch.cat(token_of_row).to(device),
-            row_of_token.to(device),
+            to_device(torch.cat(token_of_row), device),
+            to_device(row_of_token, device),
             group,
         )
 

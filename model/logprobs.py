@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.support import HeadSpec, support_head
 from model.support_head import SupportHead, install_support_head
+from model.transfer import to_device
 from rl.packing import MicroBatch
 from rl.types import KeptSets
 
@@ -150,11 +151,8 @@ def policy_logprobs(
             f"hidden_ND has {len(hidden_ND)} rows for the {len(batch.token_ids_N)} tokens of the "
             "micro-batch"
         )
-    where = inputs.hidden_rows
-    if hidden_ND.is_cuda:
-        where = where.pin_memory().to(hidden_ND.device, non_blocking=True)
     return head(
-        hidden_ND.index_select(0, where),
+        hidden_ND.index_select(0, to_device(inputs.hidden_rows, hidden_ND.device)),
         inputs.targets,
         inputs.kept_ids,
         inputs.kept_offsets,

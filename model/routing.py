@@ -29,6 +29,7 @@ from torch._C._autograd import _get_sequence_nr
 
 from model.route_checks import check_routes
 from model.routers import ROUTERS, is_moe, moe_layers, router_modules
+from model.transfer import to_device
 from rl.metrics import Mean
 from rl.types import NO_ROUTE
 
@@ -174,9 +175,7 @@ class Replay:
                     f"recomputation of a forward pass more than {REMEMBERED} replays ago, whose "
                     "routes are gone: run its backward pass earlier, or inside replay_routes"
                 )
-            if device.type == "cuda" and not routes.is_cuda:
-                routes = routes.pin_memory()
-            self._on_device = routes.to(device, non_blocking=True)
+            self._on_device = to_device(routes, device)
         return self._on_device[layer].long()
 
 

@@ -38,6 +38,7 @@ from model.support_ops import (
     pair_logits,
     rows_at_once,
 )
+from model.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +336,4 @@ def _pairs(ids: Tensor, offsets: np.ndarray, sizes: np.ndarray, device: torch.de
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """As int64 on `device`; from the host without waiting for the device."""
-    tensor = tensor.long()
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return to_device(tensor.long(), device)

@@ -13,8 +13,9 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -156,12 +157,13 @@ class TrainerEngine:
         return merge(parts)
 
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
-        parts: list[dict[str, Metric]] = []
+        seen: list[Callable[[], dict[str, Metric]]] = []
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == last)
-            parts.append(self._accumulate(micro_batch, batch.total_sequences))
+            seen.append(self._accumulate(micro_batch, batch.total_sequences))
         norm = self._apply_gradients()
+        parts = [metrics() for metrics in seen]
         self._version += 1
         finite = math.isfinite(norm)
         self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
@@ -176,8 +178,11 @@ class TrainerEngine:
             parts.append({"grad_norm": Mean(norm, 1)} if finite else {})
         return merge(parts)
 
-    def _accumulate(self, batch: MicroBatch, total_sequences: int) -> dict[str, Metric]:
-        """Forward and backward of one micro-batch, its metrics."""
+    def _accumulate(
+        self, batch: MicroBatch, total_sequences: int
+    ) -> Callable[[], dict[str, Metric]]:
+        """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
+        the device: meanwhile the host prepares the next micro-batch."""
         inputs = Inputs.of(batch, self._device, self._part)
         reference = self._reference_logp(inputs)
         with self._recorded_routes(self._network, inputs) as replay:
@@ -185,8 +190,9 @@ class TrainerEngine:
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
                 self._engine.backward(logp.sum())
-                return {}
+                return dict
             logp, reference = whole_sequences(inputs, logp, reference)
+            used = reference is not None or batch.kl_coef_N.any()
             share = grpo_loss(
                 logp,
                 inputs.logp_old_R,
@@ -195,21 +201,29 @@ class TrainerEngine:
                 sequence_tokens=inputs.sequence_tokens_S,
                 total_sequences=total_sequences,
                 logp_ref=reference,
-                kl_coef=inputs.kl_coef_R,
+                # Coefficients on a GPU would be looked at there if there is no reference.
+                kl_coef=inputs.kl_coef_R if used else 0.0,
                 clip_low=self._config.algorithm.clip_low,
                 clip_high=self._config.algorithm.clip_high,
                 mask_delta=self._config.algorithm.mask_delta,
                 kl=self._config.algorithm.kl,
             )
             self._engine.backward(share.loss * self._world_size)
-        metrics: dict[str, Metric] = {
-            "entropy/kept": Mean(float(entropy.sum()), len(entropy)),
-            "train/tokens": Sum(inputs.token_ids.shape[1] - inputs.filled),
-        }
-        if self._part.rank == 0:  # every rank of its group has computed the same
-            metrics |= share.metrics
-        if replay is not None:
-            metrics |= replay.metrics(ends=inputs.ends)
+        share = replace(share, loss=share.loss.detach())  # lets go of the graph
+        total, count = entropy.sum(), len(entropy)
+        tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
+
+        def metrics() -> dict[str, Metric]:
+            found: dict[str, Metric] = {
+                "entropy/kept": Mean(float(total), count),
+                "train/tokens": Sum(tokens),
+            }
+            if self._part.rank == 0:  # every rank of its group has computed the same
+                found |= share.metrics
+            if replay is not None:
+                found |= replay.metrics(ends=ends)
+            return found
+
         return metrics
 
     def _apply_gradients(self) -> float:

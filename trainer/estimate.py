@@ -34,8 +34,10 @@ class Rates:
     """How much of the machine is used."""
 
     body_mfu: float = 0.10
-    """Trainer, all but the head. Measured on one small mixture of experts (benchmarks/replay.py);
-    larger models should do better."""
+    """Trainer of a mixture of experts, all but the head. Measured on a small one
+    (benchmarks/replay.py); larger models should do better."""
+    dense_mfu: float = 0.35
+    """The same of a dense model. Assumed; benchmarks/training.py measures it."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/support_head.py)."""
     prefill_mfu: float = 0.40
@@ -166,7 +168,8 @@ def compute_seconds(
     if not config.rollout.sampling.truncated:
         head = 2 * facts.vocab_size * facts.hidden_size * tokens * 3
     rate = config.trainer.ranks * machine.flops
-    return body / (rate * rates.body_mfu) + head / (rate * rates.head_mfu)
+    share = rates.body_mfu if facts.experts else rates.dense_mfu
+    return body / (rate * share) + head / (rate * rates.head_mfu)
 
 
 def traffic_seconds(

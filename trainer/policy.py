@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from model.attention import Segments, use_packed_attention
+from model.fused import use_fused_layers
 from model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
 from model.support_head import SupportHead, install_support_head
+from model.transfer import to_device
 from model.ulysses import WHOLE, Slice
 from rl.packing import MicroBatch
 from rl.types import NO_ROUTE
@@ -63,7 +65,7 @@ class Inputs:
         """Copies this rank's part of `batch` to `device`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(array, dtype=dtype).to(device)
+            return to_device(torch.tensor(array, dtype=dtype), device)
 
         count = len(batch.token_ids_N)
         first_N = batch.position_N == 0
@@ -103,6 +105,7 @@ class PolicyNetwork(nn.Module):
     def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
         use_packed_attention(model)
+        use_fused_layers(model)
         install_support_head(model)
         self.model = model
         self.config = model.config  # where DeepSpeed looks for facts about the experts

@@ -69,7 +69,8 @@ def deepspeed_config(
         "communication_data_type": "fp32",
     }
     if dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True}
+        # Stage 1: each gradient joins the float32 sum, and is freed, as soon as it is there.
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     if trainer.offload_optimizer:
         on_gpu = device.type == "cuda"
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}

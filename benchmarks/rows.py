@@ -1,0 +1,46 @@
+"""The shape of made-up micro-batches, and the run that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+
+SOURCE = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A micro-batch: `segments` trajectories of one length, laid end to end."""
+
+    segments: int
+    prompt: int
+    answer: int
+    """Tokens; the sampled ones come last."""
+    vocabulary: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.answer
+
+    @property
+    def tokens(self) -> int:
+        return self.segments * self.length
+
+
+def made_config(row: Row, trainer: TrainerConfig) -> Config:
+    """A run on such trajectories, with truncated sampling and without a reference policy."""
+    return Config(
+        model=ModelConfig(path="made", dtype="bfloat16"),
+        data=DataConfig(sources=(SOURCE,), max_prompt_tokens=row.prompt),
+        rollout=RolloutConfig(sampling=SamplingConfig(top_k=512, max_tokens=row.answer)),
+        trainer=trainer,
+    )
