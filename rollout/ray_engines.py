@@ -70,7 +70,8 @@ class RayRolloutPool(RolloutPool):
         """`weights`: a `Send`, or buckets and references to buckets; those that are not in the
         object store yet are put there."""
         if not callable(weights):
-            weights = [ray.put(item) if isinstance(item, Bucket) else item for item in weights]
+            items: Sequence[Any] = weights
+            weights = [ray.put(item) if isinstance(item, Bucket) else item for item in items]
         return super().update(version, weights)
 
     def _deliver(self, version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:

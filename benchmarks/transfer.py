@@ -1,0 +1,201 @@
+"""How fast new weights reach the engines: straight from the trainer, and through the object store.
+
+    python benchmarks/transfer.py                       # one GPU shared (CUDA IPC)
+    python benchmarks/transfer.py --gpus 2              # a GPU each (NCCL)
+    python benchmarks/transfer.py --gpus 4 --engines 3  # three engines
+    python benchmarks/transfer.py --small               # CPUs, seconds: to see that it runs
+
+A real trainer (`trainer.learner.Learner`) brings real vLLM engines to its weights, `--rounds`
+times each way in turns. A time is that of the whole update: engines pause, bytes travel, vLLM puts
+them where its kernels read, caches are emptied. *wire* is a channel alone, without trainer or
+engine: the link's limit, in blocks of the size that an update uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from benchmarks.models import REPLAY
+from configs.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+from model.channel import Channel, Meeting
+from model.embedded.tokenizer import build_tokenizer
+from model.weights import Sent
+from rollout.ray_engines import ray_pool
+from trainer.cluster import start_ray
+from trainer.learner import Learner
+from trainer.main import engine_spec
+
+GB = 1e9
+DEADLINE_S = 300.0
+
+
+SMALL = Qwen3MoeConfig(
+    vocab_size=2048,
+    hidden_size=64,
+    moe_intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+
+
+def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
+    """Random weights; returns their number."""
+    with torch.device("cpu" if small else "cuda"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if small else torch.bfloat16
+        )
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class End:
+    """One end of a bare channel."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+        if self.device.type == "cpu":
+            self.device = torch.device("cpu")
+        self.channel = Channel(
+            meeting, "wire", rank=rank, size=2, device=self.device, deadline_s=DEADLINE_S
+        )
+
+    def move(self, size: int, blocks: int, *, send: bool) -> float:
+        """Seconds for `blocks` blocks of `size` bytes, after one that is not counted."""
+        block = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        began = 0.0
+        for index in range(blocks + 1):
+            if index == 1:
+                self._wait()
+                began = time.perf_counter()
+            if send:
+                self.channel.send(block)
+            else:
+                self.channel.receive(Sent(size))
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def wire(options: Mapping[str, Any], size: int, blocks: int) -> float:
+    """GB/s of a bare channel between two processes."""
+    host = ray.util.get_node_ip_address()
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    remote: Any = ray.remote(End)
+    ends = [remote.options(**options).remote((host, store.port), rank) for rank in range(2)]
+    refs = [end.move.remote(size, blocks, send=rank == 0) for rank, end in enumerate(ends)]
+    seconds = max(ray.get(refs, timeout=DEADLINE_S))
+    for end in ends:
+        ray.kill(end)
+    return size * blocks / seconds / GB
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    gpus, small = options.gpus, options.small
+    parameters = write_model(folder, SMALL if small else REPLAY, small=small)
+    build_tokenizer().save_pretrained(folder)
+    source = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
+    config = Config(
+        model=ModelConfig(path=str(folder), dtype="float32" if small else "bfloat16"),
+        data=DataConfig(sources=(source,), max_prompt_tokens=64),
+        algorithm=AlgorithmConfig(),
+        rollout=RolloutConfig(
+            engines=options.engines,
+            sampling=SamplingConfig(top_p=0.95, top_k=64, max_tokens=64),
+            gpu_memory=0.25,
+            enforce_eager=True,
+            max_concurrent=8,
+        ),
+        trainer=TrainerConfig(
+            ranks=1, zero_stage=0 if small else 1, publish_bucket_mib=options.bucket_mib
+        ),
+    )
+    each = {} if small else {"num_gpus": 1 if gpus > 1 else 0.5, "num_cpus": 1}
+    row: dict[str, Any] = {
+        "parameters": parameters,
+        "gpus": 0 if small else gpus,
+        "engines": options.engines,
+        "bucket_mib": options.bucket_mib,
+        "device": "cpu" if small else torch.cuda.get_device_name(),
+    }
+    if small or gpus > 1:
+        row["wire_gb_s"] = wire(each, options.bucket_mib << 20, 2 if small else 16)
+    learner = Learner(str(folder), config, gpu=not small, actor_options=lambda _: each)
+    pool = ray_pool(
+        engine_spec(config, str(folder)),
+        gpu=not small,
+        startup_deadline_s=DEADLINE_S,
+        options=lambda _: each,
+    )
+    try:
+        pool.start()
+        learner.start()
+        ways = {"direct": partial(lambda: learner.send), "store": learner.store}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(options.rounds + 1):  # the first opens channels and warms up
+            for way, publish in ways.items():
+                began = time.perf_counter()
+                pool.update(0, publish()).result(timeout=DEADLINE_S)
+                times[way] += [time.perf_counter() - began] if turn else []
+        gigabytes = parameters * (4 if small else 2) / GB
+        for way, seconds in times.items():
+            middle = statistics.median(seconds)
+            row |= {f"{way}_s": middle, f"{way}_gb_s": options.engines * gigabytes / middle}
+        row["gigabytes"] = gigabytes
+        pairs = zip(times["store"], times["direct"], strict=True)
+        row["store_to_direct"] = statistics.median(a / b for a, b in pairs)
+    finally:
+        pool.shutdown()
+        learner.shutdown()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="CPUs and a model of 0.3 M parameters")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ.setdefault("PYTHONPATH", str(Path.cwd()))
+    start_ray()
+    with tempfile.TemporaryDirectory() as folder:
+        row = measure(options, Path(folder))
+    print(json.dumps(row, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
