@@ -12,6 +12,8 @@ turns on the whole of the card. Ratios are medians of ratios within a round.
     stock+recording  with vLLM's routes and sampling masks as well
     keel-plain       Keel's engine with log-probabilities alone
     keel             with routes and kept sets
+    packed-plain     Keel's engine with `rollout.recorder: packed`, log-probabilities alone
+    packed           with routes and kept sets
 """
 
 from __future__ import annotations
@@ -40,8 +42,19 @@ from benchmarks.rollout_model import SMALL, Size, write_model
 from configs.schema import RolloutConfig
 from rollout.spec import environment
 
-DEFAULT = ("stock", "stock+logprobs", "stock+recording", "keel-plain", "keel")
+DEFAULT = (
+    "stock",
+    "stock+logprobs",
+    "stock+recording",
+    "keel-plain",
+    "keel",
+    "packed-plain",
+    "packed",
+)
 RSS_EVERY_S = 0.2
+START_S = 300.0
+RUN_S = 120.0
+PROFILE_S = 240.0
 
 
 class Process:
@@ -160,11 +173,6 @@ def start_all(
     return up
 
 
-START_S = 300.0
-RUN_S = 120.0
-PROFILE_S = 240.0
-
-
 def play_rounds(up: dict[str, Process], rounds: int, report: Report) -> None:
     for index in range(rounds):
         names = list(up)
@@ -197,7 +205,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "thread_ms_per_step": middle("thread_ms_per_step"),
             "resident_growth_mib": max(row[name]["resident_growth_mib"] for row in rows),
         }
-        for other in ("stock", "keel-plain"):
+        for other in ("stock", "keel-plain", "packed-plain"):
             pairs = [
                 row[name]["tokens_per_second"] / row[other]["tokens_per_second"]
                 for row in rows
@@ -211,16 +219,21 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return result
 
 
+def plain_of(arm: str) -> str:
+    """The ratio that says what recording costs an arm."""
+    return "to_packed-plain" if arm.startswith("packed") else "to_keel-plain"
+
+
 def show(report: Report) -> None:
     print(
-        "\narm                    tok/s  ms/row  thread ms  ÷ stock  ÷ keel-plain  kept"
+        "\narm                    tok/s  ms/row  thread ms  ÷ stock  ÷ plain  kept"
         "  host B/tok  RSS +MiB"
     )
     for name, row in report.values["summary"].items():
         print(
             f"{name:22s}{row['tokens_per_second']:7,.0f}{row['ms_per_token_row']:8.2f}"
             f"{row['thread_ms_per_step']:11.2f}{row.get('to_stock', float('nan')):9.2f}"
-            f"{row.get('to_keel-plain', float('nan')):14.3f}"
+            f"{row.get(plain_of(name), float('nan')):9.3f}"
             f"{row.get('mean_kept', float('nan')):6.1f}"
             f"{row.get('host_bytes_per_token_sum', float('nan')):12.0f}"
             f"{row['resident_growth_mib']:10.0f}"
@@ -240,7 +253,7 @@ def show(report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)

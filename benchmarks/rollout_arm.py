@@ -20,10 +20,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 from benchmarks.rollout_model import SMALL, Size, make_prompts
 from configs.schema import RolloutConfig, SamplingConfig
@@ -51,6 +53,7 @@ class Arm:
     """vLLM's engine core in a process of its own, as `LLM` has it."""
     asynchronous: bool | None = None
     """Asynchronous scheduling; None: vLLM's choice, which is yes."""
+    recorder: Literal["auto", "packed"] = "auto"
     gpu_only: bool = False
 
     def environment(self) -> dict[str, str]:
@@ -72,6 +75,8 @@ ARMS = {
         ),
         Arm("keel-plain", keel=True),
         Arm("keel", keel=True, record=True),
+        Arm("packed-plain", keel=True, recorder="packed", gpu_only=True),
+        Arm("packed", keel=True, recorder="packed", record=True, gpu_only=True),
         # Where time goes, not part of the comparison:
         Arm("stock+logprobs-inproc", keel=False, logprobs=True),
         Arm("keel-plain-sync", keel=True, asynchronous=False),
@@ -174,7 +179,8 @@ class Stock:
                 "return_sampling_mask": True,
                 "logprobs_mode": "processed_logprobs",
             }
-        self._llm = LLM(model=folder, dtype=size.dtype, max_model_len=context(size), **args)
+        args |= {"dtype": size.dtype, "max_model_len": context(size)}
+        self._llm = LLM(model=folder, **args)
         self._arm, self._size = arm, size
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         steps.watch(self._llm.llm_engine)
@@ -226,6 +232,7 @@ class Keel:
         self._config = RolloutConfig(
             sampling=sampling(size, size.answer),
             max_concurrent=size.sequences,
+            recorder=arm.recorder,
             deadline_s=RUN_DEADLINE_S,
         )
         spec = EngineSpec(
@@ -389,7 +396,7 @@ def profile(driver: Driver, steps: Steps, size: Size, out: Path, name: str) -> d
 
 def trace(driver: Driver, steps: Steps, size: Size) -> dict[str, Any]:
     """Share of the time in which the GPU had work, and its longest kernels."""
-    tracer = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    tracer = torch_profile(activities=[ProfilerActivity.CUDA])
     span: dict[str, float] = {}
 
     def start() -> None:
@@ -408,7 +415,7 @@ def trace(driver: Driver, steps: Steps, size: Size) -> dict[str, Any]:
     kernels: dict[str, list[float]] = {}
     spans: list[tuple[float, float]] = []
     for event in tracer.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if "cuda" in str(event.device_type).lower():
             began, ended = event.time_range.start, event.time_range.end
             spans.append((began, ended))
             kernels.setdefault(event.name, []).append(ended - began)
@@ -447,7 +454,7 @@ def serve(arm: Arm, folder: str, size: Size, out: Path, answer: Callable[[Any], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arm", required=True, choices=list(ARMS))
     parser.add_argument("--folder", required=True)
     parser.add_argument("--out", type=Path, required=True)

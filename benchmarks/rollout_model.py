@@ -82,7 +82,7 @@ def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:
         num_hidden_layers=size.layers,
         num_attention_heads=max(2, size.hidden // 64),
         num_key_value_heads=max(1, size.hidden // 256),
-        head_dim=64,
+        head_dim=64,  # pyright: ignore[reportCallIssue]
         num_experts=size.experts,
         num_experts_per_tok=size.per_token,
         norm_topk_prob=True,

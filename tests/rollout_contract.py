@@ -137,15 +137,19 @@ class Watch:
     thrown_away: int = 0
     """Tokens drawn from unfinished prefills."""
     steps: int = 0
+    short_steps: int = 0
+    """Steps that `rollout.scheduler` did by itself, since the engine was started."""
 
 
 _ENGINE: Any = None
 _WATCH = Watch()
 
 
-def _start(spec: EngineSpec, without: str, blocks: int | None) -> tuple[str, ...]:
+def _start(spec: EngineSpec, without: str, blocks: int | None, short: bool) -> tuple[str, ...]:
     global _ENGINE
-    from rollout import sampler, shims  # noqa: PLC0415 (vLLM stays out of pytest's process)
+    # vLLM stays out of pytest's process.
+    from rollout import sampler, shims  # noqa: PLC0415
+    from rollout.scheduler import ShortScheduler  # noqa: PLC0415
 
     if without:
         setattr(shims, without, lambda: False)
@@ -163,6 +167,7 @@ def _start(spec: EngineSpec, without: str, blocks: int | None) -> tuple[str, ...
             def counted_step() -> Any:
                 outputs = step()
                 _WATCH.steps += 1
+                _WATCH.short_steps = getattr(scheduler, "short_steps", 0)
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                 waiting = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
                 _WATCH.thrown_away += len(waiting)
@@ -175,6 +180,8 @@ def _start(spec: EngineSpec, without: str, blocks: int | None) -> tuple[str, ...
     def few_blocks(*args: Any) -> Any:
         built = arguments(*args)
         built.num_gpu_blocks_override = blocks
+        if short:
+            built.scheduler_cls = ShortScheduler
         return built
 
     sampler._engine_args = few_blocks
@@ -282,18 +289,19 @@ def running_engine(
     without: str = "",
     blocks: int | None = None,
     variables: Mapping[str, str] | None = None,
+    short: bool = False,
 ) -> Iterator[RemoteEngine]:
     """An engine in a process of its own.
 
     `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
-    added to the environment.
+    added to the environment. `short`: with `rollout.scheduler`, as the packed recorder has it.
     """
     saved = dict(os.environ)
     # Read by torch and vLLM when they are imported there.
     os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        started = process.submit(_start, spec, without, blocks)
+        started = process.submit(_start, spec, without, blocks, short)
         os.environ.clear()
         os.environ.update(saved)
         yield RemoteEngine(process, started.result(timeout=DEADLINE_S))

@@ -24,8 +24,13 @@ from tests.rollout_contract import (
 pytestmark = pytest.mark.e2e
 
 
+@pytest.fixture(scope="module", params=["vllm", "short"])
+def scheduler(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, scheduler: str) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
@@ -35,9 +40,11 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
-    with running_engine(engine_spec(folder), gpu=False) as engine:
+def engine(folder: Path, reference: Reference, scheduler: str) -> Iterator[RemoteEngine]:
+    short = scheduler == "short"
+    with running_engine(engine_spec(folder), gpu=False, short=short) as engine:
         yield engine
+        assert (engine.watch().short_steps > 100) == short
 
 
 @pytest.fixture(scope="module")
