@@ -229,7 +229,7 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, Watch()
+    watch, _WATCH = _WATCH, Watch(short_steps=_WATCH.short_steps)
     return watch
 
 

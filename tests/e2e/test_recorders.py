@@ -1,5 +1,5 @@
-"""The recorders on a CPU, held to transformers in float32: V1, V1 under the scheduler of the packed
-one, and the packed one with interpreted kernels."""
+"""The V1 recorder, on a CPU, held to transformers in float32; under vLLM's scheduler and under the
+packed recorder's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.rollout_contract import (
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=["", "short", "packed"])
+@pytest.fixture(scope="module", params=["", "short"])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
