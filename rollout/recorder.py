@@ -1,7 +1,8 @@
-"""What a recorder notes about every sampled token, and the choice between the two of them.
+"""What a recorder notes about every sampled token, and the choice between them.
 
-`NativeRecorder` reads what vLLM's Model Runner V2 returns (GPUs). `V1Recorder` listens to the V1
-runner from inside (CPUs). Both give the same thing, and one contract test holds both to it.
+`NativeRecorder` reads what vLLM's Model Runner V2 returns (GPUs). `PackedRecorder` takes the same
+data before vLLM makes objects of it (GPUs). `V1Recorder` listens to the V1 runner from inside
+(CPUs). All give the same thing, and one contract test holds them to it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-RecorderName = Literal["native", "v1"]
+RecorderName = Literal["native", "packed", "v1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,9 @@ def recorder_name(config: RolloutConfig, *, gpu: bool) -> RecorderName:
     name = config.recorder
     if name == "auto":
         return "native" if gpu else "v1"
-    if name == "native" and not gpu:
+    if name in ("native", "packed") and not gpu:
         raise ValueError(
-            "rollout.recorder = 'native': vLLM's Model Runner V2 needs a GPU. Use auto or v1 here"
+            f"rollout.recorder = '{name}': vLLM's Model Runner V2 needs a GPU. Use auto or v1 here"
         )
     if name == "v1" and gpu:
         raise ValueError(

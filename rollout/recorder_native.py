@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -46,15 +47,8 @@ class NativeRecorder:
         self._moe_layers = np.asarray(layers, np.int64)
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
-        args: dict[str, Any] = {"logprobs": 0, "flat_logprobs": True}
-        if self._kept and sampling.top_k == 0:
-            if wanted.routes or wanted.kept:
-                raise ValueError(
-                    "top_k = 0: an engine that returns sampling masks needs a bound on them; set "
-                    "rollout.sampling.top_k"
-                )
-            args["top_k"] = WIDEST_MASK
-        return args
+        bound = bounded_top_k(sampling, wanted) if self._kept else {}
+        return {"logprobs": 0, "flat_logprobs": True, **bound}
 
     def expect(self, request_id: str, wanted: Wanted) -> None:
         self._wanted[request_id] = wanted
@@ -82,6 +76,18 @@ class NativeRecorder:
         return len(self._wanted)
 
 
+def bounded_top_k(sampling: SamplingConfig, wanted: Wanted) -> dict[str, int]:
+    """What an engine that returns masks needs of a request that has no top_k."""
+    if sampling.top_k > 0:
+        return {}
+    if wanted.routes or wanted.kept:
+        raise ValueError(
+            "top_k = 0: an engine that returns sampling masks needs a bound on them; set "
+            "rollout.sampling.top_k"
+        )
+    return {"top_k": WIDEST_MASK}
+
+
 def sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
     """[G] from `logprobs`, where the sampled token stands first at every position."""
     if output.logprobs is None:
@@ -101,11 +107,19 @@ def kept_sets(request_id: str, output: CompletionOutput) -> KeptSets:
     if output.sampling_mask is None:
         raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
     spans = output.sampling_mask.token_ids
-    check_tokens(request_id, "sampling masks", len(spans), len(output.token_ids))
-    kept = KeptSets.from_lists(spans)
+    sizes = np.fromiter(map(len, spans), np.int64, len(spans))
+    ids = np.fromiter(chain.from_iterable(spans), np.int32, int(sizes.sum()))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    return checked_sets(request_id, KeptSets(ids=ids, offsets=offsets), output)
+
+
+def checked_sets(request_id: str, kept: KeptSets, output: CompletionOutput) -> KeptSets:
+    """The sets in ascending order; each must hold the token that was sampled from it."""
+    check_tokens(request_id, "sampling masks", len(kept), len(output.token_ids))
     rows = np.repeat(np.arange(len(kept)), kept.sizes())
     # Ascending ids: the trainer's checks are then one pass without sorting.
-    kept = KeptSets(ids=kept.ids[np.lexsort((kept.ids, rows))], offsets=kept.offsets)
+    if (np.diff(kept.ids)[rows[1:] == rows[:-1]] < 0).any():
+        kept = KeptSets(ids=kept.ids[np.lexsort((kept.ids, rows))], offsets=kept.offsets)
     holds = np.zeros(len(kept), bool)
     holds[rows[kept.ids == np.asarray(output.token_ids, np.int32)[rows]]] = True
     if not holds.all():

@@ -37,6 +37,7 @@ from rollout.conversion import (
 from rollout.manifest import Manifest, checkpoint_names
 from rollout.recorder import Recorder, Wanted, recorder_name
 from rollout.recorder_native import NativeRecorder
+from rollout.recorder_packed import PackedRecorder
 from rollout.recorder_v1 import V1Recorder
 from rollout.spec import EngineSpec, RecordingError, parallel_args
 
@@ -86,7 +87,7 @@ class Sampler:
         moe = any((getattr(text, name, 0) or 0) > 1 for name in EXPERT_COUNTS)
         self._routes = spec.keep_routing and moe
         self._kept = spec.keep_sampling_mask
-        kinds = {"native": NativeRecorder, "v1": V1Recorder}
+        kinds = {"native": NativeRecorder, "packed": PackedRecorder, "v1": V1Recorder}
         self._recorder: Recorder = kinds[
             recorder_name(spec.config, gpu=not current_platform.is_cpu())
         ](routes=self._routes, kept=self._kept and spec.config.sampling.truncated)
@@ -317,7 +318,7 @@ def _engine_args(spec: EngineSpec, recorder: Recorder) -> EngineArgs:
         "enable_chunked_prefill": True,
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "rollout.weights.WeightsExtension",
+        "worker_extension_cls": "rollout.routes.RoutesExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": spec.seed,

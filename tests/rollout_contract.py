@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from model.weights import pack_buckets
 from rl.types import Group, Prompt, Trajectory
 from rollout.engine import Engine
 from rollout.spec import EngineSpec, environment
+from tests import interpreted
 
 DENSE_LAYER = 1
 END = "<|im_end|>"
@@ -36,6 +37,7 @@ TEMPLATE = (
     "{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
 DEADLINE_S = 240
+Kind = Literal["", "short", "native", "packed"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool]
 """A prompt, its group size, its sampling (None: the engine's) and whether to record."""
 
@@ -137,15 +139,21 @@ class Watch:
     thrown_away: int = 0
     """Tokens drawn from unfinished prefills."""
     steps: int = 0
+    short_steps: int = 0
+    """Steps that `rollout.scheduler` did by itself, since the engine was started."""
 
 
 _ENGINE: Any = None
 _WATCH = Watch()
 
 
-def _start(spec: EngineSpec, without: str, blocks: int | None) -> tuple[str, ...]:
+def _start(spec: EngineSpec, without: str, blocks: int | None, kind: Kind) -> tuple[str, ...]:
     global _ENGINE
-    from rollout import sampler, shims  # noqa: PLC0415 (vLLM stays out of pytest's process)
+    if kind in ("native", "packed"):
+        interpreted.install(kind)
+    # vLLM stays out of pytest's process.
+    from rollout import sampler, shims  # noqa: PLC0415
+    from rollout.scheduler import ShortScheduler  # noqa: PLC0415
 
     if without:
         setattr(shims, without, lambda: False)
@@ -163,6 +171,7 @@ def _start(spec: EngineSpec, without: str, blocks: int | None) -> tuple[str, ...
             def counted_step() -> Any:
                 outputs = step()
                 _WATCH.steps += 1
+                _WATCH.short_steps = getattr(scheduler, "short_steps", 0)
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                 waiting = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
                 _WATCH.thrown_away += len(waiting)
@@ -175,6 +184,8 @@ def _start(spec: EngineSpec, without: str, blocks: int | None) -> tuple[str, ...
     def few_blocks(*args: Any) -> Any:
         built = arguments(*args)
         built.num_gpu_blocks_override = blocks
+        if kind == "short":
+            built.scheduler_cls = ShortScheduler
         return built
 
     sampler._engine_args = few_blocks
@@ -218,7 +229,7 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, Watch()
+    watch, _WATCH = _WATCH, Watch(short_steps=_WATCH.short_steps)
     return watch
 
 
@@ -282,18 +293,21 @@ def running_engine(
     without: str = "",
     blocks: int | None = None,
     variables: Mapping[str, str] | None = None,
+    kind: Kind = "",
 ) -> Iterator[RemoteEngine]:
     """An engine in a process of its own.
 
     `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
-    added to the environment.
+    added to the environment. On a CPU, `kind` may be "short" (the V1 recorder with the scheduler
+    of the packed one) or the name of a recorder for GPUs, whose kernels are then interpreted.
     """
     saved = dict(os.environ)
     # Read by torch and vLLM when they are imported there.
-    os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}))
+    special = interpreted.ENVIRONMENT if kind in ("native", "packed") else {}
+    os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}) | special)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        started = process.submit(_start, spec, without, blocks)
+        started = process.submit(_start, spec, without, blocks, kind)
         os.environ.clear()
         os.environ.update(saved)
         yield RemoteEngine(process, started.result(timeout=DEADLINE_S))

@@ -57,8 +57,9 @@ class RolloutConfig:
     `gpu_memory` is then the engine's share of it. A single GPU is always shared."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Of the engine's weights and compute; empty: `model.dtype`."""
-    recorder: Literal["auto", "native", "v1"] = "auto"
-    """auto: native (Model Runner V2) on GPUs, v1 on a CPU."""
+    recorder: Literal["auto", "native", "packed", "v1"] = "auto"
+    """auto: native (Model Runner V2) on GPUs, v1 on a CPU. packed: as native, with arrays for whole
+    steps instead of objects for each token, and a scheduler that skips uneventful steps."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_concurrent: int = 128
     """Sequences an engine works on at once."""

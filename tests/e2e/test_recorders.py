@@ -1,4 +1,5 @@
-"""The V1 recorder, on a CPU, held to transformers in float32."""
+"""The V1 recorder, on a CPU, held to transformers in float32; under vLLM's scheduler and under the
+packed recorder's."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 from configs.schema import SamplingConfig
 from tests.rollout_contract import (
     OPEN,
+    Kind,
     RecorderContract,
     Reference,
     RemoteEngine,
@@ -24,8 +26,13 @@ from tests.rollout_contract import (
 pytestmark = pytest.mark.e2e
 
 
+@pytest.fixture(scope="module", params=["", "short"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, kind: Kind) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
@@ -35,9 +42,10 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
-    with running_engine(engine_spec(folder), gpu=False) as engine:
+def engine(folder: Path, reference: Reference, kind: Kind) -> Iterator[RemoteEngine]:
+    with running_engine(engine_spec(folder), gpu=False, kind=kind) as engine:
         yield engine
+        assert (engine.watch().short_steps > 50) == (kind != "")
 
 
 @pytest.fixture(scope="module")

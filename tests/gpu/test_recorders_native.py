@@ -1,4 +1,8 @@
-"""The native recorder, on a GPU, held to transformers in float32."""
+"""The recorders for GPUs, held to transformers in float32.
+
+`test_preemption` of the contract fills a small cache until sequences are preempted, and checks the
+routes and kept sets of those that were resumed like all others.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.schema import SamplingConfig
 from tests.rollout_contract import (
     OPEN,
     RecorderContract,
     Reference,
     RemoteEngine,
     Tolerance,
+    check_groups,
     engine_spec,
     make_model,
+    prompts,
     running_engine,
 )
 
@@ -30,8 +37,13 @@ BLOCKS = 40
 """Of 16 tokens: a few sequences fill the cache, so that some are preempted."""
 
 
+@pytest.fixture(scope="module", params=["native", "packed"])
+def recorder(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, recorder: str) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
@@ -41,15 +53,15 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
-    spec = engine_spec(folder, gpu_memory=0.3)
+def engine(folder: Path, reference: Reference, recorder: str) -> Iterator[RemoteEngine]:
+    spec = engine_spec(folder, gpu_memory=0.3, recorder=recorder)
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def open_engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
-    spec = engine_spec(folder, gpu_memory=0.3, sampling=OPEN)
+def open_engine(folder: Path, reference: Reference, recorder: str) -> Iterator[RemoteEngine]:
+    spec = engine_spec(folder, gpu_memory=0.3, sampling=OPEN, recorder=recorder)
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         yield engine
 
@@ -59,5 +71,18 @@ def tolerance() -> Tolerance:
     return Tolerance(logp=1e-3, tie=1e-4, rare=1e-2)
 
 
-class TestNativeRecorder(RecorderContract):
+def test_preempted_twice_and_resumed(
+    engine: RemoteEngine, reference: Reference, tolerance: Tolerance, recorder: str
+) -> None:
+    """More sequences than the cache holds at once, long enough to be preempted again and again."""
+    sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=120)
+    engine.watch()
+    groups = engine.sample(prompts(8, shared=0, own=60, tag="y"), 4, sampling)
+    check_groups(groups, reference, sampling, tolerance)
+    watch = engine.watch()
+    assert watch.preempted > 8, "hardly anything was preempted"
+    assert (watch.short_steps > 0) == (recorder == "packed")
+
+
+class TestRecorder(RecorderContract):
     pass

@@ -117,13 +117,18 @@ def test_the_v1_runner_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "gpu", "expected"),
-    [("auto", True, "native"), ("auto", False, "v1"), ("native", True, "native")],
+    [
+        ("auto", True, "native"),
+        ("auto", False, "v1"),
+        ("native", True, "native"),
+        ("packed", True, "packed"),
+    ],
 )
 def test_choice_of_the_recorder(name: Any, gpu: bool, expected: str) -> None:
     assert recorder_name(RolloutConfig(recorder=name), gpu=gpu) == expected
 
 
-@pytest.mark.parametrize(("name", "gpu"), [("native", False), ("v1", True)])
+@pytest.mark.parametrize(("name", "gpu"), [("native", False), ("packed", False), ("v1", True)])
 def test_a_recorder_that_cannot_work_here(name: Any, gpu: bool) -> None:
     with pytest.raises(ValueError, match=f"rollout.recorder = '{name}'"):
         recorder_name(RolloutConfig(recorder=name), gpu=gpu)

@@ -1,0 +1,159 @@
+"""The model and the prompts of `benchmarks/rollout.py`.
+
+Random weights, and a head scaled so that truncated sampling keeps as many ids as it does from a
+trained model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl.types import Prompt
+
+END = "<|im_end|>"
+START = "<|im_start|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+TEMPLATE_TOKENS = len("user\n") + len("\n") + len("assistant\n") + 3
+"""What the template adds to a prompt; a byte is a token."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of one timed run."""
+
+    hidden: int = 1024
+    layers: int = 16
+    experts: int = 32
+    per_token: int = 4
+    expert: int = 640
+    vocabulary: int = 151_936
+    prompts: int = 16
+    group: int = 16
+    prompt: int = 128
+    """Tokens."""
+    answer: int = 512
+    """Tokens; no answer ends sooner."""
+    top_p: float = 0.95
+    top_k: int = 512
+    dtype: str = "bfloat16"
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def tokens(self) -> int:
+        """Sampled in one run."""
+        return self.sequences * self.answer
+
+
+SMALL = Size(
+    hidden=64,
+    layers=2,
+    experts=8,
+    per_token=2,
+    expert=32,
+    vocabulary=2048,
+    prompts=4,
+    group=4,
+    prompt=48,
+    answer=32,
+    top_k=64,
+    dtype="float32",
+)
+
+
+def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:
+    """Weights and tokenizer; returns the number of parameters and how the head was scaled."""
+    write_tokenizer(folder, size.vocabulary)
+    config = Qwen3MoeConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.hidden * 4,
+        moe_intermediate_size=size.expert,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(2, size.hidden // 64),
+        num_key_value_heads=max(1, size.hidden // 256),
+        head_dim=64,  # pyright: ignore[reportCallIssue]
+        num_experts=size.experts,
+        num_experts_per_tok=size.per_token,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        dtype=size.dtype,
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    with device:
+        model = Qwen3MoeForCausalLM(config).to(getattr(torch, size.dtype))
+    spread = logit_spread(size, mean_kept, device)
+    with torch.no_grad():
+        # The final norm leaves √hidden long vectors, so these logits are normal with that spread,
+        # whatever the layers below compute.
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.normal_(0.0, spread / size.hidden**0.5)
+        model.lm_head.weight[0] = 0.0  # the end: its logit is the median, far outside the top k
+    model.save_pretrained(folder)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "logit_spread": spread,
+        "asked_mean_kept": mean_kept,
+    }
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A byte a token, and words that no text is split into to fill the vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [END, START, *alphabet]
+    words += [f"Ġw{index}" for index in range(vocabulary - len(words))]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[START],
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def logit_spread(size: Size, mean_kept: float, device: torch.device) -> float:
+    """Standard deviation of normal logits of which top-k and top-p keep `mean_kept` on average."""
+    generator = torch.Generator(device).manual_seed(1)
+    rows = torch.randn(256, size.vocabulary, generator=generator, device=device)
+    ranked = rows.topk(size.top_k).values
+    low, high = 0.1, 30.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        chances = (ranked * middle).softmax(-1)
+        before = chances.cumsum(-1) - chances
+        kept = (before < size.top_p).sum(-1).float().mean().item()
+        low, high = (middle, high) if kept > mean_kept else (low, middle)
+    return (low + high) / 2
+
+
+def make_prompts(size: Size, salt: str) -> list[Prompt]:
+    """Prompts of exactly `size.prompt` tokens that differ from their first word on. Another `salt`
+    gives prompts that no prefix cache has seen."""
+    length = size.prompt - TEMPLATE_TOKENS
+    return [
+        Prompt(
+            prompt_id=f"{salt}-{index}",
+            domain="benchmark",
+            messages=(
+                {"role": "user", "content": (f"{salt}-{index}: " + "lorem ipsum " * 99)[:length]},
+            ),
+        )
+        for index in range(size.prompts)
+    ]

@@ -1,0 +1,55 @@
+"""The packed recorder on Model Runner V2 with interpreted kernels, held to transformers in float32.
+
+The parts of the contract that depend on where routes are filed and on how steps are scheduled; the
+whole of it runs on GPUs (`tests/gpu/test_recorders_native.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rollout_contract import (
+    RecorderContract,
+    Reference,
+    RemoteEngine,
+    Tolerance,
+    engine_spec,
+    make_model,
+    running_engine,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(make_model(folder))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
+    with running_engine(engine_spec(folder), gpu=False, kind="packed") as engine:
+        yield engine
+        assert engine.watch().short_steps > 10
+
+
+@pytest.fixture(scope="module")
+def tolerance() -> Tolerance:
+    return Tolerance()
+
+
+class TestPackedRecorder:
+    check = RecorderContract.check
+    test_chunked_prefill = RecorderContract.test_chunked_prefill
+    test_prefix_cache_hits = RecorderContract.test_prefix_cache_hits
+    test_preemption = RecorderContract.test_preemption
+    test_evaluation = RecorderContract.test_evaluation_records_log_probabilities_alone
+    test_weights_change = RecorderContract.test_weights_change_while_answers_are_sampled

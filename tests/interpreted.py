@@ -1,0 +1,36 @@
+"""Model Runner V2 on a CPU: Triton's kernels run by its interpreter, some 40 tokens a second.
+
+Slow, but it is the code that runs on GPUs, up to CUDA graphs and asynchronous scheduling.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Must be set before torch is imported."""
+
+
+def install(recorder: str) -> None:
+    """Let vLLM use Triton here, and `rollout.sampler` the recorder of that name. Call it before
+    vLLM is imported."""
+    from triton.backends import backends  # noqa: PLC0415
+
+    none: Any = SimpleNamespace(is_active=lambda: False)
+    backends["cpu"] = SimpleNamespace(driver=none, compiler=None)  # type: ignore[assignment]
+
+    import vllm.v1.sample.ops.topk_topp_sampler as truncation  # noqa: PLC0415
+
+    truncation.HAS_TRITON = False  # calls a method of a number that the interpreter has as int
+
+    from rollout import recorder_packed, sampler  # noqa: PLC0415
+    from rollout.scheduler import ShortScheduler  # noqa: PLC0415
+
+    sampler.recorder_name = lambda config, gpu: recorder  # type: ignore[assignment]
+    arguments = recorder_packed.PackedRecorder.engine_args
+
+    def one_after_the_other(self: Any) -> dict[str, Any]:
+        return {**arguments(self), "scheduler_cls": ShortScheduler, "async_scheduling": False}
+
+    recorder_packed.PackedRecorder.engine_args = one_after_the_other  # type: ignore[method-assign]
