@@ -69,9 +69,8 @@ class RayRolloutPool(RolloutPool):
     def update(self, version: int, weights: Any) -> Future[None]:
         """`weights`: a `Send`, or buckets and references to buckets; those that are not in the
         object store yet are put there."""
-        if not callable(weights):
-            items: Sequence[Any] = weights
-            weights = [ray.put(item) if isinstance(item, Bucket) else item for item in items]
+        if isinstance(weights, Sequence):
+            weights = [ray.put(item) if isinstance(item, Bucket) else item for item in weights]
         return super().update(version, weights)
 
     def _deliver(self, version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:

@@ -103,6 +103,27 @@ def recorder_name(config: RolloutConfig, *, gpu: bool) -> RecorderName:
     return name
 
 
+class SettledRoutes:
+    """For recorders that read routes where the keys are, at the end: first rows of the routes of
+    running answers, read before new weights had those keys computed again."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, NDArray[np.int16]] = {}
+
+    def keep(self, request_id: str, rows: NDArray[np.int16]) -> None:
+        """`rows` as they are now: what was kept at an earlier change stays."""
+        self._rows[request_id] = self.over(request_id, rows)
+
+    def over(self, request_id: str, rows: NDArray[np.int16]) -> NDArray[np.int16]:
+        """`rows` of a request, written over by what was kept of it."""
+        if (settled := self._rows.pop(request_id, None)) is not None:
+            rows[: len(settled)] = settled
+        return rows
+
+    def forget(self, request_id: str) -> None:
+        self._rows.pop(request_id, None)
+
+
 def check_tokens(request_id: str, what: str, recorded: int, expected: int) -> None:
     """Raise unless exactly `expected` entries were recorded."""
     if recorded != expected:

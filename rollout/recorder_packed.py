@@ -6,13 +6,21 @@ them up by request. Routes stay on the GPU until their request is finished (`rol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from configs.schema import SamplingConfig
 from rollout.packed import Packed
-from rollout.recorder import Recording, Wanted, check_routed, check_tokens
+from rollout.recorder import (
+    Recording,
+    SettledRoutes,
+    Wanted,
+    check_routed,
+    check_tokens,
+)
 from rollout.recorder_native import bounded_top_k, checked_sets
 from rollout.scheduler import AsyncShortScheduler
 
@@ -27,6 +35,7 @@ class PackedRecorder:
     def __init__(self, *, routes: bool, kept: bool) -> None:
         self._routes, self._kept = routes, kept
         self._wanted: dict[str, Wanted] = {}
+        self._settled = SettledRoutes()
 
     def engine_args(self) -> dict[str, Any]:
         return {
@@ -65,7 +74,7 @@ class PackedRecorder:
         if wanted.routes:
             tokens = prompt_tokens + sampled - 1
             blocks = self._scheduler.finished_blocks.pop(request_id)
-            routes = self._engine.collective_rpc("keel_routes", args=(blocks, tokens))[0]
+            routes = self._settled.over(request_id, self._rows(blocks, tokens))
             check_tokens(request_id, "rows of routes", len(routes), tokens)
             check_routed(request_id, routes)
         return Recording(
@@ -74,7 +83,22 @@ class PackedRecorder:
             routes=routes,
         )
 
+    def settle(self) -> None:
+        if not self._routes:
+            return
+        manager = self._scheduler.kv_cache_manager
+        for request in self._scheduler.running:
+            wanted = self._wanted.get(request.request_id)
+            if wanted is not None and wanted.routes and request.num_output_tokens:
+                blocks = manager.get_block_ids(request.request_id)[0]
+                rows = self._rows(blocks, request.num_tokens - 1)
+                self._settled.keep(request.request_id, rows)
+
+    def _rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
+        return self._engine.collective_rpc("keel_routes", args=(blocks, tokens))[0]
+
     def forget(self, request_id: str) -> None:
+        self._settled.forget(request_id)
         self._wanted.pop(request_id, None)
         self._scheduler.recordings.pop(request_id, None)
 

@@ -21,7 +21,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from configs.schema import SamplingConfig
 from rl.types import NO_ROUTE, KeptSets
-from rollout.recorder import Recording, Wanted, check_routed, check_tokens
+from rollout.recorder import (
+    Recording,
+    SettledRoutes,
+    Wanted,
+    check_routed,
+    check_tokens,
+)
 from rollout.spec import RecordingError
 from rollout.weights import moe_runners
 
@@ -156,8 +162,7 @@ class V1Recorder:
     def __init__(self, *, routes: bool, kept: bool) -> None:
         self._with_routes, self._with_kept = routes, kept
         self._wanted: dict[str, Wanted] = {}
-        self._settled: dict[str, NDArray[np.int16]] = {}
-        """First rows of the routes of running requests, under weights that are gone."""
+        self._settled = SettledRoutes()
         self._routes: RouteTable | None = None
         self._draws: DrawLog | None = None
 
@@ -190,8 +195,7 @@ class V1Recorder:
         if wanted.routes:
             assert self._routes is not None
             routes = self._routes.rows(request_id, prompt_tokens + len(tokens) - 1)
-            settled = self._settled.pop(request_id, routes[:0])
-            routes[: len(settled)] = settled
+            routes = self._settled.over(request_id, routes)
             if (routes == NO_ROUTE).any():
                 raise RecordingError(f"request {request_id}: tokens without a route")
             check_routed(request_id, routes)
@@ -208,14 +212,11 @@ class V1Recorder:
         for request_id, wanted in self._wanted.items():
             drawn = self._draws.count(request_id)
             if wanted.routes and drawn and (prompt := self._routes.prompt_tokens(request_id)):
-                rows = self._routes.rows(request_id, prompt + drawn - 1)
-                before = self._settled.get(request_id, rows[:0])
-                rows[: len(before)] = before
-                self._settled[request_id] = rows
+                self._settled.keep(request_id, self._routes.rows(request_id, prompt + drawn - 1))
 
     def forget(self, request_id: str) -> None:
         self._wanted.pop(request_id, None)
-        self._settled.pop(request_id, None)
+        self._settled.forget(request_id)
         if self._draws is not None:
             self._draws.close(request_id)
 
