@@ -114,6 +114,7 @@ class _Combine(Function):
         return *_kernels().combine_gradients(grad.contiguous(), rows, weights, position), None
 
 
+@cache  # one class for all layers, or each layer would be compiled anew
 def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
     """The norm class `kind` with a forward of one kernel on a GPU."""
 

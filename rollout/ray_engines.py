@@ -76,7 +76,8 @@ class RayRolloutPool(RolloutPool):
     def _deliver(self, version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
         if not callable(weights):
             return super()._deliver(version, weights, engines)
-        return [_as_engine_errors(future) for future in weights(engines)]
+        send: Send = weights
+        return [_as_engine_errors(future) for future in send(engines)]
 
 
 def ray_pool(

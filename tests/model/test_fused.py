@@ -46,3 +46,4 @@ def test_norms_are_taken_that_are_plain(family: str, fused: bool) -> None:
     for norm, kind in zip(norms, kinds, strict=True):
         assert isinstance(norm, kind) and (type(norm) is not kind) == fused
         assert type(norm).__name__ == kind.__name__
+    assert len(set(map(type, norms))) == len(set(kinds))
