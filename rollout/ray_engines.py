@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -76,7 +76,7 @@ class RayRolloutPool(RolloutPool):
     def _deliver(self, version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
         if not callable(weights):
             return super()._deliver(version, weights, engines)
-        send: Send = weights
+        send = cast("Send", weights)
         return [_as_engine_errors(future) for future in send(engines)]
 
 
