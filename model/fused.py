@@ -46,7 +46,7 @@ def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     """transformers experts function: hidden [T, d], the experts chosen [T, K] and their weights
     → [T, d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
-    if not fast or experts._is_expert_parallel:
+    if not fast or getattr(experts, "_is_expert_parallel", False):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
     return fused_experts(hidden, chosen, weights, experts.gate_up_proj, experts.down_proj)
 

@@ -7,6 +7,7 @@ data before vLLM makes objects of it (GPUs). `V1Recorder` listens to the V1 runn
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -122,6 +123,18 @@ class SettledRoutes:
 
     def forget(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
+
+
+def settled_blocks(
+    scheduler: Any, wanted: Mapping[str, Wanted]
+) -> Iterator[tuple[str, Sequence[int], int]]:
+    """Running answers of a paused engine whose routes are wanted: id, cache blocks, and how many
+    tokens have their route there (all but the last, which has not been computed yet)."""
+    for request in scheduler.running:
+        recorded = wanted.get(request.request_id)
+        if recorded is not None and recorded.routes and request.num_output_tokens:
+            blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            yield request.request_id, blocks, request.num_tokens - 1
 
 
 def check_tokens(request_id: str, what: str, recorded: int, expected: int) -> None:

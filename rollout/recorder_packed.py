@@ -20,6 +20,7 @@ from rollout.recorder import (
     Wanted,
     check_routed,
     check_tokens,
+    settled_blocks,
 )
 from rollout.recorder_native import bounded_top_k, checked_sets
 from rollout.scheduler import AsyncShortScheduler
@@ -86,13 +87,8 @@ class PackedRecorder:
     def settle(self) -> None:
         if not self._routes:
             return
-        manager = self._scheduler.kv_cache_manager
-        for request in self._scheduler.running:
-            wanted = self._wanted.get(request.request_id)
-            if wanted is not None and wanted.routes and request.num_output_tokens:
-                blocks = manager.get_block_ids(request.request_id)[0]
-                rows = self._rows(blocks, request.num_tokens - 1)
-                self._settled.keep(request.request_id, rows)
+        for request_id, blocks, tokens in settled_blocks(self._scheduler, self._wanted):
+            self._settled.keep(request_id, self._rows(blocks, tokens))
 
     def _rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
         return self._engine.collective_rpc("keel_routes", args=(blocks, tokens))[0]

@@ -6,6 +6,7 @@ model, and a forward hook on the sampler's last stage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from rollout.recorder import (
     Wanted,
     check_routed,
     check_tokens,
+    settled_blocks,
 )
 from rollout.spec import RecordingError
 from rollout.weights import moe_runners
@@ -57,7 +59,7 @@ class RouteTable:
                 f"fit int16; this model has {sorted(widths)} of {sorted(experts)}"
             )
         self._batch = runner.input_batch
-        block = groups[0].kv_cache_spec.block_size
+        block = self._block = groups[0].kv_cache_spec.block_size
         shape = (len(layers), widths.pop())
         self._slots = torch.full(
             (runner.kv_cache_config.num_blocks * block, *shape), NO_ROUTE, dtype=torch.int16
@@ -79,11 +81,6 @@ class RouteTable:
             slots = next(iter(mapping.values()))
             self._slots[slots] = self._step[: len(slots)]
 
-    def prompt_tokens(self, request_id: str) -> int:
-        """0 for a request that is not in the runner's batch: it waits, and is computed again."""
-        row = self._batch.req_id_to_index.get(request_id)
-        return 0 if row is None else int(self._batch.num_prompt_tokens[row])
-
     def rows(self, request_id: str, tokens: int) -> NDArray[np.int16]:
         """[tokens, L, K] of a request that is still in the runner's batch."""
         row = self._batch.req_id_to_index.get(request_id)
@@ -91,11 +88,13 @@ class RouteTable:
             raise RecordingError(
                 f"request {request_id}: left the batch before its routes were read"
             )
-        table = self._batch.block_table[0]
+        return self.rows_at(self._batch.block_table[0].get_numpy_array()[row], tokens)
+
+    def rows_at(self, blocks: Sequence[int] | NDArray[np.int32], tokens: int) -> NDArray[np.int16]:
+        """[tokens, L, K] of a request that has these cache blocks."""
         positions = np.arange(tokens)
-        blocks = table.get_numpy_array()[row, positions // table.block_size]
-        slots = blocks.astype(np.int64) * table.block_size + positions % table.block_size
-        return self._slots[torch.from_numpy(slots)].numpy()
+        first = np.asarray(blocks, np.int64)[positions // self._block] * self._block
+        return self._slots[torch.from_numpy(first + positions % self._block)].numpy()
 
 
 class Draws:
@@ -125,9 +124,6 @@ class DrawLog:
     def close(self, request_id: str) -> list[tuple[Draws, int]]:
         self._truncated.pop(request_id, None)
         return self._live.pop(request_id, [])
-
-    def count(self, request_id: str) -> int:
-        return len(self._live[request_id])
 
     def _drawn(self, sampler: nn.Module, args: Any, output: Any) -> None:
         (sampled, logprobs), batch = output, self._runner.input_batch
@@ -170,6 +166,8 @@ class V1Recorder:
         return {}
 
     def attach(self, engine: LLMEngine) -> None:
+        core: Any = engine.engine_core
+        self._scheduler = core.engine_core.scheduler
         runner = engine.model_executor.driver_worker.model_runner
         self._draws = DrawLog(runner)
         self._routes = RouteTable(runner) if self._with_routes else None
@@ -208,11 +206,8 @@ class V1Recorder:
     def settle(self) -> None:
         if self._routes is None:
             return
-        assert self._draws is not None
-        for request_id, wanted in self._wanted.items():
-            drawn = self._draws.count(request_id)
-            if wanted.routes and drawn and (prompt := self._routes.prompt_tokens(request_id)):
-                self._settled.keep(request_id, self._routes.rows(request_id, prompt + drawn - 1))
+        for request_id, blocks, tokens in settled_blocks(self._scheduler, self._wanted):
+            self._settled.keep(request_id, self._routes.rows_at(blocks, tokens))
 
     def forget(self, request_id: str) -> None:
         self._wanted.pop(request_id, None)

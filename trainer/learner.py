@@ -18,8 +18,7 @@ from configs.schema import Config
 from rl.metrics import merge
 from rl.packing import TrainBatch, pack, split_updates
 from rl.types import ScoredGroup, StepResult
-from trainer.sender import Outcome, Receiver
-from trainer.worker import StepReport, TrainerWorker, Whereabouts
+from trainer.worker import Outcome, Receiver, StepReport, TrainerWorker, Whereabouts
 
 GRACE_S = 5.0
 """After one rank's failure: wait this long to learn whether another rank caused it."""

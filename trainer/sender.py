@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,20 +19,10 @@ from torch import Tensor
 
 from model.channel import Channel, Meeting, gpu_id, share
 from model.weights import Block, Bucket, Checksum, Sent
+from trainer.worker import Outcome, Receiver
 
 GRACE_S = 5.0
 """After a channel's failure: wait this long to learn whether its engine caused it."""
-
-Outcome = int | Exception
-"""The version that an engine samples from now, or why it does not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Receiver:
-    """An engine as the trainer sees it: the actor of a `rollout.worker.RolloutWorker`."""
-
-    index: int
-    actor: Any
 
 
 class Sender:

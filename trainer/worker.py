@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from trainer.engine import TrainerEngine
-    from trainer.sender import Outcome, Receiver, Sender
+    from trainer.sender import Sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,18 @@ class StepReport:
     version: int
     steps: int
     metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """An engine that weights are sent to: the actor of a `rollout.worker.RolloutWorker`."""
+
+    index: int
+    actor: Any
+
+
+Outcome = int | Exception
+"""The version that an engine samples from now, or why it does not."""
 
 
 class TrainerWorker:

@@ -14,7 +14,8 @@ from ray.exceptions import RayActorError
 
 from model.channel import Channel, Meeting
 from model.weights import Bucket, Checksum, Sent, pack_blocks, unpack_block
-from trainer.sender import Receiver, Sender
+from trainer.sender import Sender
+from trainer.worker import Receiver
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
