@@ -7,7 +7,7 @@ data before vLLM makes objects of it (GPUs). `V1Recorder` listens to the V1 runn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -73,11 +73,6 @@ class Recorder(Protocol):
         """
         ...
 
-    def settle(self) -> None:
-        """The weights are about to change and running answers to be computed again: what was
-        recorded so far stays as the old weights did it."""
-        ...
-
     def forget(self, request_id: str) -> None:
         """Drop what was recorded of an aborted request."""
         ...
@@ -104,37 +99,44 @@ def recorder_name(config: RolloutConfig, *, gpu: bool) -> RecorderName:
     return name
 
 
-class SettledRoutes:
-    """For recorders that read routes where the keys are, at the end: first rows of the routes of
-    running answers, read before new weights had those keys computed again."""
+class RoutesBeforePreemption:
+    """For recorders that read routes where the keys are, when an answer is finished.
 
-    def __init__(self) -> None:
+    A request that is preempted loses its keys, and has them computed again later: by other weights,
+    if those have changed (a change preempts all running requests). Here its rows are read before.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        wanted: Mapping[str, Wanted],
+        read: Callable[[Sequence[int], int], NDArray[np.int16]],
+    ) -> None:
+        """`read(blocks, tokens)`: rows [tokens, L, K] of a request with these cache blocks."""
         self._rows: dict[str, NDArray[np.int16]] = {}
+        self._scheduler, self._wanted, self._read = scheduler, wanted, read
+        self._preempt = scheduler._preempt_request
+        scheduler._preempt_request = self._preempted
 
-    def keep(self, request_id: str, rows: NDArray[np.int16]) -> None:
-        """`rows` as they are now: what was kept at an earlier change stays."""
-        self._rows[request_id] = self.over(request_id, rows)
+    def _preempted(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is not None and wanted.routes and request.num_output_tokens:
+            before = len(self._rows.get(request.request_id, ()))
+            # Of every token whose next one has been sampled, or is on its way.
+            if (tokens := request.num_computed_tokens) > before:
+                blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+                rows = self._read(blocks, tokens)
+                self._rows[request.request_id] = self.over(request.request_id, rows)
+        self._preempt(request, *args, **kwargs)
 
     def over(self, request_id: str, rows: NDArray[np.int16]) -> NDArray[np.int16]:
-        """`rows` of a request, written over by what was kept of it."""
-        if (settled := self._rows.pop(request_id, None)) is not None:
-            rows[: len(settled)] = settled
+        """`rows` of a request, written over by those that were read before; forgets these."""
+        if (before := self._rows.pop(request_id, None)) is not None:
+            rows[: len(before)] = before
         return rows
 
     def forget(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
-
-
-def settled_blocks(
-    scheduler: Any, wanted: Mapping[str, Wanted]
-) -> Iterator[tuple[str, Sequence[int], int]]:
-    """Running answers of a paused engine whose routes are wanted: id, cache blocks, and how many
-    tokens have their route there (all but the last, which has not been computed yet)."""
-    for request in scheduler.running:
-        recorded = wanted.get(request.request_id)
-        if recorded is not None and recorded.routes and request.num_output_tokens:
-            blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-            yield request.request_id, blocks, request.num_tokens - 1
 
 
 def check_tokens(request_id: str, what: str, recorded: int, expected: int) -> None:

@@ -66,9 +66,6 @@ class NativeRecorder:
             ),
         )
 
-    def settle(self) -> None:
-        """vLLM hands each row out once, when the token after it is sampled."""
-
     def forget(self, request_id: str) -> None:
         self._wanted.pop(request_id, None)
 

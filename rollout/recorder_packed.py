@@ -16,11 +16,10 @@ from configs.schema import SamplingConfig
 from rollout.packed import Packed
 from rollout.recorder import (
     Recording,
-    SettledRoutes,
+    RoutesBeforePreemption,
     Wanted,
     check_routed,
     check_tokens,
-    settled_blocks,
 )
 from rollout.recorder_native import bounded_top_k, checked_sets
 from rollout.scheduler import AsyncShortScheduler
@@ -36,7 +35,7 @@ class PackedRecorder:
     def __init__(self, *, routes: bool, kept: bool) -> None:
         self._routes, self._kept = routes, kept
         self._wanted: dict[str, Wanted] = {}
-        self._settled = SettledRoutes()
+        self._before: RoutesBeforePreemption | None = None
 
     def engine_args(self) -> dict[str, Any]:
         return {
@@ -57,6 +56,7 @@ class PackedRecorder:
         if self._routes:
             engine.collective_rpc("keel_file_routes")
             self._scheduler.aux_output_connector = None
+            self._before = RoutesBeforePreemption(self._scheduler, self._wanted, self._rows)
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
         return {"logprobs": 0, **(bounded_top_k(sampling, wanted) if self._kept else {})}
@@ -75,7 +75,8 @@ class PackedRecorder:
         if wanted.routes:
             tokens = prompt_tokens + sampled - 1
             blocks = self._scheduler.finished_blocks.pop(request_id)
-            routes = self._settled.over(request_id, self._rows(blocks, tokens))
+            assert self._before is not None
+            routes = self._before.over(request_id, self._rows(blocks, tokens))
             check_tokens(request_id, "rows of routes", len(routes), tokens)
             check_routed(request_id, routes)
         return Recording(
@@ -84,17 +85,12 @@ class PackedRecorder:
             routes=routes,
         )
 
-    def settle(self) -> None:
-        if not self._routes:
-            return
-        for request_id, blocks, tokens in settled_blocks(self._scheduler, self._wanted):
-            self._settled.keep(request_id, self._rows(blocks, tokens))
-
     def _rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
         return self._engine.collective_rpc("keel_routes", args=(blocks, tokens))[0]
 
     def forget(self, request_id: str) -> None:
-        self._settled.forget(request_id)
+        if self._before is not None:
+            self._before.forget(request_id)
         self._wanted.pop(request_id, None)
         self._scheduler.recordings.pop(request_id, None)
 

@@ -24,11 +24,10 @@ from configs.schema import SamplingConfig
 from rl.types import NO_ROUTE, KeptSets
 from rollout.recorder import (
     Recording,
-    SettledRoutes,
+    RoutesBeforePreemption,
     Wanted,
     check_routed,
     check_tokens,
-    settled_blocks,
 )
 from rollout.spec import RecordingError
 from rollout.weights import moe_runners
@@ -158,7 +157,7 @@ class V1Recorder:
     def __init__(self, *, routes: bool, kept: bool) -> None:
         self._with_routes, self._with_kept = routes, kept
         self._wanted: dict[str, Wanted] = {}
-        self._settled = SettledRoutes()
+        self._before: RoutesBeforePreemption | None = None
         self._routes: RouteTable | None = None
         self._draws: DrawLog | None = None
 
@@ -167,10 +166,13 @@ class V1Recorder:
 
     def attach(self, engine: LLMEngine) -> None:
         core: Any = engine.engine_core
-        self._scheduler = core.engine_core.scheduler
         runner = engine.model_executor.driver_worker.model_runner
         self._draws = DrawLog(runner)
-        self._routes = RouteTable(runner) if self._with_routes else None
+        if self._with_routes:
+            self._routes = RouteTable(runner)
+            self._before = RoutesBeforePreemption(
+                core.engine_core.scheduler, self._wanted, self._routes.rows_at
+            )
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
         return {}
@@ -191,9 +193,9 @@ class V1Recorder:
         if wanted.kept:
             kept = KeptSets.from_lists([step.kept[row] for step, row in draws if step.kept])
         if wanted.routes:
-            assert self._routes is not None
+            assert self._routes is not None and self._before is not None
             routes = self._routes.rows(request_id, prompt_tokens + len(tokens) - 1)
-            routes = self._settled.over(request_id, routes)
+            routes = self._before.over(request_id, routes)
             if (routes == NO_ROUTE).any():
                 raise RecordingError(f"request {request_id}: tokens without a route")
             check_routed(request_id, routes)
@@ -203,15 +205,10 @@ class V1Recorder:
             routes=routes,
         )
 
-    def settle(self) -> None:
-        if self._routes is None:
-            return
-        for request_id, blocks, tokens in settled_blocks(self._scheduler, self._wanted):
-            self._settled.keep(request_id, self._routes.rows_at(blocks, tokens))
-
     def forget(self, request_id: str) -> None:
         self._wanted.pop(request_id, None)
-        self._settled.forget(request_id)
+        if self._before is not None:
+            self._before.forget(request_id)
         if self._draws is not None:
             self._draws.close(request_id)
 

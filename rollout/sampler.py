@@ -186,7 +186,6 @@ class Sampler:
         what was already on its way.
         """
         completed = self._pause()
-        self._recorder.settle()
         self._updating = True
         self._manifest.begin()
         self._llm.collective_rpc("keel_begin_update")
