@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -48,7 +49,8 @@ class PeakMemory:
 
 
 def gpu_reader() -> Callable[[], float] | None:
-    """Bytes in use on GPU 0 by all processes, without a CUDA context here; None without a GPU."""
+    """Bytes in use on the first GPU by all processes, without a CUDA context here; None where there
+    is none."""
     try:
         import pynvml  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -56,29 +58,42 @@ def gpu_reader() -> Callable[[], float] | None:
     nvml: Any = pynvml
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        handle = _handle(nvml)
     except nvml.NVMLError:
         return None
     return lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def gpu_processes() -> dict[int, float]:
-    """GiB on GPU 0 by process id, where the driver says it."""
+    """GiB on the first GPU by process id, where the driver says it."""
     try:
         import pynvml  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     except ImportError:
         return {}
     nvml: Any = pynvml
     try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        handle = _handle(nvml)
         found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         return {}
     return {each.pid: (each.usedGpuMemory or 0) / GIB for each in found}
 
 
+def _handle(nvml: Any) -> Any:
+    gpu = first_gpu()
+    if gpu.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+    return nvml.nvmlDeviceGetHandleByUUID(gpu)
+
+
+def first_gpu() -> str:
+    """The driver's number or UUID of the first GPU that programs started here see."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+
+
 def _nvidia_smi() -> float:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command += ["-i", first_gpu()]
     try:
         made = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return float(made.stdout.split()[0]) * 2**20

@@ -1,11 +1,13 @@
 """The packed recorder on Model Runner V2 with interpreted kernels, held to transformers in float32.
 
 The parts of the contract that depend on where routes are filed and on how steps are scheduled; the
-whole of it runs on GPUs (`tests/gpu/test_recorders_native.py`).
+whole of it runs on GPUs (`tests/gpu/test_recorders_native.py`). Takes minutes: asked for by
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +23,13 @@ from tests.rollout_contract import (
     running_engine,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="takes minutes; TRITON_INTERPRET=1 runs it",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
