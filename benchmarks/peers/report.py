@@ -171,7 +171,7 @@ DIFFERENCES = """\
   So the two losses have other values.
 - Processes: TRL has vLLM in the trainer's process and makes text of each token as it comes. Keel
   has an engine and a trainer in two processes, each with a CUDA context, scores answers as they
-  finish, and sends weights from one to the other through host memory.
+  finish, and lets the engine read new weights where they are on the GPU (CUDA IPC).
 - Order: TRL samples, then trains. So does `keel`; `keel-async` samples the next batch meanwhile
   (`algorithm.max_lag: 1`), from weights one step older. TRL's GRPOTrainer has no such mode.
 - Memory: `trl` has its default engine share of 0.3 and keeps all activations; `trl-lean` has
