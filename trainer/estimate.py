@@ -55,7 +55,7 @@ class Rates:
     """The same with `trainer.compile`. Fitted."""
     expert_moves: float = 12.2
     """The same for tokens on their way to experts and back, compiled or not. Fitted to the experts
-    of transformers; Keel's own, used where experts are not spread over ranks, move less."""
+    of transformers; Keel's own (where experts are not spread over ranks) have not been timed."""
     optimizer_bytes: float = 65.0
     """Moved for each parameter of a rank's share and each optimizer step, at the memory's full
     rate: AdamW, norm and clipping. Measured as a part of the step."""
