@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/scaling.py          # the tables of docs/scaling.md; no GPU
 
-The first table holds the model against measured figures, the others are estimates alone.
+The first two tables hold the model against measured figures, the others are estimates alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from benchmarks.models import DEEPSEEK_V3, QWEN3_06B, QWEN3_30B_A3B, REPLAY
-from benchmarks.training_cases import Case, estimates, model_of
+from benchmarks.training_cases import STOCK, estimates, model_of
+from benchmarks.training_rows import MEASURED
 from configs.schema import (
     AlgorithmConfig,
     Config,
@@ -26,30 +27,12 @@ from configs.schema import (
     TrainerConfig,
 )
 from model.load import ModelFacts, facts_of
-from trainer.estimate import Machine, Rates, compute_seconds, seconds, step_time
+from trainer.estimate import Machine, Rates, StepTime, compute_seconds, seconds, step_time
 from trainer.memory import GIB, engine_sequences, support_head_bytes
 from trainer.placement import Node, place
 from trainer.plan import Plan, count, make_plan
 
 H200 = Machine()
-GOAL = Rates(body_mfu=0.30)
-"""The trainer at the goal for mixtures of experts instead of what was measured on a small one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A row of benchmarks/training.py on H200s."""
-
-    case: Case
-    seconds: float
-    gib: float
-    """Of the whole GPU, at most: `gpu_gib`."""
-    kind: str = "checked"
-    """`fitted` where the model's share of the peak was chosen by this row."""
-
-
-MEASURED: tuple[Measured, ...] = ()
-"""From `python benchmarks/training.py --out DIR` and `--ranks 1,2,4`, which print these lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,32 +196,20 @@ def study_lines(study: Study) -> Iterator[str]:
             f"| {rank / GIB:.0f} GiB |"
         )
         if plan is not None:
-            times.append(time_row(config, facts, plan, each))
+            assert plan.time is not None
+            times.append(time_row(plan.time, each))
     yield ""
     yield (
-        "| GPUs | layout | rollout | training, at 10 % | at 30 % | weights | step, at 10 % "
-        "| at 30 % | overlapped, at 30 % |"
+        "| GPUs | layout | rollout | training: compute | traffic | weights | step "
+        "| step, sampling ahead |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|"
     yield from times
 
 
-def time_row(config: Config, facts: ModelFacts, plan: Plan, each: Layout) -> str:
-    at_goal = step_time(
-        config, facts, micro_batches=plan.micro_batches, sequences=plan.cached, rates=GOAL
-    )
-    time = plan.time
-    assert time is not None
-    overlapped = max(at_goal.rollout, at_goal.training + at_goal.weights)
-    parts = (
-        time.rollout,
-        time.training,
-        at_goal.training,
-        time.weights,
-        time.total,
-        at_goal.total,
-        overlapped,
-    )
+def time_row(time: StepTime, each: Layout) -> str:
+    overlapped = max(time.rollout, time.training + time.weights)
+    parts = (time.rollout, time.compute, time.traffic, time.weights, time.total, overlapped)
     return f"| {each.gpus} | {each} | " + " | ".join(map(seconds, parts)) + " |"
 
 
@@ -253,8 +224,25 @@ def parts_lines() -> Iterator[str]:
                 yield f"- {study.title}, {each}: {plan.trainer}"
 
 
+def training_lines() -> Iterator[str]:
+    """Steps of benchmarks/training.py beside the model's."""
+    yield (
+        "| step | measured s | model | off by | measured GiB | model | off by |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    for each in MEASURED:
+        facts = facts_of(model_of(each.case.shape, small=False))
+        rates = STOCK if each.stock else Rates()
+        took, held = estimates(each.case, facts, gpu=True, rates=rates)
+        held /= GIB
+        yield (
+            f"| {each} | {each.seconds:.3f} | {took:.3f} | {took / each.seconds - 1:+.0%} "
+            f"| {each.gib:.1f} | {held:.1f} | {held / each.gib - 1:+.0%} |"
+        )
+
+
 def check_lines() -> Iterator[str]:
-    """Measured figures beside the model's."""
+    """Other measured figures beside the model's."""
     facts = facts_of(REPLAY)
     workload = Workload(prompts=8, group=8, prompt_tokens=128, answer_tokens=896)
     one = recipe(workload, layout(1, 1, 1, 1, 1))
@@ -267,10 +255,9 @@ def check_lines() -> Iterator[str]:
     whole = replace(one, rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=896)))
     rows: list[tuple[str, str, float, float, str, str]] = []
     for name, config, measured in (("kept sets", one, 0.798), ("whole vocabulary", whole, 0.911)):
-        got = compute_seconds(config, facts, 65_536, H200, Rates())
-        kind = "fitted" if config is one else "checked"
+        got = compute_seconds(config, facts, 65_536, 4, H200, STOCK)
         what = f"training step, 65,536 tokens, {name}"
-        rows.append((what, "benchmarks/replay.py", measured, got, "s", kind))
+        rows.append((what, "benchmarks/replay.py", measured, got, "s", "checked"))
     for vocabulary, hidden, measured in (
         (151_936, 2048, 0.72),
         (151_936, 1024, 0.37),
@@ -281,20 +268,20 @@ def check_lines() -> Iterator[str]:
         got = support_head_bytes(config, shape, 2) / GIB
         what = f"support head's extra memory, {vocabulary:,} × {hidden:,}"
         rows.append((what, "benchmarks/support_head.py", measured, got, "GiB", "checked"))
-    host = replace(workload, prompts=32, answer_tokens=512)
-    busy = recipe(host, layout(1, 1, 1, 1, 1))
-    got = 1e3 * step_time(busy, facts, micro_batches=1).decode_step
-    rows.append(("engine's step, 256 sequences", "1.4 B MoE, stock", 12.6, got, "ms", "fitted"))
+    host = recipe(replace(workload, prompts=32, answer_tokens=512), layout(1, 1, 1, 1, 1))
+    for recorder, measured in (("native", 11.48), ("packed", 4.14)):
+        config = replace(host, rollout=replace(host.rollout, recorder=recorder))
+        got = 1e3 * step_time(config, facts, micro_batches=1).decode_step
+        what = f"engine's step, 256 sequences, {recorder} recorder"
+        rows.append((what, "benchmarks/rollout.py", measured, got, "ms", "fitted"))
     peer = Workload(prompts=16, group=8, prompt_tokens=128, answer_tokens=1024)
     small = recipe(peer, layout(1, 1, 1, 1, 1))
-    got = step_time(small, facts_of(QWEN3_06B), micro_batches=1).rollout
-    rows.append(("rollout, 128 × 1,024 tokens", "TRL, Qwen3-0.6B shape", 9.1, got, "s", "fitted"))
-    for each in MEASURED:
-        facts = facts_of(model_of(each.case.shape, small=False))
-        seconds_, bytes_ = estimates(each.case, facts, gpu=True)
-        by = "benchmarks/training.py"
-        rows.append((f"training step, {each.case}", by, each.seconds, seconds_, "s", each.kind))
-        rows.append((f"a rank's GPU, {each.case}", by, each.gib, bytes_ / GIB, "GiB", "checked"))
+    small = replace(small, trainer=replace(small.trainer, micro_batch_tokens=9216))
+    time = step_time(small, facts_of(QWEN3_06B), micro_batches=16, rates=STOCK)
+    by = "benchmarks/peers"
+    what = "Qwen3-0.6B shape, 128 × (128 + 1,024) tokens"
+    rows.append((f"rollout, {what}", by, 6.91, time.rollout, "s", "fitted"))
+    rows.append((f"training, {what}", by, 3.89, time.training, "s", "checked"))
     yield "| what | measured by | measured | model | off by | |"
     yield "|---|---|---|---|---|---|"
     for what, by, measured, got, unit, kind in rows:
@@ -306,7 +293,10 @@ def check_lines() -> Iterator[str]:
 
 def tables() -> dict[str, str]:
     """Markdown by title."""
-    made = {"Measured and modelled": "\n".join(check_lines())}
+    made = {
+        "Training steps, measured and modelled": "\n".join(training_lines()),
+        "Other measured figures": "\n".join(check_lines()),
+    }
     made |= {study.title: "\n".join(study_lines(study)) for study in STUDIES}
     return {**made, "A rank's memory": "\n".join(parts_lines())}
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.training_cases import SHAPES, SPREAD, Case, on_ranks, one_gpu
+from benchmarks.training_rows import Measured
 
 ROOT = Path(__file__).parents[1]
 GRACE_S = 30
@@ -197,13 +198,16 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
         if "profile" in row:
             print(f"    {row['profile']}")
-    print("\nFor MEASURED in benchmarks/scaling.py:")
+    print("\nFor MEASURED in benchmarks/training_rows.py:")
     for row in rows:
         if "seconds" in row:
-            seconds, gib = row["seconds"], row["memory"]["gpu_gib"]
-            print(
-                f"    Measured(case={Case(**row['case'])!r}, seconds={seconds:.3f}, gib={gib:.1f}),"
+            measured = Measured(
+                case=Case(**row["case"]),
+                seconds=row["seconds"],
+                gib=row["memory"]["gpu_gib"],
+                stock=row["stock"],
             )
+            print(f"    {measured.line()}")
 
 
 def main() -> None:

@@ -24,6 +24,9 @@ SHAPES: Mapping[str, PreTrainedConfig] = {
 }
 """Qwen3-0.6B and 1.7B; the mixture of experts of benchmarks/replay.py; and the first `SLICE_LAYERS`
 layers of Qwen3-30B-A3B, with its 128 experts of which a token meets 8, and its vocabulary."""
+STOCK = Rates(layer_moves=8.7)
+"""Norms of transformers, not of Keel: fitted, as are the constants of `Rates`, by
+benchmarks/scaling_fit.py."""
 COMPILED = ("qwen3-1.7b", "30b-a3b-slice")
 """Compiled as well, in the time that is left."""
 SMALL = {
@@ -93,7 +96,7 @@ class Case:
     def __str__(self) -> str:
         parts = [self.shape, f"{self.length}x{self.micro_batch_tokens // self.length}"]
         if self.ranks > 1 or self.zero_stage != 1:
-            parts.append(f"{self.ranks} ranks, ZeRO {self.zero_stage}")
+            parts.append(f"{self.ranks} rank{'s' * (self.ranks > 1)}, ZeRO {self.zero_stage}")
         if self.expert_parallel > 1:
             parts.append(f"experts over {self.expert_parallel}")
         parts += ["recompute"] * self.recompute + ["compiled"] * self.compiled
@@ -153,9 +156,13 @@ def on_ranks(shapes: Sequence[str], ranks: int, *, small: bool) -> Iterator[Case
             yield replace(case, zero_stage=2, expert_parallel=ranks)
 
 
-def estimates(case: Case, facts: ModelFacts, *, gpu: bool) -> tuple[float, float]:
+def estimates(
+    case: Case, facts: ModelFacts, *, gpu: bool, rates: Rates | None = None
+) -> tuple[float, float]:
     """What `keel check` would say: seconds of the step, and bytes of a rank's GPU."""
     config = made_config(case.row(facts.vocab_size), case.trainer())
-    seconds = compute_seconds(config, facts, case.step_tokens, Machine(), Rates())
+    seconds = compute_seconds(
+        config, facts, case.step_tokens, case.micro_batches, Machine(), rates or Rates()
+    )
     seconds += traffic_seconds(config, facts, case.micro_batches, Machine())
     return seconds, trainer_memory(config, facts, gpu=gpu).total

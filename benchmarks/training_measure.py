@@ -21,12 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.made import MadeEngine, draw_micro_batch, with_even_routes
 from benchmarks.rows import Row, made_config
-from benchmarks.training_cases import Case, estimates, model_of
+from benchmarks.training_cases import STOCK, Case, estimates, model_of
 from model.fused import use_fused_layers
 from model.load import ModelFacts, facts_of
 from rl.packing import TrainBatch
 from trainer import compiled, policy
-from trainer.estimate import Machine, body_parameters
+from trainer.estimate import Machine, Rates, body_parameters
 from trainer.memory import GIB
 
 MEAN_SET = 8
@@ -175,7 +175,9 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
         if job.profile and job.rank > 0:
             engine.timed(batch)
     flops = step_flops(case, row, facts, len(kept.ids))
-    estimate, planned = estimates(case, facts, gpu=device.type == "cuda")
+    stock = policy.use_fused_layers is not use_fused_layers
+    rates = STOCK if stock else Rates()
+    estimate, planned = estimates(case, facts, gpu=device.type == "cuda", rates=rates)
     planned /= GIB
     rate = case.ranks * H200.flops * seconds
     return {
@@ -196,7 +198,7 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
         "time_estimate_ratio": estimate / seconds,
         "estimated_gib": planned,
         "memory_estimate_ratio": planned / memory["gpu_gib"] if memory["gpu_gib"] else None,
-        "stock": policy.use_fused_layers is not use_fused_layers,
+        "stock": stock,
         "experts": getattr(engine._network.config, "_experts_implementation", None),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,

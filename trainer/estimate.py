@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 from model.load import ModelFacts
-from trainer.memory import BYTES, context_tokens, engine_sequences, kv_token_bytes
+from trainer.memory import (
+    BYTES,
+    context_tokens,
+    engine_sequences,
+    expert_numbers,
+    kv_token_bytes,
+    layer_numbers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +38,50 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How much of the machine is used."""
+    """How much of the machine is used. Measured and fitted on H200s; docs/scaling.md has the runs
+    and how far off they are, benchmarks/scaling_fit.py the fit."""
 
-    body_mfu: float = 0.10
-    """Trainer of a mixture of experts, all but the head. Measured on a small one
-    (benchmarks/replay.py); larger models should do better."""
-    dense_mfu: float = 0.35
-    """The same of a dense model. Assumed; benchmarks/training.py measures it."""
+    product_share: float = 0.75
+    """Trainer: of the peak, by the matrix products of all layers. In profiles 0.78 of dense ones
+    and 0.66 of grouped ones (experts)."""
+    attention_share: float = 0.27
+    """Trainer: of the peak, by the products of attention. From trajectories of 4,096 tokens beside
+    ones of 1,024."""
+    layer_moves: float = 4.9
+    """Trainer: how often a pass moves each number that a layer keeps for the backward pass (as
+    `layer_numbers` counts them) between GPU and memory: norms, rotary embedding, residuals,
+    activations. Fitted, with Keel's fused norms."""
+    compiled_moves: float = 2.4
+    """The same with `trainer.compile`. Fitted."""
+    expert_moves: float = 12.2
+    """The same for tokens on their way to experts and back, compiled or not. Fitted to the experts
+    of transformers; Keel's own (where experts are not spread over ranks) have not been timed."""
+    optimizer_bytes: float = 65.0
+    """Moved for each parameter of a rank's share and each optimizer step, at the memory's full
+    rate: AdamW, norm and clipping. Measured as a part of the step."""
+    gradient_bytes: float = 30.0
+    """Moved for each parameter that a rank holds and each micro-batch, to add its gradient to the
+    sum. From a profile."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/support_head.py)."""
     prefill_mfu: float = 0.40
     """Assumed."""
     memory_share: float = 0.80
     """Of the memory's rate, in decoding. Assumed."""
-    step_s: float = 5.2e-3
-    sequence_s: float = 29e-6
-    """An engine's host: a step takes `step_s` + `sequence_s` × sequences. Through two measured
-    points, 8.9 ms at 128 (stock engine) and 12.6 ms at 256."""
+    step_s: float = 2.0e-3
+    sequence_s: float = 37e-6
+    """Host of an engine with the native recorder: a step takes `step_s` + `sequence_s` × sequences.
+    Through two measured points, 6.7 ms at 128 and 11.5 ms at 256."""
+    packed_step_s: float = 2.2e-3
+    packed_sequence_s: float = 7.6e-6
+    """The same with the packed recorder. Through one measured point, 4.1 ms at 256, of which 2.2 ms
+    start kernels."""
+
+    def host_seconds(self, config: Config, sequences: int) -> float:
+        """One step of an engine's host."""
+        if config.rollout.recorder == "packed":
+            return self.packed_step_s + self.packed_sequence_s * sequences
+        return self.step_s + self.sequence_s * sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +145,7 @@ def step_time(
     answers = algorithm.prompts_per_step * algorithm.group_size
     at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
     rounds = -(-answers // (rollout.engines * at_once))
-    host = rates.step_s + rates.sequence_s * at_once
+    host = rates.host_seconds(config, at_once)
     device = decode_device_seconds(config, facts, at_once, machine, rates)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
     if not rollout.prefix_caching:
@@ -121,7 +155,9 @@ def step_time(
     return StepTime(
         decode=rounds * rollout.sampling.max_tokens * max(host, device),
         prefill=2 * body_parameters(facts) * prefilled / (gpus * machine.flops * rates.prefill_mfu),
-        compute=compute_seconds(config, facts, answers * context_tokens(config), machine, rates),
+        compute=compute_seconds(
+            config, facts, answers * context_tokens(config), micro_batches, machine, rates
+        ),
         traffic=traffic_seconds(config, facts, micro_batches, machine),
         weights=facts.parameters
         * BYTES[config.engine_dtype]
@@ -156,20 +192,41 @@ def body_parameters(facts: ModelFacts) -> int:
 
 
 def compute_seconds(
-    config: Config, facts: ModelFacts, tokens: int, machine: Machine, rates: Rates
+    config: Config,
+    facts: ModelFacts,
+    tokens: int,
+    micro_batches: int,
+    machine: Machine,
+    rates: Rates,
 ) -> float:
-    """Forward, backward, recomputation and the reference's forward on `tokens` of a step."""
-    passes = 3 + config.trainer.activation_checkpointing
+    """A rank's work for a step of `tokens` on all ranks and `micro_batches` on each: forward,
+    backward, recomputation, the reference's forward, and the optimizer.
+
+    Products at their share of the peak, and between them numbers that go through the memory.
+    """
+    trainer, width = config.trainer, BYTES[config.model.dtype]
+    passes = 3 + trainer.activation_checkpointing
     passes += any(source.kl_coef > 0 for source in config.data.sources)
+    share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
-    body = (2 * body_parameters(facts) + attention) * tokens * passes
+    products = 2 * body_parameters(facts) / rates.product_share + attention / rates.attention_share
+    moves = rates.compiled_moves if trainer.compile else rates.layer_moves
+    moved = moves * facts.layers * layer_numbers(facts)
+    moved += rates.expert_moves * facts.moe_layers * expert_numbers(facts)
+    body = share * passes * (products / machine.flops + moved * width / machine.memory_bytes)
     head = 0.0
     if not config.rollout.sampling.truncated:
-        head = 2 * facts.vocab_size * facts.hidden_size * tokens * 3
-    rate = config.trainer.ranks * machine.flops
-    share = rates.body_mfu if facts.experts else rates.dense_mfu
-    return body / (rate * share) + head / (rate * rates.head_mfu)
+        head = 2 * facts.vocab_size * facts.hidden_size * share * 3
+    held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
+    weights = rates.gradient_bytes * held * micro_batches
+    weights += (
+        rates.optimizer_bytes
+        * facts.parameters
+        / trainer.ranks
+        * config.algorithm.updates_per_batch
+    )
+    return body + head / (machine.flops * rates.head_mfu) + weights / machine.memory_bytes
 
 
 def traffic_seconds(

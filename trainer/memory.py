@@ -76,7 +76,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         process = ENGINE_PROCESS_GIB * GIB
         return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
     sampler = SAMPLER_BYTES * rollout.max_concurrent * facts.vocab_size
-    layer = _layer_numbers(facts) * width * rollout.max_batched_tokens / rollout.tensor_parallel
+    layer = layer_numbers(facts) * width * rollout.max_batched_tokens / rollout.tensor_parallel
     cache = kv_token_bytes(config, facts) * context_tokens(config) * engine_sequences(config)
     return Memory(
         parts={
@@ -124,8 +124,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     # Adam's two moments, and from stage 1 up float32 master weights.
     state = 12 * shard if stage >= 1 else 8 * held
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
-    layer = _layer_numbers(facts) * width * tokens
-    experts = 6 * facts.experts_per_token * facts.hidden_size * (width / 2) * tokens
+    layer = layer_numbers(facts) * width * tokens
+    experts = expert_numbers(facts) * width * tokens
     kept = 0 if trainer.activation_checkpointing else facts.layers - 1
     kept_experts = 0 if trainer.activation_checkpointing else facts.moe_layers - 1
     inputs = facts.layers * facts.hidden_size * width * tokens
@@ -201,7 +201,7 @@ def mlp_width(facts: ModelFacts) -> float:
     return max(0.0, rest / facts.layers / (3 * facts.hidden_size))
 
 
-def _layer_numbers(facts: ModelFacts) -> float:
+def layer_numbers(facts: ModelFacts) -> float:
     """Kept for the backward pass, for each token of one layer, in units of the compute dtype.
 
     Two norms with their float32 copies and the residual (10 hidden sizes); queries, keys and values
@@ -209,6 +209,12 @@ def _layer_numbers(facts: ModelFacts) -> float:
     activation and product of the MLP (4 widths). Tokens on their way to experts come on top.
     """
     return 10 * facts.hidden_size + 5 * facts.attention_width + 4 * mlp_width(facts)
+
+
+def expert_numbers(facts: ModelFacts) -> float:
+    """Kept for the backward pass, for each token of one MoE layer, on its way to experts and back,
+    in units of the compute dtype."""
+    return 3 * facts.experts_per_token * facts.hidden_size
 
 
 def _largest_first(memory: Memory, but: str = "") -> str:

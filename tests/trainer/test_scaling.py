@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from benchmarks.scaling import MEASURED, STUDIES, tables
+from benchmarks.scaling import STUDIES, tables
+from benchmarks.scaling_fit import FITTED, fit
+from benchmarks.training_cases import STOCK
+from benchmarks.training_rows import MEASURED, row
+from trainer.estimate import Rates
 
 DOC = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
 def test_the_tables_are_what_the_benchmark_prints() -> None:
     text, made = DOC.read_text(), tables()
-    assert len(made) == len(STUDIES) + 2
+    assert len(made) == len(STUDIES) + 3
     for title, table in made.items():
         assert f"## {title}\n" in text
         assert table in text, f"{title}: run benchmarks/scaling.py and copy its table"
 
 
 def test_the_model_is_within_a_fifth_of_every_measured_figure() -> None:
-    rows = [line.split("|") for line in tables()["Measured and modelled"].splitlines()[2:]]
-    assert len(rows) == 7 + 2 * len(MEASURED)
-    for row in rows:
-        assert abs(float(row[5].strip().rstrip("%"))) <= 20, row
+    made = tables()
+    for title, rows, columns in (
+        ("Training steps, measured and modelled", len(MEASURED), 2),
+        ("Other measured figures", 9, 1),
+    ):
+        errors = [re.findall(r"([+-]\d+)%", line) for line in made[title].splitlines()[2:]]
+        assert len(errors) == rows
+        assert all(len(line) == columns for line in errors)
+        assert max(abs(int(error)) for line in errors for error in line) <= 20, title
+
+
+def test_the_constants_are_those_of_the_fit() -> None:
+    used = [Rates().layer_moves, STOCK.layer_moves, Rates().compiled_moves, Rates().expert_moves]
+    for name, got, value in zip(FITTED, fit(MEASURED), used, strict=True):
+        assert abs(got - value) < 0.06, f"{name}: run benchmarks/scaling_fit.py"
+
+
+def test_a_row_is_written_as_it_is_read() -> None:
+    for each in MEASURED:
+        assert eval(each.line().rstrip(","), {"row": row}) == each
