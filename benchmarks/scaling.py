@@ -254,7 +254,7 @@ def check_lines() -> Iterator[str]:
     )
     whole = replace(one, rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=896)))
     rows: list[tuple[str, str, float, float, str, str]] = []
-    for name, config, measured in (("kept sets", one, 0.798), ("whole vocabulary", whole, 0.911)):
+    for name, config, measured in (("kept sets", one, 0.822), ("whole vocabulary", whole, 0.928)):
         got = compute_seconds(config, facts, 65_536, 4, H200, STOCK)
         what = f"training step, 65,536 tokens, {name}"
         rows.append((what, "benchmarks/replay.py", measured, got, "s", "checked"))
@@ -277,11 +277,10 @@ def check_lines() -> Iterator[str]:
     peer = Workload(prompts=16, group=8, prompt_tokens=128, answer_tokens=1024)
     small = recipe(peer, layout(1, 1, 1, 1, 1))
     small = replace(small, trainer=replace(small.trainer, micro_batch_tokens=9216))
-    time = step_time(small, facts_of(QWEN3_06B), micro_batches=16, rates=STOCK)
+    time = step_time(small, facts_of(QWEN3_06B), micro_batches=16)
     by = "benchmarks/peers"
     what = "Qwen3-0.6B shape, 128 × (128 + 1,024) tokens"
     rows.append((f"rollout, {what}", by, 6.91, time.rollout, "s", "fitted"))
-    rows.append((f"training, {what}", by, 3.89, time.training, "s", "checked"))
     yield "| what | measured by | measured | model | off by | |"
     yield "|---|---|---|---|---|---|"
     for what, by, measured, got, unit, kind in rows:

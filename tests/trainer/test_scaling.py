@@ -26,7 +26,7 @@ def test_the_model_is_within_a_fifth_of_every_measured_figure() -> None:
     made = tables()
     for title, rows, columns in (
         ("Training steps, measured and modelled", len(MEASURED), 2),
-        ("Other measured figures", 9, 1),
+        ("Other measured figures", 8, 1),
     ):
         errors = [re.findall(r"([+-]\d+)%", line) for line in made[title].splitlines()[2:]]
         assert len(errors) == rows
