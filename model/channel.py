@@ -6,8 +6,10 @@ an engine which dies ends its own channel and nothing else.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -63,18 +65,24 @@ class Channel:
     def send(self, block: Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Returns when the bytes have left. `check` is called while waiting, to raise if the other
         end has gone. Raises TimeoutError after the deadline; the channel is then closed."""
-        work = self._group.broadcast([block], self._options)
         end = time.monotonic() + self._deadline_s
         late = TimeoutError(
             f"{block.numel() / 2**20:.0f} MiB of weights did not get through in "
             f"{self._deadline_s:g} s (rollout.update_deadline_s) over {self._group.name()}"
         )
-        try:
-            while not work.is_completed():
+
+        def wait_for(done: Callable[[], bool]) -> None:
+            while not done():
                 check()
                 if time.monotonic() > end:
                     raise late
                 time.sleep(POLL_S)
+
+        begun = self._begin(block)
+        wait_for(begun.done)  # NCCL meets the other end here, and does not give up by itself
+        try:
+            work = begun.result()
+            wait_for(work.is_completed)
             work.wait()  # raises if it failed; orders what follows after it
         except BaseException as error:
             self.close()
@@ -83,6 +91,24 @@ class Channel:
                 raise late from error
             raise
         self.used = True
+
+    def _begin(self, block: Tensor) -> Future[Any]:
+        """The broadcast, given to the group: the first time by a thread that may never return."""
+        begun: Future[Any] = Future()
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def begin() -> None:
+            try:
+                with torch.cuda.stream(stream):
+                    begun.set_result(self._group.broadcast([block], self._options))
+            except Exception as error:  # belongs to who waits
+                begun.set_exception(error)
+
+        if self.used:
+            begin()
+        else:
+            threading.Thread(target=begin, name="keel-channel", daemon=True).start()
+        return begun
 
     def receive(self, sent: Sent) -> Tensor:
         """The next block; errors as for `send`."""

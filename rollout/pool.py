@@ -342,6 +342,8 @@ class RolloutPool:
 
     def _load(self, slots: Sequence[Slot]) -> None:
         assert self._weights is not None
+        if not slots:
+            return
         version, weights = self._weights.version, self._weights.weights
         pending = self._deliver(version, weights, [slot.engine for slot in slots])
         for slot, future in zip(slots, pending, strict=True):

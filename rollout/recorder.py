@@ -120,19 +120,30 @@ class RoutesBeforePreemption:
 
     def _preempted(self, request: Any, *args: Any, **kwargs: Any) -> None:
         wanted = self._wanted.get(request.request_id)
-        if wanted is not None and wanted.routes and request.num_output_tokens:
+        # A first token that is on its way counts: it is delivered after the preemption.
+        begun = request.num_output_tokens + request.num_output_placeholders
+        if wanted is not None and wanted.routes and begun:
             before = len(self._rows.get(request.request_id, ()))
             # Of every token whose next one has been sampled, or is on its way.
             if (tokens := request.num_computed_tokens) > before:
                 blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-                rows = self._read(blocks, tokens)
-                self._rows[request.request_id] = self.over(request.request_id, rows)
+                rows = self.rows(request.request_id, blocks, tokens)
+                self._rows[request.request_id] = rows
         self._preempt(request, *args, **kwargs)
 
-    def over(self, request_id: str, rows: NDArray[np.int16]) -> NDArray[np.int16]:
-        """`rows` of a request, written over by those that were read before; forgets these."""
-        if (before := self._rows.pop(request_id, None)) is not None:
-            rows[: len(before)] = before
+    def rows(self, request_id: str, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
+        """[tokens, L, K] of a request, those read before a preemption first; forgets these.
+
+        An answer whose last token was on its way at the preemption has no blocks any more, and all
+        of its rows were read then.
+        """
+        before = self._rows.pop(request_id, None)
+        if before is None:
+            return self._read(blocks, tokens)
+        if len(before) >= tokens:
+            return before[:tokens]
+        rows = self._read(blocks, tokens)
+        rows[: len(before)] = before
         return rows
 
     def forget(self, request_id: str) -> None:

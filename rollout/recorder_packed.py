@@ -76,7 +76,7 @@ class PackedRecorder:
             tokens = prompt_tokens + sampled - 1
             blocks = self._scheduler.finished_blocks.pop(request_id)
             assert self._before is not None
-            routes = self._before.over(request_id, self._rows(blocks, tokens))
+            routes = self._before.rows(request_id, blocks, tokens)
             check_tokens(request_id, "rows of routes", len(routes), tokens)
             check_routed(request_id, routes)
         return Recording(

@@ -80,16 +80,16 @@ class RouteTable:
             slots = next(iter(mapping.values()))
             self._slots[slots] = self._step[: len(slots)]
 
-    def rows(self, request_id: str, tokens: int) -> NDArray[np.int16]:
-        """[tokens, L, K] of a request that is still in the runner's batch."""
+    def blocks(self, request_id: str) -> list[int]:
+        """Cache blocks of a request that is still in the runner's batch."""
         row = self._batch.req_id_to_index.get(request_id)
         if row is None:
             raise RecordingError(
                 f"request {request_id}: left the batch before its routes were read"
             )
-        return self.rows_at(self._batch.block_table[0].get_numpy_array()[row], tokens)
+        return self._batch.block_table[0].get_numpy_array()[row].tolist()
 
-    def rows_at(self, blocks: Sequence[int] | NDArray[np.int32], tokens: int) -> NDArray[np.int16]:
+    def rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
         """[tokens, L, K] of a request that has these cache blocks."""
         positions = np.arange(tokens)
         first = np.asarray(blocks, np.int64)[positions // self._block] * self._block
@@ -171,7 +171,7 @@ class V1Recorder:
         if self._with_routes:
             self._routes = RouteTable(runner)
             self._before = RoutesBeforePreemption(
-                core.engine_core.scheduler, self._wanted, self._routes.rows_at
+                core.engine_core.scheduler, self._wanted, self._routes.rows
             )
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class V1Recorder:
             kept = KeptSets.from_lists([step.kept[row] for step, row in draws if step.kept])
         if wanted.routes:
             assert self._routes is not None and self._before is not None
-            routes = self._routes.rows(request_id, prompt_tokens + len(tokens) - 1)
-            routes = self._before.over(request_id, routes)
+            blocks = self._routes.blocks(request_id)
+            routes = self._before.rows(request_id, blocks, prompt_tokens + len(tokens) - 1)
             if (routes == NO_ROUTE).any():
                 raise RecordingError(f"request {request_id}: tokens without a route")
             check_routed(request_id, routes)

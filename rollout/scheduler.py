@@ -358,12 +358,12 @@ class _Short(Scheduler):
         packed = self.recordings.get(output.request_id)
         if packed is not None:
             if output.new_logprobs is not None:
-                packed.logp.append(output.new_logprobs.logprobs[:, 0])
+                packed.logp.append(output.new_logprobs.logprobs[:, 0].copy())
                 output.new_logprobs = None
             if output.new_sampling_mask is not None:
                 if packed.kept_wanted:
                     ids, offsets = output.new_sampling_mask[:2]
-                    packed.ids.append(ids)
+                    packed.ids.append(ids.copy())  # a view would hold the whole step
                     packed.sizes.append(
                         np.array([len(ids)]) if offsets is None else np.diff(offsets)
                     )

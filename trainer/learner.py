@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,7 @@ class Learner:
         """Bring `engines` straight to the current weights, once what the ranks are doing is done.
 
         The futures have the version that each engine then samples from, or say why it does not; a
-        rank's failure fails those that it sends to. Rank i sends to engines i, i + ranks, …
+        rank's failure fails all of them. Rank i sends to engines i, i + ranks, …
         """
         sent = {engine.index: Future[int]() for engine in engines}
         shares = [
@@ -142,24 +143,23 @@ class Learner:
             refs = [
                 rank.send.remote(share) for rank, share in zip(self._ranks, shares, strict=True)
             ]
-        for rank, (ref, share) in enumerate(zip(refs, shares, strict=True)):
-            mine = {engine.index: sent[engine.index] for engine in share}
-            ref.future().add_done_callback(partial(self._sent, rank, mine))
+        for rank, ref in enumerate(refs):
+            ref.future().add_done_callback(partial(self._sent, rank, sent))
         return [sent[engine.index] for engine in engines]
 
     def _sent(
-        self, rank: int, mine: Mapping[int, Future[int]], done: Future[dict[int, Outcome]]
+        self, rank: int, sent: Mapping[int, Future[int]], done: Future[dict[int, Outcome]]
     ) -> None:
         error = done.exception()
         if isinstance(error, RayError):
             error = self._failure({rank: error}, "sending weights to the engines")
-        outcomes = {} if error else done.result()
-        for index, future in mine.items():
-            outcome = error or outcomes[index]
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+        outcomes = dict.fromkeys(sent, error) if error else done.result()
+        for index, outcome in outcomes.items():
+            with suppress(InvalidStateError):  # another rank has failed before
+                if isinstance(outcome, BaseException):
+                    sent[index].set_exception(outcome)
+                else:
+                    sent[index].set_result(outcome)
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs into `folder`, which all ranks must see."""

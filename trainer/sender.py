@@ -33,6 +33,8 @@ class Sender:
         self._meeting, self._device, self._deadline_s = meeting, device, deadline_s
         self._channels: dict[str, Channel | None] = {}
         """By the actor's id; None where engine and rank share a GPU."""
+        self._reached = False
+        """Whether a channel has ever worked."""
 
     def send(
         self, blocks: Iterator[Block], receivers: Sequence[Receiver], version: int
@@ -44,12 +46,14 @@ class Sender:
         updates = [_Update(receiver, self._deadline_s) for receiver in receivers]
         for update in updates:
             update.attempt(lambda update=update: update.begin(self._channel(update.receiver)))
+            update.first = not self._reached
         checksum = Checksum()
         for block in blocks:
             if updates:
                 checksum.add(block[1])
             for update in updates:
                 update.attempt(lambda update=update, block=block: update.send(block))
+            self._reached |= any(update.sent for update in updates)
         total = checksum.value()
         for update in updates:
             update.attempt(lambda update=update: update.finish(version, total))
@@ -63,17 +67,25 @@ class Sender:
             if gpus == [gpu_id(self._device)] != [""]:
                 self._channels[name] = None
             else:
-                joined = actor.join.remote(self._meeting, name)
-                self._channels[name] = Channel(
-                    self._meeting,
-                    name,
-                    rank=0,
-                    size=1 + len(gpus),
-                    device=self._device,
-                    deadline_s=self._deadline_s,
-                )
-                ray.get(joined, timeout=self._deadline_s)
+                self._channels[name] = self._open(actor, name, workers=len(gpus))
         return self._channels[name]
+
+    def _open(self, actor: Any, name: str, *, workers: int) -> Channel:
+        joined = actor.join.remote(self._meeting, name)
+        try:
+            channel = Channel(
+                self._meeting,
+                name,
+                rank=0,
+                size=1 + workers,
+                device=self._device,
+                deadline_s=self._deadline_s,
+            )
+        except Exception as error:  # gloo waits here for the engine to come
+            _ask(joined)
+            raise TimeoutError(f"no channel to the engine: {error}") from error
+        ray.get(joined, timeout=self._deadline_s)
+        return channel
 
 
 class _Update:
@@ -82,6 +94,11 @@ class _Update:
     def __init__(self, receiver: Receiver, deadline_s: float) -> None:
         self.receiver, self._deadline_s = receiver, deadline_s
         self.error: Exception | None = None
+        self.first = False
+        """Nothing has got through to any engine yet."""
+        self.sent = False
+        """Whether a block has got through the channel."""
+        self._sending = False
         self._channel: Channel | None = None
         self._asked: Any = None
         """The engine's answer to what was sent last."""
@@ -96,7 +113,7 @@ class _Update:
         except Exception as error:  # whatever it is, the other engines get their weights
             cause = error.cause if isinstance(error, RayTaskError) else None
             self.error = cause if isinstance(cause, Exception) else error
-            if isinstance(self.error, TimeoutError) and self._channel and not self._channel.used:
+            if isinstance(self.error, TimeoutError) and self._sending and self.first:
                 self.error = RuntimeError(
                     f"engine {self.receiver.index} cannot be reached from {socket.gethostname()}: "
                     f"{self.error}. Set rollout.weight_transfer to store, or see what NCCL does "
@@ -117,12 +134,16 @@ class _Update:
         else:
             bucket = Bucket(entries=entries, data=Sent(data.numel()))
             self._asked = self.receiver.actor.load_bucket.remote(bucket)
+            self._sending = True
             try:
                 self._channel.send(data, self._check)
-            except Exception:
-                ray.wait([self._asked], timeout=GRACE_S)
-                self._check()  # what the engine says of itself explains more
+            except TimeoutError:
                 raise
+            except Exception as error:
+                _ask(self._asked)
+                # The engine is silent: it may be gone, and Ray not know it yet.
+                raise TimeoutError(f"its channel failed: {error}") from error
+            self._sending, self.sent = False, True
         self._block = data
 
     def finish(self, version: int, checksum: int) -> None:
@@ -140,6 +161,11 @@ class _Update:
 
     def _check(self) -> None:
         """Raises if the engine has failed while bytes are on their way to it."""
-        ready, _ = ray.wait([self._asked], timeout=0)
-        if ready:
-            ray.get(self._asked)
+        _ask(self._asked, patience_s=0)
+
+
+def _ask(answer: Any, patience_s: float = GRACE_S) -> None:
+    """Raises what an engine's call has raised, which explains more than a broken channel."""
+    ready, _ = ray.wait([answer], timeout=patience_s)
+    if ready:
+        ray.get(answer)
