@@ -96,10 +96,11 @@ class Channel:
         """The broadcast, given to the group: the first time by a thread that may never return."""
         begun: Future[Any] = Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        inference = torch.is_inference_mode_enabled()
 
         def begin() -> None:
             try:
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(stream), torch.inference_mode(inference):
                     begun.set_result(self._group.broadcast([block], self._options))
             except Exception as error:  # belongs to who waits
                 begun.set_exception(error)

@@ -169,6 +169,7 @@ def test_sampling_ahead_survives_a_dead_engine_and_an_interruption(
 ) -> None:
     folder = tmp_path / "run"
     ahead = ["algorithm.max_lag=1", "algorithm.filter_groups=correct"]
+    ahead += ["rollout.weight_transfer=direct"]
     run = start([*small(folder, cache, steps=200), *ahead])
     wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
     os.kill(run.engine_pids()[0], signal.SIGKILL)
