@@ -222,6 +222,7 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_dir() == Path.home() / ".cache" / "keel"
 
 
+@pytest.mark.e2e
 def test_a_process_of_its_own_teaches_like_this_one(tmp_path: Path) -> None:
     """As on a GPU, with the CPU in its place."""
     make = partial(
@@ -240,6 +241,7 @@ def die(**_: Any) -> None:
     os._exit(7)
 
 
+@pytest.mark.e2e
 def test_what_goes_wrong_in_that_process_is_raised_here(tmp_path: Path) -> None:
     slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch=4, max_seconds=1e-6))
     make = partial(
