@@ -128,7 +128,7 @@ class Process:
     def close(self) -> None:
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(timeout=30)
         self._log.close()
 
 

@@ -107,7 +107,7 @@ def wait(groups: dict[str, list[subprocess.Popen[bytes]]], seconds: float) -> No
                 print(f"{name}: {why}", flush=True)
                 for process in processes:
                     process.kill()
-                    process.wait()
+                    process.wait(timeout=30)
                 del running[name]
             elif all(code == 0 for code in codes):
                 del running[name]

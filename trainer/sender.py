@@ -157,7 +157,7 @@ class _Update:
         ready, _ = ray.wait([self._asked], timeout=self._deadline_s)
         if not ready:
             raise TimeoutError(f"waited {self._deadline_s:g} s for the engine to take weights")
-        ray.get(self._asked)
+        ray.get(self._asked, timeout=self._deadline_s)
 
     def _check(self) -> None:
         """Raises if the engine has failed while bytes are on their way to it."""
@@ -168,4 +168,4 @@ def _ask(answer: Any, patience_s: float = GRACE_S) -> None:
     """Raises what an engine's call has raised, which explains more than a broken channel."""
     ready, _ = ray.wait([answer], timeout=patience_s)
     if ready:
-        ray.get(answer)
+        ray.get(answer, timeout=GRACE_S)

@@ -15,14 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, version
 
 PHASES = ("rollout", "reward", "train", "sync")
 NAMES = {"train": "training", "sync": "weights"}
@@ -187,13 +186,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(timeout=STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
-
-
-def version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.reward import variety_of_all
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, version
 
 GIB = 2**30
 
@@ -245,13 +244,6 @@ def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) ->
     trainer.add_callback(Recorder(file, phases, lengths))
     trainer.train()
     file.save()
-
-
-def version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,11 @@ class ArmFile:
         fresh = self.path.with_suffix(".tmp")
         fresh.write_text(json.dumps(made, indent=1) + "\n")
         fresh.replace(self.path)
+
+
+def version(name: str) -> str:
+    """Of an installed package; empty if it is not."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -88,14 +88,14 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
     assert isinstance(outcomes[2], ValueError) and "no tensor" in str(outcomes[2])
     assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
     expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
-    totals = ray.get([there[0].actor.total.remote(), there[4].actor.total.remote()])
+    totals = ray.get([there[0].actor.total.remote(), there[4].actor.total.remote()], timeout=60)
     assert totals == [expected, expected]
 
     (new,) = engines("")  # takes the place of the one that died; engine 0 keeps its channel
     twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
     outcomes = end.send(pack_blocks(twice.items(), BLOCK), [there[0], Receiver(1, new.actor)], 8)
     assert outcomes == {0: 8, 1: 8}
-    totals = ray.get([there[0].actor.total.remote(), new.actor.total.remote()])
+    totals = ray.get([there[0].actor.total.remote(), new.actor.total.remote()], timeout=60)
     assert totals == [2 * expected, 2 * expected]
 
 
