@@ -73,7 +73,7 @@ def eventually_free(gpus: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[str]:
+def cluster_address() -> Iterator[str]:
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False},
@@ -84,6 +84,13 @@ def two_nodes() -> Iterator[str]:
     yield cluster.address
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(cluster_address: str) -> str:
+    """Six free GPUs: Ray says some time after a reservation has gone that its GPUs are free."""
+    assert eventually_free(6)
+    return cluster_address
 
 
 def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
@@ -102,7 +109,7 @@ def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
         # A seat outlives its actor: an engine that has died is started on the same GPUs.
         for _ in range(2):
             assert sit(reservation, ENGINE, 1) == [planned[ENGINE, 0]]
-    assert eventually_free(6)
+    assert eventually_free(6)  # nothing is left behind
 
 
 def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: str) -> None:
@@ -168,7 +175,6 @@ def test_a_run_that_cannot_be_placed_ends_before_anything_starts(
 def test_an_engine_and_a_rank_share_a_single_gpu(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert eventually_free(6)
     single = replace(cluster_nodes()[1], gpus=1, free_gpus=1)
     monkeypatch.setattr("trainer.reservation.cluster_nodes", lambda: [single])
     with reserved(config(), deadline_s=30) as reservation:
