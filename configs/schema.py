@@ -78,6 +78,25 @@ class Config:
                 self.rollout.tensor_parallel,
                 "must be 1 with rollout.colocated: each engine sits on the GPU of one rank",
             )
+        if self.rollout.sleep:
+            require(
+                self.algorithm.max_lag == 0,
+                "algorithm.max_lag",
+                self.algorithm.max_lag,
+                "must be 0 with rollout.sleep: engines that sleep sample nothing ahead",
+            )
+            require(
+                self.algorithm.publish_every == 1,
+                "algorithm.publish_every",
+                self.algorithm.publish_every,
+                "must be 1 with rollout.sleep: engines have no weights when they wake up",
+            )
+            require(
+                self.trainer.zero_stage > 0 or self.model.dtype == "bfloat16",
+                "trainer.zero_stage",
+                self.trainer.zero_stage,
+                "must be 1, 2 or 3 with rollout.sleep: DeepSpeed moves what ZeRO has sharded",
+            )
         if self.model.path == "embedded":
             if not self.algorithm.keep_routing and not unsound:
                 raise ConfigError(

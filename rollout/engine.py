@@ -52,6 +52,7 @@ class SamplerLike(Protocol):
     def abort(self, job: int) -> None: ...
     def gpus(self) -> list[str]: ...
     def join(self, meeting: Meeting, name: str) -> None: ...
+    def sleep(self) -> Iterable[tuple[int, Group]]: ...
     def begin_update(self) -> Iterable[tuple[int, Group]]: ...
     def load_bucket(self, bucket: Bucket) -> None: ...
     def finish_update(self, version: int, checksum: int | None) -> None: ...
@@ -149,16 +150,22 @@ class Engine:
         """Open a channel for weights that come straight from the trainer."""
         self._wait(self._ask(lambda sampler: sampler.join(meeting, name)), "the channel to open")
 
+    def sleep(self) -> None:
+        """Give up the GPU's memory until the next update. Running answers: as for that."""
+        self._interrupt(lambda sampler: sampler.sleep())
+
     def begin_update(self) -> None:
         """Open the weights: nothing is sampled until `finish_update`. Running answers pause, or are
         finished first (`rollout.weight_updates`)."""
+        self._interrupt(lambda sampler: sampler.begin_update())
 
-        def begin(sampler: SamplerLike) -> None:
-            for job, group in sampler.begin_update():
+    def _interrupt(self, act: Callable[[SamplerLike], Iterable[tuple[int, Group]]]) -> None:
+        def interrupt(sampler: SamplerLike) -> None:
+            for job, group in act(sampler):
                 self._resolve(job, group)
 
         draining = self._config.weight_updates == "drain"
-        self._wait(self._ask(begin, when_idle=draining), "running answers to pause or finish")
+        self._wait(self._ask(interrupt, when_idle=draining), "running answers to pause or finish")
 
     def load_bucket(self, bucket: Bucket) -> None:
         self._wait(self._ask(lambda sampler: sampler.load_bucket(bucket)), "a bucket of weights")

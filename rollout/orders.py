@@ -23,7 +23,8 @@ class RolloutEngine(Protocol):
     """
 
     def ready(self) -> Future[int]:
-        """Done when the engine can sample; the id of its process."""
+        """Done when the engine can sample, or is asleep (`rollout.sleep`); the id of its
+        process."""
         ...
 
     def generate(
@@ -37,9 +38,16 @@ class RolloutEngine(Protocol):
         answers: `rollout.weight_updates`."""
         ...
 
+    def sleep(self) -> Future[None]:
+        """Give up the GPU's memory until the next update."""
+        ...
+
     def kill(self) -> None:
         """End the engine's process, whatever it is doing."""
         ...
+
+
+Stage = Literal["starting", "loading", "ready", "dozing off", "asleep"]
 
 
 @dataclass(slots=True)
@@ -48,9 +56,9 @@ class Slot:
 
     index: int
     engine: RolloutEngine
-    stage: Literal["starting", "loading", "ready"]
+    stage: Stage
     pending: Future[Any] | None
-    """What a slot that is not ready waits for, until `deadline`."""
+    """What a slot that is neither ready nor asleep waits for, until `deadline`."""
     deadline: float
     version: int = 0
     """Version that the engine samples from, or is to load."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from configs.schema import RolloutConfig, SamplingConfig
 from rl.types import Group, Prompt
-from rollout.orders import Order, Purpose, RolloutEngine, Slot, Update
+from rollout.orders import Order, Purpose, RolloutEngine, Slot, Stage, Update
 from rollout.spec import EngineError
 
 MAX_RESTARTS = 3
@@ -27,6 +27,8 @@ MAX_RESTARTS = 3
 STOP_S = 10.0
 """Longest wait for the pool's thread to end; it never waits for an engine itself."""
 
+
+TASKS = {"starting": "start", "loading": "take new weights", "dozing off": "fall asleep"}
 
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 """Process and actor ids, which differ from one start to the next."""
@@ -56,6 +58,8 @@ class RolloutPool:
         self._asked: list[Order] = []
         self._draws: Counter[str] = Counter()
         self._update: Update | None = None
+        self._asleep: Future[None] | None = None
+        """Of the last `sleep`, until there are new weights."""
         self._called: Future[None] = Future()
         """Done when a caller wants something: it wakes the thread."""
         self._ended: Exception | None = None
@@ -64,6 +68,12 @@ class RolloutPool:
         self._waiting: list[Order] = []
         self._flights: dict[Future[Group], tuple[Order, Slot]] = {}
         self._weights: Update | None = None
+        self._resting: Future[None] | None = None
+
+    @property
+    def _started(self) -> Stage:
+        """What an engine that has started is: with `rollout.sleep` it waits for weights."""
+        return "asleep" if self._config.sleep else "ready"
 
     @property
     def restarts(self) -> int:
@@ -87,7 +97,10 @@ class RolloutPool:
                 ) from None
             except EngineError as error:
                 raise EngineError(f"rollout engine {slot.index} did not start: {error}") from error
-            slot.stage, slot.pending = "ready", None
+            slot.stage, slot.pending = self._started, None
+        if self._config.sleep:
+            self._asleep = Future()
+            self._asleep.set_result(None)
         self._thread.start()
 
     def submit(
@@ -153,7 +166,8 @@ class RolloutPool:
         """Bring every engine to these weights; done when all of them sample from `version` (or a
         later one).
 
-        `weights` are kept for engines that have to be started again. An engine that is late
+        `weights` are kept for engines that have to be started again. The same version may come
+        again, to wake engines up. An engine that is late
         (`rollout.update_deadline_s`) is replaced. Fails with what an engine says about the weights.
         Raises RuntimeError while the last update is still under way.
         """
@@ -167,10 +181,30 @@ class RolloutPool:
                     f"engines; wait for it before sending {version}"
                 )
             else:
-                self._update = update
-                self._draws.clear()
+                if self._update is None or self._update.version != version:
+                    self._draws.clear()
+                self._update, self._asleep = update, None
                 self._call()
         return update.done
+
+    def sleep(self) -> Future[None]:
+        """Have every engine give up its GPU's memory until the next `update`; done when all have.
+
+        An engine that is late (`rollout.update_deadline_s`) is replaced. Sleeping engines sleep on.
+        Raises RuntimeError while an update is under way.
+        """
+        with self._gate:
+            if self._update is not None and not self._update.done.done():
+                raise RuntimeError(
+                    f"rollout pool: version {self._update.version} is still on its way to the "
+                    "engines; wait for it before they sleep"
+                )
+            if self._asleep is None:
+                self._asleep = Future()
+                if self._ended is not None:
+                    self._asleep.set_exception(self._ended)
+                self._call()
+            return self._asleep
 
     def shutdown(self) -> None:
         """End all engines; what is being sampled fails."""
@@ -182,8 +216,7 @@ class RolloutPool:
         self._slots.clear()
 
     def _call(self) -> None:
-        with suppress(InvalidStateError):  # called already
-            self._called.set_result(None)
+        _settle(self._called)
 
     def _noticed(self, answer: Future[Group]) -> None:
         if answer.cancelled():
@@ -211,11 +244,13 @@ class RolloutPool:
         flying = [order for order, _ in self._flights.values()]
         with self._gate:
             orders = [*flying, *self._waiting, *self._asked]
+            asked = [update.done for update in (self._weights, self._update) if update is not None]
+            asked += [self._asleep] if self._asleep is not None else []
         for order in orders:
             order.fail(self._ended)
-        for update in (self._weights, self._update):
-            if update is not None and not update.done.done():
-                update.done.set_exception(self._ended)
+        for done in asked:
+            if not done.done():
+                done.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
         """Note what callers want. False: stop."""
@@ -225,11 +260,13 @@ class RolloutPool:
             self._called = Future()
             self._waiting += self._asked
             self._asked = []
-            update = self._update
+            update, self._resting = self._update, self._asleep
         self._waiting.sort(key=lambda order: order.rank)
         if update is not None and update is not self._weights:
             self._weights = update
-            self._load([slot for slot in self._slots if slot.stage == "ready"])
+            self._load([slot for slot in self._slots if slot.stage in ("ready", "asleep")])
+        if self._resting is not None:
+            self._put_to_sleep([slot for slot in self._slots if slot.stage == "ready"])
         for future, (order, _) in list(self._flights.items()):
             if order.answer.cancelled():
                 future.cancel()
@@ -274,8 +311,7 @@ class RolloutPool:
             if future in done:
                 self._advance(slot)
             elif time.monotonic() >= slot.deadline:
-                what = "start" if slot.stage == "starting" else "take new weights"
-                self._revive(slot, EngineError(f"did not {what} in time"))
+                self._revive(slot, EngineError(f"did not {TASKS[slot.stage]} in time"))
         self._give_up_late_ones()
 
     def _flying(self) -> list[Order]:
@@ -331,14 +367,24 @@ class RolloutPool:
                     f"an update to {slot.version}"
                 )
             slot.version = slot.pending.result()
-        slot.stage, slot.pending, slot.start_failure = "ready", None, ""
-        weights = self._weights
-        if weights is None:
-            return
-        if weights.version > slot.version:
-            self._load([slot])
-        elif not weights.done.done() and all(slot.stage == "ready" for slot in self._slots):
-            weights.done.set_result(None)
+        stages: dict[Stage, Stage] = {"starting": self._started, "dozing off": "asleep"}
+        slot.stage, slot.pending = stages.get(slot.stage, "ready"), None
+        slot.start_failure = ""
+        if self._resting is not None:
+            if slot.stage == "ready":
+                self._put_to_sleep([slot])
+        elif self._weights is not None:
+            if slot.stage == "asleep" or self._weights.version > slot.version:
+                self._load([slot])
+            elif all(slot.stage == "ready" for slot in self._slots):
+                _settle(self._weights.done)
+        if self._resting is not None and all(slot.stage == "asleep" for slot in self._slots):
+            _settle(self._resting)
+
+    def _put_to_sleep(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.stage, slot.pending = "dozing off", slot.engine.sleep()
+            slot.deadline = time.monotonic() + self._update_s
 
     def _load(self, slots: Sequence[Slot]) -> None:
         assert self._weights is not None
@@ -384,3 +430,8 @@ class RolloutPool:
         slot.engine = self._build(slot.index)
         slot.stage, slot.pending, slot.version = "starting", slot.engine.ready(), 0
         slot.deadline = time.monotonic() + self._startup_s
+
+
+def _settle(future: Future[None]) -> None:
+    with suppress(InvalidStateError):  # done already
+        future.set_result(None)

@@ -54,6 +54,9 @@ class RayEngine:
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
         return as_future(self.actor.update.remote(version, list(buckets)))
 
+    def sleep(self) -> Future[None]:
+        return as_future(self.actor.sleep.remote())
+
     def kill(self) -> None:
         ray.kill(self.actor)  # type: ignore[arg-type]
 

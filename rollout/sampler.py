@@ -47,6 +47,8 @@ CPU_BLOCK = 32
 """Tokens in a KV-cache block on CPUs; vLLM's default of 128 would hardly ever share a prefix."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What transformers configs call the number of experts."""
+DISCARD = 2
+"""vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
 GIB = 2**30
 
 # Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
@@ -81,7 +83,7 @@ class Sampler:
         """Job of each unfinished request, by the name given to vLLM."""
         self._internal: dict[str, str] = {}
         """vLLM's own id of each unfinished request."""
-        self._updating = False
+        self._updating = self._asleep = False
 
         text = AutoConfig.from_pretrained(spec.model_path).get_text_config()
         moe = any((getattr(text, name, 0) or 0) > 1 for name in EXPERT_COUNTS)
@@ -101,10 +103,12 @@ class Sampler:
         )
         if current_platform.is_cpu() and moe:
             self._check_reload()
+        if spec.config.sleep:
+            self.sleep()
 
     @property
     def busy(self) -> bool:
-        """Whether a step would get on with an answer; never with the weights open."""
+        """Whether a step would get on with an answer; never with the weights open or gone."""
         return bool(self._jobs) and not self._updating
 
     @property
@@ -177,15 +181,27 @@ class Sampler:
         for request in internal:
             self._recorder.forget(request)
 
+    def sleep(self) -> list[tuple[int, Group]]:
+        """Give up the GPU's memory, weights and KV cache, until the next update. Answers that are
+        being sampled pause until then. Returns groups that were completed by what was already on
+        its way. A CPU engine keeps its memory."""
+        completed = self._pause()
+        self._updating = self._asleep = True
+        self._llm.sleep(level=DISCARD, mode="keep")
+        return completed
+
     def begin_update(self) -> list[tuple[int, Group]]:
         """Open the weights. Between here and `finish_update` nothing can be sampled.
 
         Answers that are being sampled pause, and go on with the new weights: vLLM then computes the
         keys and values of their tokens again, while routes stay those that each token was sampled
-        with. Returns groups that were completed by
-        what was already on its way.
+        with. Returns groups that were completed by what was already on its way.
         """
-        completed = self._pause()
+        completed: list[tuple[int, Group]] = []
+        if self._asleep:
+            self._llm.wake_up(["weights"])
+        else:
+            completed = self._pause()
         self._updating = True
         self._manifest.begin()
         self._llm.collective_rpc("keel_begin_update")
@@ -211,6 +227,9 @@ class Sampler:
         not add up to `checksum`."""
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
+        if self._asleep:
+            self._llm.wake_up(["kv_cache"])
+            self._asleep = False
         # Keys and values of the old weights would be no model's: unfinished answers start anew.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
@@ -337,6 +356,7 @@ def _engine_args(spec: EngineSpec, recorder: Recorder) -> EngineArgs:
         args |= {
             "enforce_eager": config.enforce_eager,
             "gpu_memory_utilization": config.gpu_memory,
+            "enable_sleep_mode": config.sleep,
             **parallel_args(config),
         }
     return EngineArgs(**{**args, **recorder.engine_args()})

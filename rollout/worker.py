@@ -46,6 +46,9 @@ class RolloutWorker:
         await asyncio.to_thread(self._engine.finish_update, version)
         return version
 
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self._engine.sleep)
+
     async def gpus(self) -> list[str]:
         return await asyncio.to_thread(self._engine.gpus)
 

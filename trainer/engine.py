@@ -40,6 +40,7 @@ from trainer.compiled import compile_layers
 from trainer.experts import ExpertLayers, clip_gradients
 from trainer.export import write_model, write_tokenizer
 from trainer.families import check_expert_parallel, check_sequence_parallel
+from trainer.parking import Parking
 from trainer.policy import Inputs, PolicyNetwork, Reference, whole_sequences
 from trainer.schedule import learning_rate
 from trainer.zero import (
@@ -116,6 +117,10 @@ class TrainerEngine:
         if any(source.kl_coef > 0 for source in config.data.sources):
             sharded = frozen_config(options) if self._stage == 3 or self._spread else None
             self._reference = Reference(self._load(model_path, dtype), self._device, sharded)
+        self._parking = None
+        if config.rollout.sleep:
+            frozen = self._reference.network if self._reference else None
+            self._parking = Parking(self._engine, frozen, self._device, stage=self._stage)
         self._steps = self._version = self._skips_in_a_row = 0
 
     @property
@@ -140,6 +145,7 @@ class TrainerEngine:
         The `mismatch/*` metrics compare the engine that sampled with the weights before the first
         of them. Raises `RuntimeError` when `SKIPS_IN_A_ROW` steps in a row had no finite gradient.
         """
+        self._unpark()
         lr = learning_rate(
             self._steps + 1, self._config.trainer, total_steps=self._config.run.steps
         )
@@ -271,6 +277,15 @@ class TrainerEngine:
 
     # Weights
 
+    @property
+    def _gathers(self) -> bool:
+        """Whether weights are spread over ranks, so that all of them iterate together."""
+        return self._stage == 3 or self._spread
+
+    def _unpark(self) -> None:
+        if self._parking:
+            self._parking.unpark()
+
     def weights(self, dtype_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """The current weights under their checkpoint names, by default in `config.model.dtype`.
 
@@ -291,14 +306,24 @@ class TrainerEngine:
         """The current weights for the rollout engines, in their precision, on this rank's device.
 
         A rank that does not want them yields nothing, and gathers along where the others need it.
+        With `rollout.sleep` the engines wake up meanwhile, so all that a block does not need goes
+        to host memory before the first and the rest after the last.
         """
+        if self._parking:
+            if self._gathers:
+                self._unpark()
+            if not self._parking.parked:
+                self._parking.park(weights=False)
         weights = self.weights(self._config.engine_dtype)
         if wanted:
             size = block_bytes or self._config.trainer.publish_bucket_mib * MIB
-            yield from pack_blocks(weights, size)
-        elif self._stage == 3 or self._spread:
+            for entries, block in pack_blocks(weights, size):
+                yield entries, block.to(self._device)
+        elif self._gathers:
             for _ in weights:
                 pass
+        if self._parking:
+            self._parking.park()
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """`blocks` in host memory: on rank 0, nothing elsewhere."""
@@ -307,11 +332,12 @@ class TrainerEngine:
 
     def export(self, folder: Path) -> None:
         """Write weights and tokenizer as a model folder that transformers and vLLM load."""
+        self._unpark()
         weights = self.weights()
         if self._rank == 0:
             write_model(folder, self._network.model, weights, dtype=self._config.model.dtype)
             write_tokenizer(folder, self._config.model.tokenizer or self._model_path)
-        elif self._stage == 3 or self._spread:
+        elif self._gathers:
             for _ in weights:
                 pass
         dist.barrier()
@@ -320,6 +346,7 @@ class TrainerEngine:
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, random state and progress into `folder`."""
+        self._unpark()  # under ZeRO-3 DeepSpeed gathers and frees parameters around it
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         state = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
@@ -342,6 +369,7 @@ class TrainerEngine:
                     f"checkpoint {folder}: written with {knob} = {progress.get(knob)!r}, this run "
                     f"has {value!r}. Resume with the former, or start anew from an exported model"
                 )
+        self._unpark()
         with redirect_stdout(io.StringIO()):  # it prints what it is about to do
             found, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if found is None:

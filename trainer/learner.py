@@ -54,10 +54,12 @@ class Learner:
         *,
         gpu: bool,
         actor_options: Callable[[int], Mapping[str, Any]] | None = None,
+        make_room: Callable[[], object] = lambda: None,
     ) -> None:
         """`actor_options(i)`: Ray options of rank i, over the defaults (one GPU each where `gpu`;
-        half a core else, since CPU ranks and engines take turns)."""
-        self._model_path, self._config = model_path, config
+        half a core else, since CPU ranks and engines take turns). `make_room` is called before
+        whatever needs the weights on the GPUs (`rollout.sleep`: engines may be in the way)."""
+        self._model_path, self._config, self._make_room = model_path, config, make_room
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
         options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": 0.5}
@@ -103,6 +105,7 @@ class Learner:
             )
             for share, batch in zip(shares, packed, strict=True):
                 share.append(batch)
+        self._make_room()
         # One object a group of ranks: each fetches its own share and nothing else.
         shipped = [ray.put(share) for share in shares]
         with self._order:
@@ -118,6 +121,7 @@ class Learner:
     def publish(self) -> Any:
         """The current weights as `rollout.ray_engines.RayRolloutPool.update` takes them: `send`, or
         references to `model.weights.Bucket`s in the object store (`rollout.weight_transfer`)."""
+        self._make_room()
         return self.send if self._direct else self.store()
 
     def store(self) -> list[ray.ObjectRef[Any]]:
@@ -163,16 +167,19 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs into `folder`, which all ranks must see."""
+        self._make_room()
         self._all("save", str(folder), limit=self._limit(f"saving {folder}"))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it right after `start`."""
+        self._make_room()
         limit = self._limit(f"loading {folder}")
         reports: list[StepReport] = self._all("load", str(folder), limit=limit)
         self._version = reports[0].version
 
     def export(self, folder: Path) -> None:
         """Write the weights and the tokenizer as a model folder for transformers or vLLM."""
+        self._make_room()
         self._all("export", str(folder), limit=self._limit(f"exporting to {folder}"))
 
     def shutdown(self) -> None:

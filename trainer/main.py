@@ -103,7 +103,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     with running(task, print) as system:
         if folder.latest:
             system.learner.load(folder.latest)
-            system.pool.update(system.learner.version, system.learner.publish()).result()
+            system.wake()
         metrics = loop.evaluate(system, system.scorer, task.dataset.heldout)
     whose = folder.latest.name if folder.latest else "the base model"
     for name, metric in metrics.items():
@@ -322,6 +322,10 @@ class System:
     def update(self, version: int, weights: Any) -> Future[None]:
         return self.pool.update(version, weights)
 
+    def wake(self) -> None:
+        """Have engines that sleep (`rollout.sleep`) sample again, from the current weights."""
+        self.update(self.learner.version, self.learner.publish()).result()
+
 
 @contextmanager
 def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
@@ -367,7 +371,14 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
         )
         stack.callback(pool.shutdown)
         rank_options = partial(seats.options, RANK) if seats else None
-        learner = Learner(model, config, gpu=task.gpu, actor_options=rank_options)
+        sleep = config.rollout.sleep
+        learner = Learner(
+            model,
+            config,
+            gpu=task.gpu,
+            actor_options=rank_options,
+            make_room=lambda: pool.sleep().result() if sleep else None,
+        )
         stack.callback(learner.shutdown)
         say(f"starting {config.rollout.engines} engine(s), {config.trainer.ranks} trainer rank(s)")
         both = ThreadPoolExecutor(2)
@@ -382,7 +393,10 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
             started.result()
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
-        yield System(task=task, pool=pool, learner=learner, scorer=scorer)
+        system = System(task=task, pool=pool, learner=learner, scorer=scorer)
+        if sleep:
+            system.wake()
+        yield system
 
 
 def engine_spec(config: Config, model: str) -> EngineSpec:
@@ -439,6 +453,8 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
             config=config_digest(config),
         )
         folder.save(state, learner.save)
+        if config.rollout.sleep:
+            system.wake()
 
     with ExitStack() as stack:
         journal = Journal(

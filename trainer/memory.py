@@ -6,6 +6,7 @@ Those for the CPU add the measured size of a process that has loaded the librari
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -169,7 +170,19 @@ CURES = {
 
 def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared: bool) -> None:
     """Raises ConfigError if a rank needs more than its GPU has; `shared`: with an engine."""
-    room = gpu_gib * (1 - config.rollout.gpu_memory if shared else 1)
+    rollout = config.rollout
+    if shared and rollout.sleep:  # what stays of either while the other has the memory
+        room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
+        most = 1 - TRAINER_CUDA_GIB / gpu_gib
+        if rollout.gpu_memory > most:
+            raise ConfigError(
+                f"rollout.gpu_memory = {rollout.gpu_memory:g}: {gib(TRAINER_CUDA_GIB * GIB)} of a "
+                f"GPU's {gpu_gib:.1f} GiB (run.gpu_gib) stay with the trainer while the engine "
+                f"samples. Set it to {math.floor(100 * most) / 100:g} or less"
+            )
+    else:
+        taken = rollout.gpu_memory if shared else 0.0
+        room = gpu_gib * (1 - taken)
     if memory.total <= room * GIB:
         return
     sizes = sorted(memory.parts, key=lambda name: -memory.parts[name])
@@ -177,12 +190,18 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     advice = "; ".join(cures).format(t=config.trainer) or "lower trainer.micro_batch_tokens"
     limit = f"a GPU has {gpu_gib:.1f} GiB (run.gpu_gib)"
     if shared:
-        limit += f", shared with an engine that takes {config.rollout.gpu_memory:g} of it"
-        advice += "; lower rollout.gpu_memory"
+        limit += f", shared with an engine that takes {taken:.2g} of it"
+    if shared and not rollout.sleep:
+        advice += "; lower rollout.gpu_memory, or set rollout.sleep"
     raise ConfigError(
         f"a trainer rank needs {gib(memory.total)} ({_largest_first(memory)}), and {limit}. To "
         f"make it fit: {advice}"
     )
+
+
+def parked_bytes(memory: Memory) -> float:
+    """What of a rank waits in host memory while engines sample (`rollout.sleep`)."""
+    return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
 def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:

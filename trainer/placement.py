@@ -164,6 +164,11 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
             f"{_listed(nodes)}. Lower {', '.join(kind.knobs for kind in wanted)}; with one of "
             "each, a single GPU is shared"
         )
+    if config.rollout.sleep and not any(kind.guest for kind in wanted):
+        raise ConfigError(
+            "rollout.sleep: engines and trainer have GPUs of their own here, so nobody gains by "
+            "it. Switch it off, or let them share GPUs with rollout.colocated"
+        )
     left = dict(enumerate(nodes))
     taken: dict[int, list[tuple[Kind, int]]] = {index: [] for index in left}
     for kind in sorted(wanted, key=lambda kind: -kind.gpus):

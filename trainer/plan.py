@@ -16,6 +16,8 @@ from trainer.memory import (
     context_tokens,
     engine_memory,
     engine_sequences,
+    gib,
+    parked_bytes,
     trainer_memory,
 )
 from trainer.placement import kinds
@@ -177,6 +179,7 @@ def describe(
         ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
         *(("", line) for line in [cache_line(config, plan)] if line),
         ("", f"trainer rank: {plan.trainer}"),
+        *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.sleep),
         *(
             ("time" if not i else "", line)
             for i, line in enumerate(plan.time.lines() if plan.time else ())
@@ -184,6 +187,12 @@ def describe(
         ("run folder", config.run.dir),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def sleep_line(config: Config, plan: Plan) -> str:
+    """What taking turns on a GPU costs its node."""
+    size = gib(parked_bytes(plan.trainer))
+    return f"  in turns with the engine (rollout.sleep): {size} of it then wait in host memory"
 
 
 def cache_line(config: Config, plan: Plan) -> str:

@@ -57,6 +57,10 @@ class RolloutConfig:
     `gpu_memory` is then the engine's share of it. A single GPU is always shared."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Of the engine's weights and compute; empty: `model.dtype`."""
+    sleep: bool = False
+    """Where engine and trainer share a GPU: each has its memory in turn. While the trainer works,
+    the engine gives up weights and KV cache; while the engine samples, what the trainer holds waits
+    in host memory. `gpu_memory` may then be nearly all of it."""
     recorder: Literal["auto", "native", "packed", "v1"] = "auto"
     """auto: native (Model Runner V2) on GPUs, v1 on a CPU. packed: as native, with arrays for whole
     steps instead of objects for each token, and a scheduler that skips uneventful steps."""

@@ -132,16 +132,16 @@ def test_the_exported_model_loads_and_is_the_trained_one(results: dict[str, Any]
     assert AutoTokenizer.from_pretrained(exported)("w5 w7").input_ids == [5, 7]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_resuming_is_exact(results: dict[str, Any], stage: int) -> None:
-    result = results[f"resumed {stage}"]
+@pytest.mark.parametrize("name", [*map(str, STAGES), "1 parked", "3 parked"])
+def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
+    result = results[f"resumed {name}"]
     assert result["loaded"] == (SAVED_AFTER, SAVED_AFTER)
     same(result["resumed"], result["straight"], atol=0)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_reference_starts_where_the_policy_does(results: dict[str, Any], stage: int) -> None:
-    first, *_, last = (values(metrics) for metrics in results[f"reference {stage}"]["metrics"])
+@pytest.mark.parametrize("name", ["0", "3", "1 parked", "3 parked"])
+def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: str) -> None:
+    first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])
     assert first["routing/overlap"] == 1
     assert first["kl/ref"] == pytest.approx(0, abs=1e-9)
     assert last["kl/ref"] > 1e-6

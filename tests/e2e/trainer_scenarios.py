@@ -21,6 +21,7 @@ from configs.schema import (
     Config,
     DataConfig,
     ModelConfig,
+    RolloutConfig,
     RunConfig,
     SourceConfig,
     TrainerConfig,
@@ -57,6 +58,7 @@ def make_config(
     kl_coef: float = 0.0,
     ref_routing: Literal["live", "replay"] = "live",
     mask_delta: float = MASK_DELTA,
+    sleep: bool = False,
     **trainer: Any,
 ) -> Config:
     source = SourceConfig(
@@ -80,6 +82,7 @@ def make_config(
         model=ModelConfig(path="local", dtype=dtype),
         data=DataConfig(sources=(source,)),
         algorithm=AlgorithmConfig(mask_delta=mask_delta, ref_routing=ref_routing),
+        rollout=RolloutConfig(sleep=sleep),
         trainer=TrainerConfig(**options),
     )
 
@@ -113,11 +116,14 @@ class Ranks:
         return packed[self.rank // trainer.sequence_parallel]
 
     def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:
-        """Each step's metrics over all ranks."""
+        """Each step's metrics over all ranks. Where engines sleep, weights are published after each
+        step, and everything is put aside."""
         found = []
         for step in steps:
             groups = Rollouts(step, self.folder / "untied").groups(2, 3)
             found.append(self.merged(engine.step([self.batch(groups, config)])))
+            if config.rollout.sleep:
+                self.published(engine)
         return found
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -155,12 +161,12 @@ def training(stage: int, **changes: Any) -> Scenario:
     return run
 
 
-def resumed(stage: int) -> Scenario:
+def resumed(stage: int, **changes: Any) -> Scenario:
     """Train straight through; and again from a checkpoint taken on the way."""
 
     def run(ranks: Ranks) -> Result:
-        config = make_config(ranks.world_size, stage, tokens=TIGHT)
-        saved = ranks.folder / f"saved-{ranks.world_size}-{stage}"
+        config = make_config(ranks.world_size, stage, tokens=TIGHT, **changes)
+        saved = ranks.folder / f"saved-{ranks.world_size}-{next(ranks.serial)}"
         if ranks.rank == 0:
             saved.mkdir()
         straight = ranks.engine(config)
@@ -181,15 +187,18 @@ def resumed(stage: int) -> Scenario:
     return run
 
 
-def referenced(stage: int) -> Scenario:
+def referenced(stage: int, **changes: Any) -> Scenario:
     """The KL term at the start, with the routes the model itself takes; then after steps."""
 
     def run(ranks: Ranks) -> Result:
-        config = make_config(ranks.world_size, stage, kl_coef=0.1)
+        config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
         engine = ranks.engine(config)
         groups = Rollouts(0, ranks.folder / "untied", live_routes=True).groups(2, 3, kl_coef=0.1)
-        batch = ranks.batch(groups, config)
-        return {"metrics": [ranks.merged(engine.step([batch])) for _ in range(3)]}
+        batch, metrics = ranks.batch(groups, config), []
+        for _ in range(3):
+            metrics.append(ranks.merged(engine.step([batch])))
+            ranks.published(engine)
+        return {"metrics": metrics}
 
     return run
 
@@ -249,8 +258,15 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             3, sequence_parallel=2, tokens=TIGHT, activation_checkpointing=True
         ),
         "stage 3 recomputed": training(3, activation_checkpointing=True),
+        **{
+            f"stage {stage} parked": training(stage, tokens=TIGHT, sleep=True)
+            for stage in (1, 2, 3)
+        },
+        "stage 2 offloaded parked": training(2, tokens=TIGHT, sleep=True, offload_optimizer=True),
         **{f"resumed {stage}": resumed(stage) for stage in STAGES},
+        **{f"resumed {stage} parked": resumed(stage, sleep=True) for stage in (1, 3)},
         **{f"reference {stage}": referenced(stage) for stage in (0, 3)},
+        **{f"reference {stage} parked": referenced(stage, sleep=True) for stage in (1, 3)},
         **{f"skipping {stage}": skipping(stage) for stage in (0, 1, 3)},
     },
 }

@@ -51,10 +51,16 @@ class FakeSampler:
         if self.jobs.pop(job, None) is not None:
             self.events.append(f"abort {job}")
 
+    def sleep(self) -> list[tuple[int, Group]]:
+        return self.pause("asleep")
+
     def begin_update(self) -> list[tuple[int, Group]]:
+        return self.pause("begin")
+
+    def pause(self, event: str) -> list[tuple[int, Group]]:
         """What was already on its way arrives."""
         self.updating = True
-        self.events.append("begin")
+        self.events.append(event)
         names = {prompt.prompt_id: job for job, prompt in self.jobs.items()}
         if (job := names.get("nearly")) is None:
             return []
@@ -134,6 +140,18 @@ def test_running_groups_pause_for_an_update_and_go_on(engine: Engine, sampler: F
     engine.finish_update(3)
     later.result(5)
     assert sampler.events == ["begin", "load x", "finish", "later"]
+
+
+def test_running_groups_pause_while_the_engine_sleeps(engine: Engine, sampler: FakeSampler) -> None:
+    sampler.go.clear()
+    nearly, later = (engine.submit(prompt(name), group_size=2) for name in ("nearly", "later"))
+    engine.sleep()
+    assert nearly.result(5).prompt.prompt_id == "nearly"
+    sampler.go.set()
+    assert engine.stats()["version"] == 0 and not later.done()
+    engine.update_weights(1, [])
+    later.result(5)
+    assert sampler.events == ["asleep", "begin", "finish", "later"]
 
 
 def test_an_update_can_wait_for_running_groups(draining: Engine, sampler: FakeSampler) -> None:

@@ -158,3 +158,20 @@ def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None
     ):
         plan(config, gpu_gib=48, shared=True)
     plan(config, gpu_gib=80, shared=True)
+
+
+def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
+    config = recipe(
+        micro_batch_tokens=8000, zero_stage=1, rollout={"gpu_memory": 0.9, "sleep": True}
+    )
+    need = plan(config).trainer.total / GIB
+    side_by_side = replace(config, rollout=replace(config.rollout, sleep=False))
+    with pytest.raises(ConfigError, match=r"takes 0\.9 .* lower rollout"):
+        plan(side_by_side, gpu_gib=need + 2, shared=True)
+    plan(config, gpu_gib=need + 2, shared=True)
+    with pytest.raises(ConfigError, match=r"shared with an engine that takes 0\.\d+ of") as raised:
+        plan(config, gpu_gib=need + 1, shared=True)
+    assert "rollout.gpu_memory" not in str(raised.value)
+    greedy = replace(config, rollout=replace(config.rollout, gpu_memory=0.999))
+    with pytest.raises(ConfigError, match=r"gpu_memory = 0\.999: .* Set it to 0\.\d+ or less"):
+        plan(greedy, gpu_gib=need + 2, shared=True)

@@ -121,6 +121,18 @@ def test_colocated_engines_sit_beside_the_ranks() -> None:
         place(recipe, nodes(8, cpus=7))  # each pair needs two cores
 
 
+def test_only_who_shares_a_gpu_can_take_turns_on_it() -> None:
+    recipe = config(engines=2, ranks=2)
+    asleep = replace(
+        recipe,
+        rollout=replace(recipe.rollout, sleep=True),
+        trainer=replace(recipe.trainer, zero_stage=1),
+    )
+    with pytest.raises(ConfigError, match=r"^rollout\.sleep: .* rollout\.colocated"):
+        place(asleep, nodes(4))
+    assert place(replace(asleep, rollout=replace(asleep.rollout, colocated=True)), nodes(2)).shared
+
+
 @pytest.mark.parametrize("shape", [{"engines": 1, "ranks": 2}, {"engines": 2, "width": 2}])
 def test_colocation_is_one_engine_for_one_rank(shape: dict[str, int]) -> None:
     recipe = config(**{"ranks": 2, **shape})
