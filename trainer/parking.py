@@ -7,6 +7,7 @@ of an optimizer that is not its own; and it knows nothing of the reference polic
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,6 +78,9 @@ class Parking:
             self._shelves.append(Shelf(lambda: _numbers(reference), device, constant=True))
         self.parked = False
         """Whether the weights, and with them everything, are in host memory."""
+        # DeepSpeed collects garbage whenever it moves something. What a process has by now stays.
+        gc.collect()
+        gc.freeze()
 
     def park(self, *, weights: bool = True) -> None:
         """Put everything aside, or everything but the weights (in the compute dtype)."""

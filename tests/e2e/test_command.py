@@ -149,11 +149,12 @@ def test_a_run_is_interrupted_resumed_and_leaves_a_model(
     assert "trainer.lr" in other.stderr
 
 
-def test_a_killed_engine_is_replaced_and_the_run_goes_on(
+def test_a_killed_engine_that_takes_turns_with_the_trainer_is_replaced_and_the_run_goes_on(
     tmp_path: Path, cache: Path, start: Callable[[list[str]], Running]
 ) -> None:
     folder = tmp_path / "run"
-    run = start([*small(folder, cache, steps=12), "rollout.engines=2"])
+    turns = ["rollout.sleep=true", "trainer.zero_stage=1", "run.checkpoint_every=5"]
+    run = start([*small(folder, cache, steps=12), "rollout.engines=2", *turns])
     wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
     victims = run.engine_pids()
     assert len(victims) == 2
