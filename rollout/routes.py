@@ -86,6 +86,12 @@ class RoutesExtension(WeightsExtension):
             runner.kv_cache_config.num_blocks * self._keel_block,
         )
 
+    def keel_flat_masks(self) -> None:
+        """Take over from vLLM's way to bring kept sets to the host."""
+        from rollout import masks  # noqa: PLC0415  (needs Triton, which not every CPU machine has)
+
+        masks.install()
+
     def keel_routes(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
         """[tokens, L, K] of a request that had these cache blocks until the last step."""
         positions = np.arange(tokens)

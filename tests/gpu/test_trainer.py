@@ -3,15 +3,17 @@ offloaded, against float32 without any of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from model.weights import unpack_block
 from rl.metrics import values
-from tests.e2e.trainer_batches import write_model
-from tests.e2e.trainer_scenarios import TIGHT, Ranks, training
+from tests.e2e.trainer_batches import Rollouts, write_model
+from tests.e2e.trainer_scenarios import TIGHT, Ranks, make_config, training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,9 +21,16 @@ pytestmark = [
 ]
 
 
-def test_bfloat16_follows_float32_under_every_stage(tmp_path: Path) -> None:
-    write_model(tmp_path / "untied")
-    ranks = Ranks(0, 1, dist.HashStore(), tmp_path)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """One, with one process group for all tests: DeepSpeed keeps it."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder / "untied")
+    yield Ranks(0, 1, dist.HashStore(), folder)
+    dist.destroy_process_group()
+
+
+def test_bfloat16_follows_float32_under_every_stage(ranks: Ranks) -> None:
     plain = values(training(0)(ranks)["metrics"][0])
     for stage in (0, 1, 2, 3):
         for recomputed in (False, True):
@@ -38,4 +47,43 @@ def test_bfloat16_follows_float32_under_every_stage(tmp_path: Path) -> None:
             assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.03)
             assert first["mismatch/kl"] == pytest.approx(plain["mismatch/kl"], rel=0.03)
             assert all(tensor.dtype == torch.bfloat16 for tensor in result["after"].values())
-    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parked_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
+    ranks: Ranks, tmp_path: Path, stage: int
+) -> None:
+    found = {}
+    for sleep in (False, True):
+        config = make_config(1, stage, dtype="bfloat16", tokens=TIGHT, kl_coef=0.1, sleep=sleep)
+        engine = ranks.engine(config)
+        groups = Rollouts(0, ranks.folder / "untied").groups(2, 3, kl_coef=0.1)
+        steps = []
+        for step in range(3):
+            steps.append(values(engine.step([ranks.batch(groups, config)])))
+            before = torch.cuda.memory_allocated()
+            count = sum(tensor.numel() for tensor in ranks.published(engine).values())
+            freed = before - torch.cuda.memory_allocated()
+            # Master weights, two moments, weights, reference.
+            assert (freed >= 16 * count) == sleep, f"{freed:,} bytes of {count:,} numbers"
+            if step == 1:
+                saved = tmp_path / f"saved-{sleep}"
+                saved.mkdir()
+                engine.save(saved)
+        later = ranks.engine(config)
+        later.load(saved)
+        again = values(later.step([ranks.batch(groups, config)]))
+        assert again["loss"] == pytest.approx(steps[2]["loss"], rel=1e-3, abs=1e-6)
+        found[sleep] = steps
+        del engine, later
+    for asleep, awake in zip(found[True], found[False], strict=True):
+        assert asleep == pytest.approx(awake, rel=1e-3, abs=1e-6, nan_ok=True)
+
+
+def test_blocks_of_a_parked_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
+    engine = ranks.engine(make_config(1, 1, dtype="bfloat16", sleep=True))
+    first = ranks.published(engine)
+    for entries, block in engine.blocks(wanted=True, block_bytes=50_000):  # an engine came back
+        assert block.device == engine.device
+        for name, tensor in unpack_block(entries, block):
+            assert torch.equal(tensor.cpu(), first[name])
