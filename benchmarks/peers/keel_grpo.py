@@ -40,10 +40,18 @@ NOTES = (
     "rollout/stale",
     "time/idle_fraction",
 )
+PACKED = {
+    "rollout.recorder": "packed",
+    "trainer.compile": True,
+    "trainer.activation_checkpointing": False,
+    "trainer.micro_batch_tokens": 4608,
+}
 ARMS: dict[str, dict[str, Any]] = {
     "keel": {},
     "keel-async": {"algorithm.max_lag": 1},
     "keel-fast": {"trainer.activation_checkpointing": False, "rollout.gpu_memory": 0.2},
+    "keel-packed": PACKED,
+    "keel-packed-sleep": {**PACKED, "rollout.sleep": True, "rollout.gpu_memory": 0.3},
     "keel-lean": {"trainer.zero_stage": 1, "trainer.offload_optimizer": True},
 }
 """Knobs that differ from those of `recipe`."""

@@ -1,0 +1,71 @@
+"""The unattended run of all figures, with jobs that are quick."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures
+from benchmarks.figures import JOBS, Figures, Job
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "POLL_S", 0.02)
+    monkeypatch.setattr(figures, "GRACE_S", 0.5)
+
+
+def run(out: Path, *jobs: Job, gpus: str = "0", seconds: float = 60) -> dict[str, str]:
+    runner = Figures(out, gpus.split(","), end=time.monotonic() + seconds, commit="abc")
+    runner.run(list(jobs))
+    noted = json.loads((out / "figures.json").read_text())
+    return {name: entry["status"] for name, entry in noted.items()}
+
+
+def job(name: str, code: str, *, gpus: int = 1, seconds: float = 30) -> Job:
+    """Code without blanks."""
+    return Job(name=name, module="timeit", arguments=f"-n1 -r1 {code}", gpus=gpus, seconds=seconds)
+
+
+def test_jobs_are_noted_whatever_becomes_of_them(tmp_path: Path) -> None:
+    good, bad = job("good", "print('seen')"), job("bad", "1/0")
+    endless = job("endless", "__import__('time').sleep(99)", seconds=0.3)
+    large = job("large", "print()", gpus=2)
+    assert run(tmp_path, good, bad, endless, large) == {
+        "good": "done",
+        "bad": "failed",
+        "endless": "late",
+    }
+    assert "seen" in (tmp_path / "good.log").read_text()
+    assert "ZeroDivisionError" in (tmp_path / "bad.log").read_text()
+    noted = json.loads((tmp_path / "figures.json").read_text())["good"]
+    assert noted["commit"] == "abc" and noted["command"].startswith("python -m timeit")
+
+
+def test_a_second_run_goes_on_with_the_first(tmp_path: Path) -> None:
+    once = job("once", f"open('{tmp_path}/count','a').write('x')")
+    run(tmp_path, once)
+    run(tmp_path, once, job("more", "print()"))
+    assert (tmp_path / "count").read_text() == "x"
+    assert run(tmp_path, once) == {"once": "done", "more": "done"}
+
+
+def test_each_job_has_gpus_of_its_own(tmp_path: Path) -> None:
+    show = "print(__import__('os').environ['CUDA_VISIBLE_DEVICES'],__import__('time').sleep(0.3))"
+    run(tmp_path, job("a", show), job("b", show), job("c", show, gpus=3), gpus="4,5,7")
+    seen = [(tmp_path / f"{name}.log").read_text().splitlines()[0] for name in "abc"]
+    assert seen == ["4 None", "5 None", "4,5,7 None"]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_what_the_jobs_name_is_there(job: Job, tmp_path: Path) -> None:
+    assert find_spec(job.module) is not None
+    for word in job.command(tmp_path)[3:]:
+        if word.startswith("tests/"):
+            assert (ROOT / word).exists(), word
