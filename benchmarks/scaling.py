@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from benchmarks.models import DEEPSEEK_V3, QWEN3_06B, QWEN3_30B_A3B, REPLAY
-from benchmarks.training_cases import STOCK, estimates, model_of
+from benchmarks.training_cases import STOCK, estimates, facts_at
 from benchmarks.training_rows import MEASURED
 from configs.schema import (
     AlgorithmConfig,
@@ -231,9 +231,8 @@ def training_lines() -> Iterator[str]:
         "|---|---|---|---|---|---|---|"
     )
     for each in MEASURED:
-        facts = facts_of(model_of(each.case.shape, small=False))
         rates = STOCK if each.stock else Rates()
-        took, held = estimates(each.case, facts, gpu=True, rates=rates)
+        took, held = estimates(each.case, facts_at(each.case.shape), gpu=True, rates=rates)
         held /= GIB
         yield (
             f"| {each} | {each.seconds:.3f} | {took:.3f} | {took / each.seconds - 1:+.0%} "
