@@ -12,11 +12,9 @@ import torch.distributed as dist
 from rl.metrics import values
 from tests.e2e.trainer_batches import write_model
 from tests.e2e.trainer_scenarios import TIGHT, Ranks, training
+from tests.gpu.marks import GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = GPU
 
 
 def test_bfloat16_follows_float32_under_every_stage(tmp_path: Path) -> None:
