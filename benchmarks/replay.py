@@ -28,16 +28,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from benchmarks.made import draw_micro_batch, with_live_routes
-from benchmarks.rows import Row
+from benchmarks.models import Mixture
+from benchmarks.rows import SOURCE, Row
 from configs.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
     ModelConfig,
-    SourceConfig,
     TrainerConfig,
 )
 from rl.packing import MicroBatch, TrainBatch
@@ -47,15 +47,9 @@ ARMS = ("both", "live", "full")
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Mixture):
     """Of the model and of one step."""
 
-    hidden: int = 1024
-    layers: int = 16
-    experts: int = 32
-    per_token: int = 4
-    expert: int = 768
-    vocabulary: int = 151_936
     micro_batches: int = 4
     segments: int = 16
     """A micro-batch."""
@@ -70,20 +64,7 @@ SMALL = Size(
 
 def write_model(folder: Path, size: Size) -> int:
     """Random weights; returns their number."""
-    config = Qwen3MoeConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.hidden * 4,
-        moe_intermediate_size=size.expert,
-        num_hidden_layers=size.layers,
-        num_attention_heads=max(1, size.hidden // 64),
-        num_key_value_heads=max(1, size.hidden // 256),
-        head_dim=64,
-        num_experts=size.experts,
-        num_experts_per_tok=size.per_token,
-        norm_topk_prob=True,
-        dtype="bfloat16",
-    )
+    config = size.config(norm_topk_prob=True, dtype="bfloat16")
     with torch.device("cuda"):
         model = Qwen3MoeForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
@@ -156,10 +137,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_model(Path(folder), size)
-        source = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
         config = Config(
             model=ModelConfig(path=folder),
-            data=DataConfig(sources=(source,)),
+            data=DataConfig(sources=(SOURCE,)),
             algorithm=AlgorithmConfig(),
             trainer=TrainerConfig(
                 zero_stage=1, activation_checkpointing=options.recompute, lr=1e-9

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rollout_arm import ARMS, Arm
+from benchmarks.rollout_drivers import ARMS, Arm
 from benchmarks.rollout_model import SMALL, Size, write_model
 from configs.schema import RolloutConfig
 from rollout.spec import environment

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
+from benchmarks.models import Mixture
 from rl.types import Prompt
 
 END = "<|im_end|>"
@@ -26,15 +27,10 @@ TEMPLATE_TOKENS = len("user\n") + len("\n") + len("assistant\n") + 3
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Mixture):
     """Of the model and of one timed run."""
 
-    hidden: int = 1024
-    layers: int = 16
-    experts: int = 32
-    per_token: int = 4
     expert: int = 640
-    vocabulary: int = 151_936
     prompts: int = 16
     group: int = 16
     prompt: int = 128
@@ -74,17 +70,7 @@ SMALL = Size(
 def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:
     """Weights and tokenizer; returns the number of parameters and how the head was scaled."""
     write_tokenizer(folder, size.vocabulary)
-    config = Qwen3MoeConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.hidden * 4,
-        moe_intermediate_size=size.expert,
-        num_hidden_layers=size.layers,
-        num_attention_heads=max(2, size.hidden // 64),
-        num_key_value_heads=max(1, size.hidden // 256),
-        head_dim=64,  # pyright: ignore[reportCallIssue]
-        num_experts=size.experts,
-        num_experts_per_tok=size.per_token,
+    config = size.config(
         norm_topk_prob=True,
         max_position_embeddings=4096,
         tie_word_embeddings=False,

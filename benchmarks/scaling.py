@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from benchmarks.models import DEEPSEEK_V3, QWEN3_06B, QWEN3_30B_A3B, REPLAY
-from benchmarks.training_cases import STOCK, estimates, model_of
+from benchmarks.rows import SOURCE
+from benchmarks.training_cases import STOCK, estimates, facts_at
 from benchmarks.training_rows import MEASURED
 from configs.schema import (
     AlgorithmConfig,
@@ -23,7 +24,6 @@ from configs.schema import (
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
-    SourceConfig,
     TrainerConfig,
 )
 from model.load import ModelFacts, facts_of
@@ -119,13 +119,12 @@ STUDIES = (
 
 def recipe(workload: Workload, layout: Layout) -> Config:
     """Truncated sampling, checkpointing, a reference policy: what such a run would use."""
-    source = SourceConfig(
-        name="made", source="reasoning_gym", task="chain_sum", size=1, kl_coef=0.01
-    )
     longest = workload.prompt_tokens + workload.answer_tokens
     return Config(
         model=ModelConfig(path="made"),
-        data=DataConfig(sources=(source,), max_prompt_tokens=workload.prompt_tokens),
+        data=DataConfig(
+            sources=(replace(SOURCE, kl_coef=0.01),), max_prompt_tokens=workload.prompt_tokens
+        ),
         algorithm=AlgorithmConfig(prompts_per_step=workload.prompts, group_size=workload.group),
         rollout=RolloutConfig(
             engines=layout.engines,
@@ -231,9 +230,8 @@ def training_lines() -> Iterator[str]:
         "|---|---|---|---|---|---|---|"
     )
     for each in MEASURED:
-        facts = facts_of(model_of(each.case.shape, small=False))
         rates = STOCK if each.stock else Rates()
-        took, held = estimates(each.case, facts, gpu=True, rates=rates)
+        took, held = estimates(each.case, facts_at(each.case.shape), gpu=True, rates=rates)
         held /= GIB
         yield (
             f"| {each} | {each.seconds:.3f} | {took:.3f} | {took / each.seconds - 1:+.0%} "

@@ -13,16 +13,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.training_cases import STOCK, estimates, model_of
+from benchmarks.training_cases import STOCK, estimates, facts_at
 from benchmarks.training_rows import MEASURED, Measured
-from model.load import facts_of
 from trainer.estimate import Rates
 
 FITTED = ("layer_moves", "stock_moves", "compiled_moves", "expert_moves")
 """`stock_moves` is the `layer_moves` of stock norms."""
-FACTS = {name: facts_of(model_of(name, small=False)) for name in {m.case.shape for m in MEASURED}}
+SHAPES = sorted({row.case.shape for row in MEASURED})
 GROUPS: tuple[tuple[str, Callable[[Measured], bool]], ...] = (
-    *((name, lambda row, name=name: row.case.shape == name) for name in sorted(FACTS)),
+    *((name, lambda row, name=name: row.case.shape == name) for name in SHAPES),
     ("several ranks", lambda row: row.case.ranks > 1),
     ("recompute", lambda row: row.case.recompute),
     ("4,096 tokens", lambda row: row.case.length == 4096),
@@ -38,7 +37,7 @@ def rates(constants: Sequence[float], *, stock: bool) -> Rates:
 def predicted(row: Measured, constants: Sequence[float]) -> float:
     """Seconds of the step."""
     used = rates(constants, stock=row.stock)
-    return estimates(row.case, FACTS[row.case.shape], gpu=True, rates=used)[0]
+    return estimates(row.case, facts_at(row.case.shape), gpu=True, rates=used)[0]
 
 
 def fit(rows: Sequence[Measured]) -> np.ndarray:

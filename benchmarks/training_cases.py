@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 
 from transformers import PreTrainedConfig
 
 from benchmarks.models import QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B, REPLAY
 from benchmarks.rows import Row, made_config
 from configs.schema import TrainerConfig
-from model.load import ModelFacts
+from model.load import ModelFacts, facts_of
 from trainer.estimate import Machine, Rates, compute_seconds, traffic_seconds
 from trainer.memory import trainer_memory
 
@@ -115,6 +116,12 @@ def model_of(shape: str, *, small: bool) -> PreTrainedConfig:
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = kinds[: config.num_hidden_layers]
     return config
+
+
+@cache
+def facts_at(shape: str) -> ModelFacts:
+    """Of the shape at its full size."""
+    return facts_of(model_of(shape, small=False))
 
 
 def one_gpu(shapes: Sequence[str], *, small: bool) -> Iterator[Case]:

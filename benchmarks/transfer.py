@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.models import REPLAY
+from benchmarks.models import REPLAY, Mixture
+from benchmarks.rows import SOURCE
 from configs.schema import (
     AlgorithmConfig,
     Config,
@@ -37,7 +38,6 @@ from configs.schema import (
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
-    SourceConfig,
     TrainerConfig,
 )
 from model.channel import Channel, Meeting
@@ -50,19 +50,7 @@ from trainer.main import engine_spec
 
 GB = 1e9
 DEADLINE_S = 300.0
-
-
-SMALL = Qwen3MoeConfig(
-    vocab_size=2048,
-    hidden_size=64,
-    moe_intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-)
+SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048).config()
 
 
 def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
@@ -123,10 +111,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     gpus, small = options.gpus, options.small
     parameters = write_model(folder, SMALL if small else REPLAY, small=small)
     build_tokenizer().save_pretrained(folder)
-    source = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
     config = Config(
         model=ModelConfig(path=str(folder), dtype="float32" if small else "bfloat16"),
-        data=DataConfig(sources=(source,), max_prompt_tokens=64),
+        data=DataConfig(sources=(SOURCE,), max_prompt_tokens=64),
         algorithm=AlgorithmConfig(),
         rollout=RolloutConfig(
             engines=options.engines,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,29 +11,30 @@ from configs.load import dump_config, load_config
 from configs.schema import ConfigError
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"))
+shipped = cache(load_config)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_valid_by_its_bare_name(name: str) -> None:
-    assert load_config(name).run.dir == f"runs/{name}"
+    assert shipped(name).run.dir == f"runs/{name}"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_teaches_the_embedded_model_only_what_it_can(name: str) -> None:
-    config = load_config(name)
+    config = shipped(name)
     taught = any(source.source == "reasoning_gym" for source in config.data.sources)
     assert taught or config.model.embedded.cold_start.steps == 0
 
 
 @pytest.mark.parametrize("name", ["spelling", "spiral", "code", "chat"])
 def test_a_specialist_is_one_domain_of_the_mix(name: str) -> None:
-    (source,) = load_config(f"specialist-{name}").data.sources
-    assert source in load_config("mixed").data.sources
+    (source,) = shipped(f"specialist-{name}").data.sources
+    assert source in shipped("mixed").data.sources
     assert source.name == name
 
 
 def test_speciale_prices_length_less_and_leaves_it_more_room() -> None:
-    mixed, speciale = load_config("mixed"), load_config("speciale")
+    mixed, speciale = shipped("mixed"), shipped("speciale")
     assert speciale.rollout.sampling.max_tokens == 2 * mixed.rollout.sampling.max_tokens
     price = {config.data.sources[0].length.linear for config in (speciale, mixed)}
     assert price == {0.02, 0.1}

@@ -28,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rollout.packed import Packed
 from rollout.recorder import RoutesBeforePreemption, Wanted
 from rollout.scheduler import AsyncShortScheduler, ShortScheduler
-from tests.rollout_contract import make_model
+from tests.recorders.tiny_model import make_model
 
 BLOCK = 16
 END = 0

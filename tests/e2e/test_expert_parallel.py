@@ -23,7 +23,7 @@ from tests.e2e.expert_scenarios import (
     run_expert_rank,
     write_family,
 )
-from tests.e2e.trainer_scenarios import free_port
+from tests.e2e.trainer_scenarios import free_port, results_of, same, wait_for
 from trainer.families import EXPERT_PARALLEL
 
 pytestmark = pytest.mark.e2e
@@ -61,27 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             for size in SCENARIOS
         ]
-        for context in running:
-            assert context is not None
-            while not context.join(timeout=120):
-                pass
+        wait_for(running)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for size in SCENARIOS:
-        found |= torch.load(folder / f"results-{size}.pt", weights_only=False)
-    return found
-
-
-def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            actual[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    return results_of(folder, SCENARIOS)
 
 
 def same_metrics(actual: list[Any], expected: list[Any]) -> None:

@@ -19,7 +19,7 @@ from rewards.scorer import Scorer
 from rl.types import Prompt
 from rollout.judge_process import JudgeProcess
 from rollout.judge_server import JudgeServer
-from tests.rewards.test_scorer import group
+from tests.rewards.groups import group
 
 pytestmark = pytest.mark.e2e
 

@@ -13,15 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout_contract import (
-    RecorderContract,
-    Reference,
-    RemoteEngine,
-    Tolerance,
-    engine_spec,
-    make_model,
-    running_engine,
-)
+from tests.recorders.contract import RecorderContract
+from tests.recorders.reference import Reference, Tolerance
+from tests.recorders.remote_engine import RemoteEngine, engine_spec, running_engine
+from tests.recorders.tiny_model import make_model
 
 pytestmark = [
     pytest.mark.e2e,

@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 
 from configs.schema import SamplingConfig
-from tests.rollout_contract import (
-    OPEN,
-    RecorderContract,
-    Reference,
-    RemoteEngine,
-    Tolerance,
-    check_groups,
-    engine_spec,
-    make_model,
-    prompts,
-    running_engine,
-)
+from tests.recorders.contract import RecorderContract
+from tests.recorders.reference import Reference, Tolerance, check_groups
+from tests.recorders.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine
+from tests.recorders.tiny_model import make_model
 
 pytestmark = pytest.mark.e2e
 

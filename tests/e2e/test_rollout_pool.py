@@ -16,7 +16,8 @@ import ray
 from configs.schema import SamplingConfig
 from model.weights import pack_buckets
 from rollout.ray_engines import RayRolloutPool, ray_pool
-from tests.rollout_contract import TRUNCATED, checkpoint_tensors, engine_spec, make_model, prompts
+from tests.recorders.remote_engine import TRUNCATED, engine_spec, prompts
+from tests.recorders.tiny_model import checkpoint_tensors, make_model
 
 pytestmark = pytest.mark.e2e
 START_S = 240

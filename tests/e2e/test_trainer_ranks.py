@@ -20,7 +20,10 @@ from tests.e2e.trainer_scenarios import (
     STAGES,
     STEPS,
     free_port,
+    results_of,
     run_rank,
+    same,
+    wait_for,
 )
 
 pytestmark = pytest.mark.e2e
@@ -42,27 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             mp.spawn(run_rank, (size, free_port(), folder), nprocs=size, join=False)
             for size in SCENARIOS
         ]
-        for context in running:
-            assert context is not None
-            while not context.join(timeout=120):
-                pass
+        wait_for(running)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for size in SCENARIOS:
-        found |= torch.load(folder / f"results-{size}.pt", weights_only=False)
-    return found
-
-
-def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            actual[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    return results_of(folder, SCENARIOS)
 
 
 @pytest.mark.parametrize("name", ["compiled", "stage 2 sequence recomputed offloaded compiled"])

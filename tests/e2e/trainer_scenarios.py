@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.multiprocessing.spawn import ProcessContext
 
 from configs.schema import (
     AlgorithmConfig,
@@ -294,3 +295,27 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def results_of(folder: Path, sizes: Iterable[int]) -> Result:
+    """Scenario → what rank 0 wrote down of it, once all processes have ended."""
+    found: Result = {}
+    for size in sizes:
+        found |= torch.load(folder / f"results-{size}.pt", weights_only=False)
+    return found
+
+
+def wait_for(running: Iterable[ProcessContext | None]) -> None:
+    for context in running:
+        assert context is not None
+        while not context.join(timeout=120):
+            pass
+
+
+def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> None:
+    """Tensors of the same names and values."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from model.attention import Segments, packed_attention
+from tests.gpu.marks import GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = GPU
 
 
 @pytest.mark.parametrize("window", [None, 24])

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from configs.schema import ColdStartConfig, EmbeddedConfig, SourceConfig
 from model.embedded.cache import ensure_embedded
+from tests.gpu.marks import GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = GPU
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
 
 

@@ -5,7 +5,6 @@ The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPR
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from model.fused import fused_experts
+from tests.gpu.marks import DEVICE, KERNELS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(),
-        reason="no GPU, and TRITON_INTERPRET is not 1",
-    ),
-]
+pytestmark = KERNELS
 EXPERTS, PER_TOKEN, TOKENS = 6, 3, 16
 
 

@@ -9,12 +9,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from tests.gpu.marks import GPU
 from tests.rl.batches import Batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = GPU
 
 
 @contextmanager

@@ -5,21 +5,12 @@ The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPR
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
-import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(),
-        reason="no GPU, and TRITON_INTERPRET is not 1",
-    ),
-]
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+
+pytestmark = KERNELS
 VOCABULARY = 10_001
 """Not a multiple of anything."""
 

@@ -10,26 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs.schema import SamplingConfig
-from tests.rollout_contract import (
-    OPEN,
-    RecorderContract,
-    Reference,
-    RemoteEngine,
-    Tolerance,
-    check_groups,
-    engine_spec,
-    make_model,
-    prompts,
-    running_engine,
-)
+from tests.gpu.marks import GPU
+from tests.recorders.contract import RecorderContract
+from tests.recorders.reference import Reference, Tolerance, check_groups
+from tests.recorders.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine
+from tests.recorders.tiny_model import make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = GPU
 
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """float32 products in Triton's kernels, where TF32 would turn routes."""

@@ -5,7 +5,6 @@ They run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -19,16 +18,9 @@ from model.support import HeadSpec, support_head
 from model.support_gpu import fused_head
 from model.support_kernels import LONG_ROW, HeadShape
 from model.support_plan import build_plan
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(),
-        reason="no GPU, and TRITON_INTERPRET is not 1",
-    ),
-]
+pytestmark = KERNELS
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3 if INTERPRETED else 4e-3}
 """Of a gradient, as ‖x − exact‖ / ‖exact‖. Rounding to bfloat16 errs by up to 2^-9; the
 interpreter cuts off instead of rounding, so it errs by twice that."""

@@ -14,11 +14,9 @@ from model.weights import unpack_block
 from rl.metrics import values
 from tests.e2e.trainer_batches import Rollouts, write_model
 from tests.e2e.trainer_scenarios import TIGHT, Ranks, make_config, training
+from tests.gpu.marks import GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = GPU
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Routing replay in every supported family, and under activation recomputation."""
+"""Routing replay in every supported family."""
 
 from __future__ import annotations
 
@@ -11,30 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from model import routing
 from model.routers import ROUTERS, is_moe, moe_layers, router_modules
 from model.routing import record_routes, replay_routes
-from tests.model.families import FAMILIES, VOCAB, build
-
-TOKENS = torch.arange(10).reshape(2, 5) * 7 % VOCAB
-N, K, E = TOKENS.numel(), 2, 8
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(TOKENS, use_cache=False).logits
-
-
-def live_routes(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad(), record_routes(model) as recording:
-        logits(model)
-    return recording.routes()
-
-
-def other_routes(model: PreTrainedModel, seed: int = 0) -> Tensor:
-    """Random ones, of distinct experts."""
-    generator = torch.Generator().manual_seed(seed)
-    layers = len(router_modules(model))
-    return torch.rand(N, layers, E, generator=generator).argsort(-1)[..., :K].to(torch.int16)
+from tests.model.families import FAMILIES, build
+from tests.model.routes import E, K, N, live_routes, logits, other_routes
 
 
 @pytest.fixture(scope="module")
@@ -123,89 +103,6 @@ def test_dense_layers_have_no_routes(model):
     assert is_moe(model.config)
 
 
-# Activation recomputation
-
-
-def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, grad in actual.items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-def loss_of(model: PreTrainedModel) -> Tensor:
-    return logits(model).float().log_softmax(-1)[..., 3].sum()
-
-
-def checkpointed(model: PreTrainedModel, reentrant: bool) -> None:
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:  # a reentrant checkpoint only runs backward if an input asks for gradient
-        model.enable_input_require_grads()
-
-
-@pytest.fixture(params=[False, True], ids=["non_reentrant", "reentrant"])
-def reentrant(request) -> bool:
-    return request.param
-
-
-def test_recomputation_repeats_the_replay_inside_and_after_the_context(qwen, reentrant):
-    routes = other_routes(qwen)
-    with replay_routes(qwen, routes):
-        loss_of(qwen).backward()
-    expected = gradients(qwen)
-    checkpointed(qwen, reentrant)
-    with replay_routes(qwen, routes) as replay:
-        loss_of(qwen).backward()
-    same(gradients(qwen), expected)
-    assert replay.metrics()["routing/overlap"].count == N * 2, "recomputation must not count"
-    with replay_routes(qwen, routes):
-        loss = loss_of(qwen)
-    loss.backward()
-    same(gradients(qwen), expected)
-
-
-def test_recomputation_finds_its_own_replay_among_others(qwen, reentrant):
-    """Two replays and a live pass wait for backward, which then runs inside a third replay."""
-    first, second = other_routes(qwen, 1), other_routes(qwen, 2)
-    expected = []
-    for routes in (first, second):
-        with replay_routes(qwen, routes):
-            loss_of(qwen).backward()
-        expected.append(gradients(qwen))
-    loss_of(qwen).backward()
-    expected.append(gradients(qwen))
-
-    checkpointed(qwen, reentrant)
-    losses = []
-    for routes in (first, second):
-        with replay_routes(qwen, routes):
-            losses.append(loss_of(qwen))
-    losses.append(loss_of(qwen))
-    with replay_routes(qwen, other_routes(qwen, 3)):
-        loss_of(qwen)
-        for loss, grads in zip(losses, expected, strict=True):
-            loss.backward()
-            same(gradients(qwen), grads)
-
-
-def test_recomputing_a_forgotten_replay_is_refused(qwen, reentrant, monkeypatch):
-    monkeypatch.setattr(routing, "REMEMBERED", 1)
-    checkpointed(qwen, reentrant)
-    losses = []
-    for seed in (0, 1):
-        with replay_routes(qwen, other_routes(qwen, seed)):
-            losses.append(loss_of(qwen))
-    losses[1].backward()
-    with pytest.raises(RuntimeError, match="more than 1 replays ago"):
-        losses[0].backward()
-
-
 # Around the context
 
 
@@ -272,87 +169,6 @@ def test_uint8_routes_are_taken(qwen):
     with replay_routes(qwen, other_routes(qwen).numpy().astype(np.uint8)) as replay:
         logits(qwen)
     assert replay.metrics()["routing/fallback_fraction"].value == 0
-
-
-def edited(routes: Tensor, at: tuple[int, ...], value: object) -> Tensor:
-    routes = routes.clone()
-    routes[at] = torch.as_tensor(value, dtype=routes.dtype)
-    return routes
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda r: r[0], "routes must be integers"),
-        (lambda r: r.float(), "routes must be integers"),
-        (lambda r: r[:, :1], "L = 1 layers, but the model has 2 MoE layers"),
-        (lambda r: r[..., :1], "K = 1 experts a token, but MoE layer 0 chooses 2"),
-        (lambda r: edited(r, (4, 1), [0, E]), "token 4, MoE layer 1 is .*experts are 0 … 7"),
-        (lambda r: edited(r, (4, 1), [0, -2]), "token 4, MoE layer 1 is .*experts are 0 … 7"),
-        (lambda r: edited(r, (4, 1), [-1, 0]), "token 4, MoE layer 1 is .*whole or not at all"),
-        (lambda r: edited(r, (4, 1), [0, 0]), "token 4, MoE layer 1 is .*expert is there twice"),
-        (lambda r: edited(r, (slice(None), 1), 0), "token 0, MoE layer 1 is .*there twice"),
-    ],
-)
-def test_routes_that_cannot_be_are_refused_on_entry(qwen, edit, message):
-    context = replay_routes(qwen, edit(other_routes(qwen)))
-    with pytest.raises(ValueError, match=message), context:
-        pass
-
-
-def test_a_layer_of_zeros_is_refused_with_one_expert_a_token():
-    model = build("qwen3_moe", num_experts_per_tok=1)
-    routes = torch.randint(1, E, (16, 2, 1))
-    routes[:, 1] = 0
-    with pytest.raises(ValueError, match="MoE layer 1 sends all its 16 tokens"):
-        replay_routes(model, routes).__enter__()
-
-
-def test_routes_for_another_number_of_tokens_are_refused(qwen):
-    with (
-        pytest.raises(ValueError, match="routes are for 9 tokens, but the router of MoE layer 0"),
-        replay_routes(qwen, other_routes(qwen)[:9]),
-    ):
-        logits(qwen)
-
-
-def test_routes_that_were_never_applied_are_an_error(qwen):
-    with (
-        pytest.raises(RuntimeError, match=r"routers of MoE layers \[0, 1\] did not run"),
-        replay_routes(qwen, other_routes(qwen)),
-    ):
-        pass
-
-
-def test_a_router_is_replayed_by_one_context_at_a_time(qwen):
-    routes = other_routes(qwen)
-    with replay_routes(qwen, routes):
-        logits(qwen)
-        with pytest.raises(RuntimeError, match="already being replayed"):
-            replay_routes(qwen, routes).__enter__()
-
-
-class MysteryRouter(nn.Linear):
-    pass
-
-
-class MysteryExperts(nn.Module):
-    pass
-
-
-@pytest.mark.parametrize("part", [MysteryRouter(4, 4), MysteryExperts()])
-def test_an_unknown_family_is_refused_with_the_known_ones(part):
-    with pytest.raises(
-        ValueError, match=r"Mystery\w+ is not known.*Qwen3Moe.*adding-a-model-family"
-    ):
-        router_modules(nn.Sequential(part))
-
-
-def test_a_dense_model_has_no_routers():
-    model = build("qwen3")
-    assert router_modules(model) == [] and not is_moe(model.config) and moe_layers(model) == ()
-    with pytest.raises(ValueError, match="no routers"):
-        replay_routes(model, np.zeros((N, 0, 2), np.int16)).__enter__()
 
 
 # DeepSpeed AutoEP's router, by its interface

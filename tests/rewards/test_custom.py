@@ -11,7 +11,7 @@ import pytest
 from rewards.compose import check_weights
 from rewards.custom import SpokenTrajectory, load_function
 from rewards.scorer import Scorer
-from tests.rewards.test_scorer import group
+from tests.rewards.groups import group
 
 MINE = """
 def polite(prompt, trajectory):

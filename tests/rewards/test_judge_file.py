@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,11 @@ from rich.console import Console
 
 from configs.schema import JudgeConfig
 from rewards.judge_file import judge_answers, read_answers, read_rubric
-from tests.rewards.judge_server import Reply, Server, good, material_of, running
+from tests.rewards.judge_server import Reply, Server, good, material_of
 from trainer.cli import parser
 
 BLUE = {"name": "blue", "text": "says blue", "weight": 1}
 LINE = {"prompt": "Colour?", "answer": "blue", "criteria": [BLUE]}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running(good) as server:
-        yield server
 
 
 def write(path: Path, *lines: Any) -> Path:

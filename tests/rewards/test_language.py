@@ -10,7 +10,7 @@ from benchmarks.language import SAMPLES, mixed, others, own
 from rewards.custom import SpokenTrajectory
 from rewards.language import language, language_share, letters_by_script, words_of
 from rewards.scorer import Scorer
-from tests.rewards.test_scorer import group
+from tests.rewards.groups import group
 
 ASKED = "How many apples does she have left in the basket?"
 

@@ -13,36 +13,10 @@ import pytest
 
 from rewards.compose import check_weights, compose, pass_at_1
 from rewards.scorer import Scorer
-from rl.types import FinishReason, Group, Prompt, Segment, Trajectory
+from rl.types import Group, Prompt
+from tests.rewards.groups import PROMPT, group, trajectory
 
 WEIGHTS = {"maths": {"correct": 1.0, "format": 0.1}}
-PROMPT = Prompt(
-    prompt_id="file/1",
-    domain="maths",
-    messages=({"role": "user", "content": "1+2?"},),
-    reward={"kind": "answer", "answer": "3", "match": "math"},
-)
-
-
-def trajectory(sibling: int, raw: str, finish: FinishReason = "stop") -> Trajectory:
-    segment = Segment(
-        prompt_id="file/1",
-        token_ids_T=np.zeros(2, np.int32),
-        trainable_T=np.array([False, True]),
-        logp_old_T=np.zeros(2, np.float32),
-        version_T=np.zeros(2, np.int32),
-    )
-    return Trajectory(
-        prompt_id="file/1",
-        sibling=sibling,
-        segments=(segment,),
-        finish_reason=finish,
-        messages=({"role": "assistant", "content": "", "raw": raw},),
-    )
-
-
-def group(*raws: str, prompt: Prompt = PROMPT) -> Group:
-    return Group(prompt=prompt, trajectories=tuple(trajectory(i, r) for i, r in enumerate(raws)))
 
 
 @pytest.fixture(scope="module")

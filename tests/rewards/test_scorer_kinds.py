@@ -13,9 +13,9 @@ from rewards.judge.results import JudgeStopped
 from rewards.judge.service import JudgeService
 from rewards.length import LengthRule
 from rewards.scorer import CUT_OFF, Scorer
-from rl.types import Group, Prompt, Segment, Trajectory
+from rl.types import Group, Prompt
+from tests.rewards.groups import PROMPT, group, trajectory
 from tests.rewards.judge_server import Reply, Server, good, material_of, running
-from tests.rewards.test_scorer import PROMPT, group, trajectory
 
 TRUSTED = {"isolation": "none-i-trust-the-answers", "answer_s": 5.0}
 CRITERIA = [
@@ -114,26 +114,9 @@ def test_what_does_not_fit_together_is_named() -> None:
             scorer.score([group("3")])
 
 
-def long(sibling: int, raw: str, tokens: int, finish: Any = "stop") -> Trajectory:
-    segment = Segment(
-        prompt_id="file/1",
-        token_ids_T=np.zeros(tokens + 1, np.int32),
-        trainable_T=np.arange(tokens + 1) > 0,
-        logp_old_T=np.zeros(tokens + 1, np.float32),
-        version_T=np.zeros(tokens + 1, np.int32),
-    )
-    short = trajectory(sibling, raw, finish)
-    return Trajectory(
-        prompt_id="file/1",
-        sibling=sibling,
-        segments=(segment,),
-        finish_reason=finish,
-        messages=short.messages,
-    )
-
-
 def test_length_costs_and_what_was_added_is_written_down() -> None:
-    trajectories = (long(0, "</think>3", 20), long(1, "</think>3", 60), long(2, "</think>4", 10))
+    answers = [("</think>3", 20), ("</think>3", 60), ("</think>4", 10)]
+    trajectories = tuple(trajectory(i, raw, tokens=n) for i, (raw, n) in enumerate(answers))
     lengths = {"maths": LengthRule(linear=0.2, limit=100, margin=20)}
     with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
         (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=trajectories)])
@@ -149,9 +132,9 @@ def test_length_costs_and_what_was_added_is_written_down() -> None:
     [("keep", [1, 1], ()), ("zero", [1, 0], ()), ("drop", [1], (CUT_OFF,))],
 )
 def test_cut_answers(rule: Any, rewards: list[float], dropped: tuple[str, ...]) -> None:
-    asked = Group(
-        prompt=PROMPT, trajectories=(long(0, "</think>3", 20), long(1, "</think>3", 60, "length"))
-    )
+    whole = trajectory(0, "</think>3", tokens=20)
+    cut = trajectory(1, "</think>3", "length", tokens=60)
+    asked = Group(prompt=PROMPT, trajectories=(whole, cut))
     lengths = {"maths": LengthRule(truncated=rule)}
     with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
         (scored,) = scorer.score([asked])

@@ -33,7 +33,9 @@ def write_run(folder: Path, steps: int) -> Path:
     return folder
 
 
-def test_a_run_becomes_a_figure_tables_and_lines(tmp_path: Path) -> None:
+def test_a_run_becomes_a_figure_tables_and_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(tmp_path / "mine", 30)
     page = tmp_path / "learning.md"
     page.write_text("# Learning\n\n<!-- mine -->\nold\n<!-- end -->\n\nAfter.\n")
@@ -52,6 +54,7 @@ def test_a_run_becomes_a_figure_tables_and_lines(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "learning" / "mine.jsonl").open()]
     assert [line["step"] for line in lines] == list(range(31))
     assert lines[0] == {"step": 0, "eval/spelling/pass@1": 0.25, "eval/gcd/pass@1": 0.5}
+    monkeypatch.setattr("benchmarks.curves.draw", lambda curves, path: None)  # takes seconds
     write_report(run, page, "mine")
     assert page.read_text() == text
 

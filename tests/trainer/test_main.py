@@ -15,7 +15,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from model.embedded.tokenizer import build_tokenizer
 from trainer.cli import main
-from trainer.main import model_folder, prepare
+from trainer.main import Task, model_folder, prepare
+
+FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
+"""Making and measuring the thousands of prompts of the recipe takes seconds."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -29,7 +32,7 @@ def test_check_prints_the_plan_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    code, out, _ = run(capsys, "check", "quickstart", f"run.dir={folder}")
+    code, out, _ = run(capsys, "check", "quickstart", f"run.dir={folder}", *FEW)
     assert code == 0
     for part in ("3 MoE layers of 8 experts", "16 prompts × 8 answers = 128", "2 vLLM engine(s)"):
         assert part in out
@@ -68,7 +71,7 @@ def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = ("check", "quickstart", f"run.dir={tmp_path}", "run.device=gpu", "trainer.ranks=4")
-    code, out, err = run(capsys, *recipe, "rollout.tensor_parallel=2", "run.gpu_gib=80")
+    code, out, err = run(capsys, *recipe, *FEW, "rollout.tensor_parallel=2", "run.gpu_gib=80")
     assert code == 0, err
     assert "by rule, on nodes of 8 GPUs" in out
     assert "node 0: engines 0–1 on GPUs 0–3 (2 each); trainer ranks 0–3 on GPUs 4–7" in out
@@ -135,13 +138,17 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     assert (code, "mixture of experts" in err) == (2, True), err
 
 
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return prepare("quickstart", ["run.device=cpu", *FEW])
+
+
 @pytest.mark.parametrize(
     ("wanted", "here", "device"), [(True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")]
 )
 def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
-    wanted: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    task: Task, wanted: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = prepare("quickstart", ["run.device=cpu", "data.sources.0.size=150"])
     devices: list[str] = []
 
     def instead(*_: Any, device: str, **__: Any) -> Path:

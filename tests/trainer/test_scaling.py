@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from benchmarks.scaling import STUDIES, tables
 from benchmarks.scaling_fit import FITTED, fit
 from benchmarks.training_cases import STOCK
@@ -14,16 +16,20 @@ from trainer.estimate import Rates
 DOC = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
-def test_the_tables_are_what_the_benchmark_prints() -> None:
-    text, made = DOC.read_text(), tables()
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    return tables()
+
+
+def test_the_tables_are_what_the_benchmark_prints(made: dict[str, str]) -> None:
+    text = DOC.read_text()
     assert len(made) == len(STUDIES) + 3
     for title, table in made.items():
         assert f"## {title}\n" in text
         assert table in text, f"{title}: run benchmarks/scaling.py and copy its table"
 
 
-def test_the_model_is_within_a_fifth_of_every_measured_figure() -> None:
-    made = tables()
+def test_the_model_is_within_a_fifth_of_every_measured_figure(made: dict[str, str]) -> None:
     for title, rows, columns in (
         ("Training steps, measured and modelled", len(MEASURED), 2),
         ("Other measured figures", 8, 1),

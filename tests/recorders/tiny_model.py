@@ -1,0 +1,90 @@
+"""A tiny random mixture of experts, and new weights for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+DENSE_LAYER = 1
+END = "<|im_end|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+def make_model(folder: Path, *, seed: int = 0) -> Qwen3MoeForCausalLM:
+    """Four layers, one of them dense, with a byte tokenizer; saved to `folder`.
+
+    Wide initial weights and a scaled-up head make the distributions peaked, as trained ones are.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(vocab),
+            hidden_size=64,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_hidden_layers=4,
+            mlp_only_layers=[DENSE_LAYER],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            tie_word_embeddings=False,
+            eos_token_id=0,
+            dtype="float32",
+        )
+    ).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tensor]:
+    """New weights under checkpoint names; `model` takes them on as well."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * parameter.std() * noise)
+    return checkpoint_tensors(model)
+
+
+def checkpoint_tensors(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
+    """One tensor for each expert, as `save_pretrained` names them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        stem, _, leaf = name.rpartition(".experts.")
+        if not stem:
+            tensors[name] = parameter.detach().clone()
+            continue
+        for expert, weight in enumerate(parameter.detach().clone()):
+            if leaf == "down_proj":
+                tensors[f"{stem}.experts.{expert}.down_proj.weight"] = weight
+            else:
+                gate, up = weight.chunk(2)
+                tensors[f"{stem}.experts.{expert}.gate_proj.weight"] = gate
+                tensors[f"{stem}.experts.{expert}.up_proj.weight"] = up
+    return tensors

@@ -1,0 +1,33 @@
+"""What tests of rewards share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rewards.judge_server import Server, good, running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """The key of another endpoint; and no certificates, because the judges here speak no TLS and
+    reading a bundle of them takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", "somebody else's")
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", "/")
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[Server]:
+    with running(good) as server:
+        yield server
+
+
+@pytest.fixture
+def server(one_server: Server) -> Server:
+    one_server.forget()
+    one_server.behave = good
+    return one_server

@@ -1,0 +1,48 @@
+"""Groups of answers to score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rl.types import FinishReason, Group, Prompt, Segment, Trajectory
+
+PROMPT = Prompt(
+    prompt_id="file/1",
+    domain="maths",
+    messages=({"role": "user", "content": "1+2?"},),
+    reward={"kind": "answer", "answer": "3", "match": "math"},
+)
+
+
+def spoken(
+    message: Mapping[str, Any], *, sibling: int = 0, finish: FinishReason = "stop", tokens: int = 1
+) -> Trajectory:
+    """A trajectory of one message, of so many sampled tokens."""
+    segment = Segment(
+        prompt_id="file/1",
+        token_ids_T=np.zeros(tokens + 1, np.int32),
+        trainable_T=np.arange(tokens + 1) > 0,
+        logp_old_T=np.zeros(tokens + 1, np.float32),
+        version_T=np.zeros(tokens + 1, np.int32),
+    )
+    return Trajectory(
+        prompt_id="file/1",
+        sibling=sibling,
+        segments=(segment,),
+        finish_reason=finish,
+        messages=(message,),
+    )
+
+
+def trajectory(
+    sibling: int, raw: str, finish: FinishReason = "stop", tokens: int = 1
+) -> Trajectory:
+    message = {"role": "assistant", "content": "", "raw": raw}
+    return spoken(message, sibling=sibling, finish=finish, tokens=tokens)
+
+
+def group(*raws: str, prompt: Prompt = PROMPT) -> Group:
+    return Group(prompt=prompt, trajectories=tuple(trajectory(i, r) for i, r in enumerate(raws)))
