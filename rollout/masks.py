@@ -6,6 +6,8 @@ once, only the kept ids travel, and the host cuts nothing up. The bits stay on t
 row with more ids than the widest top-k allows (ids of equal logits).
 """
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -180,4 +182,4 @@ def install() -> None:
             "rollout.recorder = 'packed': vLLM's sampler no longer has SamplingMaskTensors, which "
             "is replaced. Use native, or vLLM 0.32"
         )
-    vllm_sampler.SamplingMaskTensors = StepSets  # type: ignore[misc]
+    vllm_sampler.SamplingMaskTensors = StepSets
