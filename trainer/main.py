@@ -67,6 +67,12 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
     task = prepare(recipe, overrides)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(task.config))
+        if folder.set_aside:
+            print(
+                f"{folder.path} holds a run that left no checkpoint to go on from. What it wrote "
+                f"is kept in {folder.set_aside}; this run begins anew. run.checkpoint_every=N "
+                "saves a checkpoint every N steps"
+            )
         state, steps = folder.state(), task.config.run.steps
         if state and state.step >= steps:
             print(f"{folder.path} has done its {state.step} steps. Raise run.steps to go on.")
