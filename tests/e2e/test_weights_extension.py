@@ -1,4 +1,4 @@
-"""The engine's end of an update, outside an engine (in a file of its own, since it loads vLLM)."""
+"""What Keel adds to vLLM's workers, outside an engine (in a file of its own: it loads vLLM)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from model.channel import Channel
 from model.weights import Sent
+from rl.types import NO_ROUTE
+from rollout.routes import SlotRoutes
 from rollout.weights import WeightsExtension
 
 pytestmark = pytest.mark.e2e
@@ -36,3 +39,11 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
     with pytest.raises(ConnectionError, match="closed"):
         first.receive(Sent(8))
     assert extension.keel_channel is second
+
+
+def test_a_slot_that_was_never_filed_has_no_route() -> None:
+    captured = torch.zeros((4, 3, 2), dtype=torch.int32)
+    routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
+    routes.file(2)  # both tokens to expert 0 alone, for all that is captured
+    rows = routes.rows(np.array([5, 6, 7]))
+    assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()
