@@ -368,7 +368,7 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
             gpu=task.gpu,
             startup_deadline_s=deadline,
             # An engine that was started again may have to wait for a step to end.
-            update_deadline_s=config.rollout.update_deadline_s + config.trainer.deadline_s,
+            update_deadline_s=config.sending_deadline_s + config.trainer.deadline_s,
             options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)
