@@ -7,6 +7,7 @@ the recipe.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -126,3 +127,10 @@ class Config:
     def engine_dtype(self) -> Literal["float32", "bfloat16"]:
         """Precision of the engines, and of the weights that they are sent."""
         return self.rollout.dtype or self.model.dtype
+
+    @property
+    def sending_deadline_s(self) -> float:
+        """Longest that a rank of the trainer may be busy with new weights: its engines finish what
+        they are at, all at once, and are then sent to, one after the other."""
+        engines_a_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
+        return (1 + engines_a_rank) * self.rollout.update_deadline_s

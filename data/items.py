@@ -20,9 +20,11 @@ class Item:
     @property
     def question(self) -> str:
         """Digest of what is asked: two prompts with the same one must not be split between
-        training and evaluation, whatever their ids, sources and system messages."""
-        asked = [m for m in self.prompt.messages if m.get("role") != "system"]
-        return digest(json.dumps([dict(m) for m in asked], sort_keys=True))
+        training and evaluation, whatever their ids, sources, system messages and white space."""
+        asked = [dict(m) for m in self.prompt.messages if m.get("role") != "system"]
+        for message in asked:
+            message["content"] = " ".join(str(message.get("content", "")).split())
+        return digest(json.dumps(asked, sort_keys=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,12 @@ an engine which dies ends its own channel and nothing else.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +24,8 @@ from model.weights import Sent, Shared
 
 POLL_S = 2e-4
 NEVER = timedelta(days=1)
-"""For PyTorch's own watchdog, which would end the whole process."""
+"""What the group is told: `send` keeps the deadline itself."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Meeting = tuple[str, int]
 """Host and port of the store that the two ends meet at."""
@@ -53,10 +56,12 @@ class Channel:
             ),
         )
         self._group: Any
+        """None once the channel is closed."""
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            with unwatched():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, deadline)
         self._options = dist.BroadcastOptions()
@@ -64,31 +69,40 @@ class Channel:
 
     def send(self, block: Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Returns when the bytes have left. `check` is called while waiting, to raise if the other
-        end has gone. Raises TimeoutError after the deadline; the channel is then closed."""
+        end has gone. Raises TimeoutError after the deadline and ConnectionError if the channel
+        breaks, or is closed: after any error it is."""
+        if self._group is None:
+            raise ConnectionError("the channel for weights has been closed")
         end = time.monotonic() + self._deadline_s
-        late = TimeoutError(
+        late = (
             f"{block.numel() / 2**20:.0f} MiB of weights did not get through in "
             f"{self._deadline_s:g} s (rollout.update_deadline_s) over {self._group.name()}"
         )
 
+        def ask(group: Callable[[], Any]) -> Any:
+            try:
+                return group()
+            except RuntimeError as error:
+                # gloo has the same deadline, and says so in its own words.
+                if time.monotonic() > end - 0.1 * self._deadline_s:
+                    raise TimeoutError(late) from error
+                raise ConnectionError(f"the channel for weights broke: {error}") from error
+
         def wait_for(done: Callable[[], bool]) -> None:
-            while not done():
+            while not ask(done):
                 check()
                 if time.monotonic() > end:
-                    raise late
+                    raise TimeoutError(late)
                 time.sleep(POLL_S)
 
-        begun = self._begin(block)
-        wait_for(begun.done)  # NCCL meets the other end here, and does not give up by itself
         try:
-            work = begun.result()
+            begun = self._begin(block)
+            wait_for(begun.done)  # NCCL meets the other end here, and does not give up by itself
+            work = ask(begun.result)
             wait_for(work.is_completed)
-            work.wait()  # raises if it failed; orders what follows after it
-        except BaseException as error:
+            ask(work.wait)  # raises if it failed; orders what follows after it
+        except BaseException:
             self.close()
-            # gloo has the same deadline, and says so in its own words.
-            if isinstance(error, RuntimeError) and time.monotonic() > end - 0.1 * self._deadline_s:
-                raise late from error
             raise
         self.used = True
 
@@ -97,13 +111,16 @@ class Channel:
         begun: Future[Any] = Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
+        group = self._group
 
         def begin() -> None:
             try:
                 with torch.cuda.stream(stream), torch.inference_mode(inference):
-                    begun.set_result(self._group.broadcast([block], self._options))
+                    begun.set_result(group.broadcast([block], self._options))
             except Exception as error:  # belongs to who waits
                 begun.set_exception(error)
+            if self._group is None:  # closed meanwhile: nobody waits for it any more
+                _end([group])
 
         if self.used:
             begin()
@@ -118,8 +135,38 @@ class Channel:
         return block
 
     def close(self) -> None:
-        """Give up what is under way."""
-        self._group.abort()
+        """Give up what is under way, for good. Does not wait for the group's end, which may take as
+        long as its peers let it."""
+        if self._group is not None:
+            last, self._group = [self._group], None
+            threading.Thread(target=_end, args=(last,), name="keel-close", daemon=True).start()
+
+
+def _end(last: list[Any]) -> None:
+    """Takes over the last reference to a group: its destructor may take long too."""
+    group = last.pop()
+    with suppress(RuntimeError):  # it is broken already
+        group.abort()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A `ProcessGroupNCCL` that is made in here has no watchdog; groups made before or after do.
+
+    The watchdog of a group ends its process when one of the group's operations fails, and sets a
+    flag in the store for which all trainer ranks end theirs: an engine that breaks off would take
+    the trainer with it. PyTorch starts none where this variable is set, which a group reads once,
+    when it is made; `is_completed` and `wait` notice failures by themselves.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def share(block: Tensor) -> Shared:

@@ -116,7 +116,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def is_moe(config: Any) -> bool:
-    """Whether a transformers config describes a mixture of experts."""
+    """Whether a transformers config describes a mixture of experts; one expert is one too."""
     config = config.get_text_config()
     return any((getattr(config, name, None) or 0) > 0 for name in _EXPERT_COUNTS)
 

@@ -6,7 +6,7 @@ once, only the kept ids travel, and the host cuts nothing up. The bits stay on t
 row with more ids than the widest top-k allows (ids of equal logits).
 """
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
 # Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 

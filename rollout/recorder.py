@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import RolloutConfig, SamplingConfig
-from rl.types import KeptSets
+from rl.types import NO_ROUTE, KeptSets
 from rollout.spec import RecordingError
 
 if TYPE_CHECKING:
@@ -160,7 +160,14 @@ def check_tokens(request_id: str, what: str, recorded: int, expected: int) -> No
 
 
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
-    """Raise if a MoE layer sent every token to expert 0 K times over, which no router does."""
+    """Raise if a token has no route, or if a MoE layer sent every token to expert 0 K times over,
+    which no router does."""
+    missing = np.flatnonzero((routes == NO_ROUTE).any(axis=(1, 2)))
+    if len(missing):
+        raise RecordingError(
+            f"request {request_id}: {len(missing)} of its {len(routes)} tokens have no route, "
+            f"token {missing[0]} first: the engine did not record them"
+        )
     if routes.shape[2] > 1 and len(routes):
         blank = np.flatnonzero(~routes.any(axis=(0, 2)))
         if len(blank):

@@ -196,8 +196,6 @@ class V1Recorder:
             assert self._routes is not None and self._before is not None
             blocks = self._routes.blocks(request_id)
             routes = self._before.rows(request_id, blocks, prompt_tokens + len(tokens) - 1)
-            if (routes == NO_ROUTE).any():
-                raise RecordingError(f"request {request_id}: tokens without a route")
             check_routed(request_id, routes)
         return Recording(
             logp=np.array([step.logp[row] for step, row in draws], np.float32),

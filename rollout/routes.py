@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from rl.types import NO_ROUTE
 from rollout.weights import WeightsExtension, moe_runners
 
 
@@ -35,8 +36,12 @@ class SlotRoutes:
             if list(layers) == every
             else torch.tensor(list(layers), dtype=torch.int64, device=captured.device)
         )
-        self._table = torch.zeros(
-            (size, len(layers), captured.shape[2]), dtype=torch.int16, device=captured.device
+        # A slot that is read and was never filed must not look like a token sent to expert 0.
+        self._table = torch.full(
+            (size, len(layers), captured.shape[2]),
+            NO_ROUTE,
+            dtype=torch.int16,
+            device=captured.device,
         )
 
     def begin_step(self, metadata: Any) -> None:

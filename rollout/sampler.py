@@ -23,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from configs.schema import SamplingConfig
 from model.channel import Meeting
+from model.routers import is_moe
 from model.weights import Bucket
 from rl.types import Group, Prompt, Trajectory
 from rollout import shims
@@ -45,8 +46,6 @@ MAX_AHEAD = 64
 """Steps that vLLM may need to settle when it is paused; it schedules one or two ahead."""
 CPU_BLOCK = 32
 """Tokens in a KV-cache block on CPUs; vLLM's default of 128 would hardly ever share a prefix."""
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What transformers configs call the number of experts."""
 DISCARD = 2
 """vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
 GIB = 2**30
@@ -86,7 +85,7 @@ class Sampler:
         self._updating = self._asleep = False
 
         text = AutoConfig.from_pretrained(spec.model_path).get_text_config()
-        moe = any((getattr(text, name, 0) or 0) > 1 for name in EXPERT_COUNTS)
+        moe = is_moe(text)
         self._routes = spec.keep_routing and moe
         self._kept = spec.keep_sampling_mask
         kinds = {"native": NativeRecorder, "packed": PackedRecorder, "v1": V1Recorder}

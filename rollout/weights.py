@@ -46,7 +46,7 @@ class WeightsExtension:
     """Among the workers of this engine."""
     device: torch.device
 
-    keel_channel: Channel
+    keel_channel: Channel | None = None
     keel_checksum: Checksum
 
     def keel_moe_layers(self) -> list[int]:
@@ -57,7 +57,11 @@ class WeightsExtension:
         return gpu_id(self.device)
 
     def keel_join(self, meeting: Meeting, name: str, deadline_s: float) -> None:
-        """Open the engine's channel to the rank that sends it weights."""
+        """Open the engine's channel to the rank that sends it weights, in the place of an earlier
+        one."""
+        if self.keel_channel is not None:
+            self.keel_channel.close()
+            self.keel_channel = None
         size = 1 + self.vllm_config.parallel_config.world_size
         self.keel_channel = Channel(
             meeting,
@@ -80,6 +84,8 @@ class WeightsExtension:
 
     def _keel_tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(bucket.data, Sent):
+            if self.keel_channel is None:
+                raise ConnectionError("the channel for weights has not been opened")
             block = self.keel_channel.receive(bucket.data)
         elif isinstance(bucket.data, Shared):
             block = open_shared(bucket.data, self.device)

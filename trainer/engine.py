@@ -83,7 +83,9 @@ class TrainerEngine:
             )
         self._model_path, self._config = model_path, config
         self._rank, self._world_size = rank, world_size
-        self._device = join_ranks(rank, world_size, store, timeout_s=trainer.deadline_s)
+        # A rank that sends weights, and waits for an engine, keeps the others waiting.
+        timeout_s = trainer.deadline_s + config.sending_deadline_s
+        self._device = join_ranks(rank, world_size, store, timeout_s=timeout_s)
         dtype = compute_dtype(config, self._device)
         torch.manual_seed(config.run.seed)
         self._stage = zero_stage(trainer, dtype)

@@ -18,6 +18,8 @@ from rl.metrics import Metric, values
 from rl.types import ScoredGroup, Trajectory
 from trainer.view import View
 
+REPAIR = "repair the line or take it out"
+
 
 class Journal:
     """Writes each step into the run folder and hands it to the terminal view."""
@@ -68,24 +70,35 @@ class Journal:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines of `metrics.jsonl` past `step`, and a last line cut short by a crash."""
+    """Drop the lines of `metrics.jsonl` past `step`, and a last line cut short by a crash. Raises
+    as `metric_lines` does."""
     if not path.exists():
         return
-    kept = [
-        line
-        for line in path.read_text().splitlines()
-        if (of := step_of(line)) is not None and of <= step
-    ]
+    kept = [line for of, line in metric_lines(path) if step and of <= step]
     fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(line + "\n" for line in kept if step))
+    fresh.write_text("".join(line + "\n" for line in kept))
     fresh.replace(path)
 
 
-def step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except json.JSONDecodeError:
-        return None
+def metric_lines(path: Path) -> list[tuple[int, str]]:
+    """Step and text of each line of `metrics.jsonl`, but for a last one cut short by a crash.
+
+    Raises ValueError naming file and line for one that no run can have written.
+    """
+    texts = path.read_text().splitlines()
+    found: list[tuple[int, str]] = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            if number == len(texts):
+                break
+            raise ValueError(f"{path}:{number}: not JSON: {error.msg}; {REPAIR}") from error
+        step = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(step, int):
+            raise ValueError(f"{path}:{number}: not an object with a whole number `step`; {REPAIR}")
+        found.append((step, text))
+    return found
 
 
 def choose(groups: Sequence[ScoredGroup], count: int) -> list[tuple[ScoredGroup, int]]:

@@ -188,7 +188,12 @@ class Learner:
             ray.kill(rank)
 
     def _limit(self, what: str) -> Limit:
-        return Limit(what, self._config.trainer.deadline_s, "trainer.deadline_s")
+        config = self._config
+        if not self._direct:
+            return Limit(what, config.trainer.deadline_s, "trainer.deadline_s")
+        # The ranks may still be sending the weights of the step before.
+        knobs = "trainer.deadline_s, and rollout.update_deadline_s for its engines"
+        return Limit(what, config.trainer.deadline_s + config.sending_deadline_s, knobs)
 
     def _all(self, method: str, *arguments: object, limit: Limit) -> list[Any]:
         """Call a method of every rank; the results by rank."""

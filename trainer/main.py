@@ -67,6 +67,12 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
     task = prepare(recipe, overrides)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(task.config))
+        if folder.set_aside:
+            print(
+                f"{folder.path} holds a run that left no checkpoint to go on from. What it wrote "
+                f"is kept in {folder.set_aside}; this run begins anew. run.checkpoint_every=N "
+                "saves a checkpoint every N steps"
+            )
         state, steps = folder.state(), task.config.run.steps
         if state and state.step >= steps:
             print(f"{folder.path} has done its {state.step} steps. Raise run.steps to go on.")
@@ -366,7 +372,7 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
             gpu=task.gpu,
             startup_deadline_s=deadline,
             # An engine that was started again may have to wait for a step to end.
-            update_deadline_s=config.rollout.update_deadline_s + config.trainer.deadline_s,
+            update_deadline_s=config.sending_deadline_s + config.trainer.deadline_s,
             options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)

@@ -6,6 +6,7 @@ tensorboard/    the same as curves
 trajectories/   readable samples of each step
 checkpoints/    what `run.resume: auto` continues from
 model/          the trained model, once the run has ended
+before_1/ …     what runs that ended without a checkpoint wrote here
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from configs.load import check_resumable, dump_config, load_config
 from configs.schema import Config, ConfigError
 from trainer import checkpoint
 from trainer.checkpoint import State
+from trainer.journal import metric_lines
+
+WRITTEN = ("config.yaml", "metrics.jsonl", "tensorboard", "trajectories", "model")
 
 
 class RunFolder:
@@ -29,6 +33,9 @@ class RunFolder:
         self.path = Path(config.run.dir).expanduser()
         self._config = config
         self._checkpoints = self.path / "checkpoints"
+        self._metrics = self.path / "metrics.jsonl"
+        self.set_aside: Path | None = None
+        """Where entering put what an earlier run wrote that cannot be continued."""
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the folder belongs to another config or is in use."""
@@ -47,6 +54,8 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir = {self.path}: another process is running there; choose another folder"
             ) from error
+        if self.latest is None and self._metrics.exists():
+            self.set_aside = self._put_aside()
         (self.path / "config.yaml").write_text(dump_config(self._config))
         return self
 
@@ -58,6 +67,11 @@ class RunFolder:
         saved, state = self.path / "config.yaml", self.state()
         if self.latest is None or state is None:
             return
+        if self._metrics.exists():
+            try:
+                metric_lines(self._metrics)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         if self._config.run.resume == "never":
             raise ConfigError(
                 f"run.dir = {self.path}: holds {self.latest.name}, and run.resume is never. Choose "
@@ -71,6 +85,17 @@ class RunFolder:
                 "(its config.yaml is gone, so no knob can be named). Choose another folder"
             )
 
+    def _put_aside(self) -> Path:
+        """Without a checkpoint a run begins anew: make room for its files."""
+        number = 1
+        while (aside := self.path / f"before_{number}").exists():
+            number += 1
+        aside.mkdir()
+        for name in WRITTEN:
+            if (self.path / name).exists():
+                (self.path / name).rename(aside / name)
+        return aside
+
     @property
     def latest(self) -> Path | None:
         """Folder of the newest finished checkpoint."""
@@ -83,12 +108,11 @@ class RunFolder:
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
         """`<set>/pass@1` → (step, value), from `metrics.jsonl`."""
         found: dict[str, list[tuple[int, float]]] = {}
-        for line in (self.path / "metrics.jsonl").read_text().splitlines():
-            numbers = json.loads(line)
-            for name, value in numbers.items():
+        for step, line in metric_lines(self._metrics):
+            for name, value in json.loads(line).items():
                 if name.startswith("eval/"):
                     points = found.setdefault(name.removeprefix("eval/"), [])
-                    points.append((numbers["step"], value))
+                    points.append((step, value))
         return found
 
     def save(self, state: State, write: Callable[[Path], None]) -> Path:

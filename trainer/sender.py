@@ -8,6 +8,7 @@ go on.
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,8 +32,9 @@ class Sender:
     def __init__(self, meeting: Meeting, device: torch.device, *, deadline_s: float) -> None:
         """`meeting`: a store that rank 0 keeps; `deadline_s`: for each step of an update."""
         self._meeting, self._device, self._deadline_s = meeting, device, deadline_s
-        self._channels: dict[str, Channel | None] = {}
-        """By the actor's id; None where engine and rank share a GPU."""
+        self._channels: dict[int, tuple[str, Channel | None]] = {}
+        """By the engine's index, with its actor's id; None where engine and rank share a GPU."""
+        self._opened = itertools.count()
         self._reached = False
         """Whether a channel has ever worked."""
 
@@ -57,20 +59,33 @@ class Sender:
         total = checksum.value()
         for update in updates:
             update.attempt(lambda update=update: update.finish(version, total))
+        for update in updates:
+            if update.error is not None:
+                self._forget(update.receiver.index)
         return {update.receiver.index: update.error or version for update in updates}
 
     def _channel(self, receiver: Receiver) -> Channel | None:
         """Opened when an engine is first sent to."""
-        actor, name = receiver.actor, receiver.actor._actor_id.hex()
-        if name not in self._channels:
+        index, actor = receiver.index, receiver.actor
+        of, channel = self._channels.get(index, ("", None))
+        if of != actor._actor_id.hex():
+            self._forget(index)  # the engine has been replaced
             gpus: list[str] = ray.get(actor.gpus.remote(), timeout=self._deadline_s)
-            if gpus == [gpu_id(self._device)] != [""]:
-                self._channels[name] = None
-            else:
-                self._channels[name] = self._open(actor, name, workers=len(gpus))
-        return self._channels[name]
+            here = gpus == [gpu_id(self._device)] != [""]
+            channel = None if here else self._open(actor, workers=len(gpus))
+            self._channels[index] = actor._actor_id.hex(), channel
+        return channel
 
-    def _open(self, actor: Any, name: str, *, workers: int) -> Channel:
+    def _forget(self, index: int) -> None:
+        """An engine that failed is replaced; nothing goes over its channel any more."""
+        _, channel = self._channels.pop(index, ("", None))
+        if channel is not None:
+            channel.close()
+
+    def _open(self, actor: Any, *, workers: int) -> Channel:
+        # The two ends of an earlier channel to the same engine have left their addresses in the
+        # store under its name.
+        name = f"{actor._actor_id.hex()}/{next(self._opened)}"
         joined = actor.join.remote(self._meeting, name)
         try:
             channel = Channel(
@@ -84,7 +99,11 @@ class Sender:
         except Exception as error:  # gloo waits here for the engine to come
             _ask(joined)
             raise TimeoutError(f"no channel to the engine: {error}") from error
-        ray.get(joined, timeout=self._deadline_s)
+        try:
+            ray.get(joined, timeout=self._deadline_s)
+        except BaseException:
+            channel.close()
+            raise
         return channel
 
 
@@ -113,12 +132,19 @@ class _Update:
         except Exception as error:  # whatever it is, the other engines get their weights
             cause = error.cause if isinstance(error, RayTaskError) else None
             self.error = cause if isinstance(cause, Exception) else error
-            if isinstance(self.error, TimeoutError) and self._sending and self.first:
+            if isinstance(self.error, ConnectionError):
+                # Whichever end noticed: the other may be gone, and Ray not know it yet.
+                self.error = TimeoutError(str(self.error))
+            unreached = self._sending and self.first and not self.sent
+            if isinstance(self.error, TimeoutError) and unreached:
                 self.error = RuntimeError(
                     f"engine {self.receiver.index} cannot be reached from {socket.gethostname()}: "
                     f"{self.error}. Set rollout.weight_transfer to store, or see what NCCL does "
                     "with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME names the network interface to use"
                 )
+            _drop_frames(error)
+            _drop_frames(self.error)
+            self._block = None
 
     def begin(self, channel: Channel | None) -> None:
         self._channel = channel
@@ -137,12 +163,9 @@ class _Update:
             self._sending = True
             try:
                 self._channel.send(data, self._check)
-            except TimeoutError:
-                raise
-            except Exception as error:
+            except ConnectionError:
                 _ask(self._asked)
-                # The engine is silent: it may be gone, and Ray not know it yet.
-                raise TimeoutError(f"its channel failed: {error}") from error
+                raise
             self._sending, self.sent = False, True
         self._block = data
 
@@ -162,6 +185,13 @@ class _Update:
     def _check(self) -> None:
         """Raises if the engine has failed while bytes are on their way to it."""
         _ask(self._asked, patience_s=0)
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """The frames of a traceback hold what they worked on: blocks of the GPU's memory."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _ask(answer: Any, patience_s: float = GRACE_S) -> None:

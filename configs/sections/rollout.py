@@ -89,7 +89,8 @@ class RolloutConfig:
     where engine and rank share a GPU (between CPUs: gloo). store: through host memory, by Ray's
     object store. auto: direct on GPUs, store on CPUs."""
     update_deadline_s: float = 300.0
-    """Longest wait for an engine to take new weights, and to drain before that."""
+    """Longest wait for an engine to take new weights, and to drain before that. A rank that sends
+    to several engines has as long for each."""
 
     def __post_init__(self) -> None:
         for name in (

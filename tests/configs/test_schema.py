@@ -121,3 +121,17 @@ def test_sequence_parallelism_must_divide_ranks_and_heads() -> None:
     model = ModelConfig(path="embedded", embedded=embedded)
     with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 4: .*embedded\.heads = 6"):
         replace(config(), model=model, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("engines", "ranks", "expected"), [(1, 1, 20), (4, 4, 20), (5, 4, 30), (8, 1, 90), (1, 4, 20)]
+)
+def test_a_rank_may_send_to_each_of_its_engines_for_as_long_as_one_takes(
+    engines: int, ranks: int, expected: float
+) -> None:
+    made = replace(
+        config("a/model"),
+        rollout=RolloutConfig(engines=engines, update_deadline_s=10),
+        trainer=TrainerConfig(ranks=ranks),
+    )
+    assert made.sending_deadline_s == expected

@@ -96,6 +96,28 @@ def test_a_file_is_split_by_the_seed(tmp_path: Path) -> None:
     assert report.skipped_reasons[0].startswith(f"{path}:32: not JSON")
 
 
+def test_white_space_makes_no_other_question(tmp_path: Path) -> None:
+    def source(name: str, texts: list[str], **knobs: Any) -> SourceConfig:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(json.dumps({"prompt": text, "answer": "1"}) for text in texts))
+        return SourceConfig(name=name, source="jsonl", path=str(path), **knobs)
+
+    plain = [f"What is {i} + 1?" for i in range(20)]
+    spaced = [f" What  is\u00a0{i} +\r\n1?\n" for i in range(20)]
+    dataset = load(
+        source("test", plain, holdout=20, weight=0),
+        source("train", [*spaced, "Why?", "Why? \n"]),
+        source("other", ["What is 0+1?"]),
+    )
+    assert trained(dataset) == {"Why?", "What is 0+1?"}
+    assert (dataset.report["train"].leaked, dataset.report["train"].duplicates) == (20, 1)
+
+    both = [text for pair in zip(plain, spaced, strict=True) for text in pair]
+    dataset = load(source("sums", both, holdout=5))
+    assert dataset.report["sums"].duplicates == 20
+    assert set(held(dataset)) <= set(plain)  # the first as it was written
+
+
 def test_too_few_distinct_questions_to_hold_out() -> None:
     with pytest.raises(ConfigError, match=r"holdout = 190: there are only \d+ distinct questions"):
         load(gym(size=200, holdout=190, params=SMALL))

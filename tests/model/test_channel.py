@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.channel import Channel, Meeting
+from model.channel import BLOCKING_WAIT, Channel, Meeting
 from model.weights import Checksum, Sent, pack_blocks, unpack_block
 
 CPU = torch.device("cpu")
@@ -89,3 +91,88 @@ def test_news_of_the_other_end_end_the_waiting(side: ThreadPoolExecutor, meeting
     with pytest.raises(ConnectionError, match="has died"):
         sender.send(torch.zeros(2**26, dtype=torch.uint8), gone)
     assert time.monotonic() - began < 1.5
+
+
+def test_what_a_broken_channel_says(side: ThreadPoolExecutor, meeting: Meeting) -> None:
+    sender, worker = open_all(side, meeting, "broken")
+    arriving = side.submit(worker.receive, Sent(2**26))
+    time.sleep(0.2)
+    began = time.monotonic()
+    sender.close()
+    with pytest.raises(ConnectionError, match="channel for weights broke"):
+        arriving.result(timeout=9)
+    for end in (sender, worker):
+        with pytest.raises(ConnectionError, match="has been closed"):
+            end.send(torch.zeros(8, dtype=torch.uint8))
+        end.close()  # again
+    assert time.monotonic() - began < 5
+
+
+def test_after_any_error_a_channel_is_closed(side: ThreadPoolExecutor, meeting: Meeting) -> None:
+    sender, _ = open_all(side, meeting, "closed", deadline_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        sender.send(torch.zeros(2**26, dtype=torch.uint8))
+    with pytest.raises(ConnectionError, match="has been closed"):
+        sender.send(torch.zeros(8, dtype=torch.uint8))
+    assert time.monotonic() - began < 5
+
+
+def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
+    side: ThreadPoolExecutor, meeting: Meeting
+) -> None:
+    """NCCL begins when the other end comes, which may be after the deadline."""
+    sender, _ = open_all(side, meeting, "begun", deadline_s=0.2)
+    met, ended = threading.Event(), list[str]()
+
+    class Slow:
+        def name(self) -> str:
+            return "slow"
+
+        def broadcast(self, *_: object) -> None:
+            met.wait(10)
+            ended.append("begun")
+
+        def abort(self) -> None:
+            ended.append("aborted")
+
+    sender._group = Slow()
+    with pytest.raises(TimeoutError):
+        sender.send(torch.zeros(8, dtype=torch.uint8))
+    met.set()
+    end = time.monotonic() + 5
+    while ended != ["aborted", "begun", "aborted"] and time.monotonic() < end:
+        time.sleep(0.01)
+    assert ended == ["aborted", "begun", "aborted"]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_only_the_channels_own_group_is_without_a_watchdog(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    seen: list[str | None] = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ.get(BLOCKING_WAIT))
+            if len(seen) > 1:
+                raise ValueError("no GPUs")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.delenv(BLOCKING_WAIT, raising=False)
+    if before is not None:
+        monkeypatch.setenv(BLOCKING_WAIT, before)
+
+    def open_one() -> Channel:
+        gpu = torch.device("cuda", 0)
+        return Channel(meeting, "gpu", rank=0, size=2, device=gpu, deadline_s=1)
+
+    open_one()
+    assert os.environ.get(BLOCKING_WAIT) == before
+    with pytest.raises(ValueError, match="no GPUs"):
+        open_one()
+    assert os.environ.get(BLOCKING_WAIT) == before
+    assert seen == ["1", "1"]

@@ -98,3 +98,10 @@ def test_a_dense_model_has_no_routers():
     assert router_modules(model) == [] and not is_moe(model.config) and moe_layers(model) == ()
     with pytest.raises(ValueError, match="no routers"):
         replay_routes(model, np.zeros((N, 0, 2), np.int16)).__enter__()
+
+
+def test_one_expert_is_a_mixture_too():
+    """The model then has routers, which want routes."""
+    config = build("qwen3_moe").config
+    config.num_experts = 1
+    assert is_moe(config) and is_moe(config.get_text_config()) and not is_moe(build("qwen3").config)

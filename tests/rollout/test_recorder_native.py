@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from configs.schema import RolloutConfig, SamplingConfig
-from rollout.recorder import Wanted, recorder_name
+from rl.types import NO_ROUTE
+from rollout.recorder import Wanted, check_routed, recorder_name
 from rollout.recorder_native import WIDEST_MASK, NativeRecorder
 from rollout.spec import RecordingError
 
@@ -132,3 +133,11 @@ def test_choice_of_the_recorder(name: Any, gpu: bool, expected: str) -> None:
 def test_a_recorder_that_cannot_work_here(name: Any, gpu: bool) -> None:
     with pytest.raises(ValueError, match=f"rollout.recorder = '{name}'"):
         recorder_name(RolloutConfig(recorder=name), gpu=gpu)
+
+
+def test_a_token_without_a_route_is_named() -> None:
+    routes = np.ones((4, 2, 2), np.int16)
+    check_routed("r", routes)
+    routes[2, 1] = NO_ROUTE
+    with pytest.raises(RecordingError, match="request r: 1 of its 4 tokens have no route, token 2"):
+        check_routed("r", routes)

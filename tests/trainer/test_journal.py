@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rl.metrics import Mean
 from rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
@@ -74,6 +75,26 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     keep_until(path, 5)
     assert path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"loss": 1}', r"metrics.jsonl:2: not an object with a whole number `step`; repair"),
+        ('{"step": "two"}', r"metrics.jsonl:2: not an object with a whole number `step`"),
+        ("7", r"metrics.jsonl:2: not an object with"),
+        ('{"step": 2, "lo', r"metrics.jsonl:2: not JSON"),
+    ],
+)
+def test_a_line_that_no_run_wrote_is_named_and_nothing_is_lost(
+    tmp_path: Path, line: str, complaint: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        keep_until(path, 5)
+    assert path.read_text() == text
 
 
 def test_a_trajectory_shows_question_answer_and_reward(tmp_path: Path) -> None:

@@ -87,3 +87,34 @@ def test_evaluations_are_read_from_the_metrics(tmp_path: Path) -> None:
         lines.append('{"step": 2, "eval/sums/pass@1": 0.75}')
         (folder.path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         assert folder.evaluations() == {"sums/pass@1": [(0, 0.25), (2, 0.75)]}
+
+
+def test_what_a_run_without_a_checkpoint_wrote_is_kept(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    for number in (1, 2):
+        with RunFolder(made) as folder:
+            assert folder.set_aside == (tmp_path / "before_1" if number == 2 else None)
+            (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
+            (tmp_path / "trajectories").mkdir()
+            (tmp_path / "trajectories" / "step_000001.txt").write_text("?")
+    with RunFolder(made) as folder:
+        assert folder.set_aside == tmp_path / "before_2"
+        assert not (tmp_path / "metrics.jsonl").exists()
+        for number in (1, 2):
+            aside = tmp_path / f"before_{number}"
+            assert (aside / "metrics.jsonl").read_text() == f'{{"step": {number}}}\n'
+            assert (aside / "trajectories" / "step_000001.txt").exists()
+            assert load_config(aside / "config.yaml") == made
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+        checkpoint(folder, made, 1)
+    with RunFolder(made) as folder:  # goes on
+        assert folder.set_aside is None and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_metrics_that_cannot_be_read_are_named_before_anything_starts(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    with RunFolder(made) as folder:
+        checkpoint(folder, made, 1)
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
+    with pytest.raises(ConfigError, match=r"metrics.jsonl:1: not an object with"):
+        RunFolder(made).check()
