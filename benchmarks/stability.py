@@ -1,7 +1,7 @@
 """What each stabiliser does, seen on the embedded model: real engine, real trainer, three seeds.
 
-    python benchmarks/stability.py --out runs/stability --report docs/stability    # everything
-    python benchmarks/stability.py --out runs/stability --only staleness --seeds 0 --steps 10
+    python -m benchmarks.stability --out runs/stability --report docs/stability    # everything
+    python -m benchmarks.stability --out runs/stability --only staleness --seeds 0 --steps 10
 
 Every run is the recipe `quickstart` with the overrides of its experiment and arm, which the report
 lists. It goes through `trainer.loop` as in `keel train`, with one difference: the trainer's engine
@@ -31,9 +31,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import ray
 import torch
-from stability_gradients import Probe
-from stability_report import revision, write_report
 
+from benchmarks.stability_gradients import Probe
+from benchmarks.stability_report import revision, write_report
 from configs.schema import Config
 from model.weights import Bucket
 from rewards.scorer import Scorer
