@@ -44,6 +44,7 @@ from rollout.ray_engines import RayRolloutPool, ray_pool
 from rollout.spec import EngineSpec
 from trainer import loop, main
 from trainer.engine import TrainerEngine
+from trainer.prepare import Task, prepare
 
 COMMON = (
     "rollout.engines=1",
@@ -169,7 +170,7 @@ class Engines:
     spec: EngineSpec | None = None
     pool: RayRolloutPool | None = None
 
-    def ready(self, task: main.Task, model: str, learner: LocalLearner) -> RayRolloutPool:
+    def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
         """An engine for `task`, loaded with the learner's weights."""
         spec = main.engine_spec(task.config, model)
         if self.spec is None or self.pool is None or kind_of(spec) != kind_of(self.spec):
@@ -228,7 +229,7 @@ def run_arm(
     spec = EXPERIMENTS[experiment]
     overrides = [*COMMON, *spec.overrides, *spec.arms[arm]]
     changes = [*overrides, f"run.seed={seed}", f"run.steps={steps}"]
-    task = main.prepare("quickstart", changes)
+    task = prepare("quickstart", changes)
     config = task.config
     model = main.model_folder(task, print)
     began = time.monotonic()
