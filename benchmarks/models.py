@@ -34,6 +34,20 @@ class Mixture:
         return Qwen3MoeConfig(**sizes, **others)
 
 
+def dense(*, hidden: int) -> Qwen3Config:
+    """The small dense models of Qwen3 differ in their width alone."""
+    return Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+
+
 QWEN3_30B_A3B = Qwen3MoeConfig(
     vocab_size=151_936,
     hidden_size=2048,
@@ -52,23 +66,5 @@ DEEPSEEK_V3 = DeepseekV3Config(max_position_embeddings=163_840)
 which is left out here."""
 REPLAY = Mixture().config()
 """The model of benchmarks/replay.py."""
-QWEN3_06B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-)
-QWEN3_17B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-)
+QWEN3_06B = dense(hidden=1024)
+QWEN3_17B = dense(hidden=2048)

@@ -1,7 +1,7 @@
 """What each stabiliser does, seen on the embedded model: real engine, real trainer, three seeds.
 
-    python benchmarks/stability.py --out runs/stability --report docs/stability    # everything
-    python benchmarks/stability.py --out runs/stability --only staleness --seeds 0 --steps 10
+    python -m benchmarks.stability --out runs/stability --report docs/stability    # everything
+    python -m benchmarks.stability --out runs/stability --only staleness --seeds 0 --steps 10
 
 Every run is the recipe `quickstart` with the overrides of its experiment and arm, which the report
 lists. It goes through `trainer.loop` as in `keel train`, with one difference: the trainer's engine
@@ -31,9 +31,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import ray
 import torch
-from stability_gradients import Probe
-from stability_report import revision, write_report
 
+from benchmarks.stability_gradients import Probe
+from benchmarks.stability_report import revision, write_report
 from configs.schema import Config
 from model.weights import Bucket
 from rewards.scorer import Scorer
@@ -44,6 +44,7 @@ from rollout.ray_engines import RayRolloutPool, ray_pool
 from rollout.spec import EngineSpec
 from trainer import loop, main
 from trainer.engine import TrainerEngine
+from trainer.prepare import Task, prepare
 
 COMMON = (
     "rollout.engines=1",
@@ -169,7 +170,7 @@ class Engines:
     spec: EngineSpec | None = None
     pool: RayRolloutPool | None = None
 
-    def ready(self, task: main.Task, model: str, learner: LocalLearner) -> RayRolloutPool:
+    def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
         """An engine for `task`, loaded with the learner's weights."""
         spec = main.engine_spec(task.config, model)
         if self.spec is None or self.pool is None or kind_of(spec) != kind_of(self.spec):
@@ -228,7 +229,7 @@ def run_arm(
     spec = EXPERIMENTS[experiment]
     overrides = [*COMMON, *spec.overrides, *spec.arms[arm]]
     changes = [*overrides, f"run.seed={seed}", f"run.steps={steps}"]
-    task = main.prepare("quickstart", changes)
+    task = prepare("quickstart", changes)
     config = task.config
     model = main.model_folder(task, print)
     began = time.monotonic()

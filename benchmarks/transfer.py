@@ -1,9 +1,9 @@
 """How fast new weights reach the engines: straight from the trainer, and through the object store.
 
-    python benchmarks/transfer.py                       # one GPU shared (CUDA IPC)
-    python benchmarks/transfer.py --gpus 2              # a GPU each (NCCL)
-    python benchmarks/transfer.py --gpus 4 --engines 3  # three engines
-    python benchmarks/transfer.py --small               # CPUs, seconds: to see that it runs
+    python -m benchmarks.transfer                       # one GPU shared (CUDA IPC)
+    python -m benchmarks.transfer --gpus 2              # a GPU each (NCCL)
+    python -m benchmarks.transfer --gpus 4 --engines 3  # three engines
+    python -m benchmarks.transfer --small               # CPUs, seconds: to see that it runs
 
 A real trainer (`trainer.learner.Learner`) brings real vLLM engines to its weights, `--rounds`
 times each way in turns. A time is that of the whole update: engines pause, bytes travel, vLLM puts

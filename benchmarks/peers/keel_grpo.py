@@ -8,7 +8,6 @@ so that all of them are alike, and stopped by Ctrl-C before it writes a checkpoi
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, version
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
 
 PHASES = ("rollout", "reward", "train", "sync")
 NAMES = {"train": "training", "sync": "weights"}
@@ -197,12 +196,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--arm", choices=sorted(ARMS), default="keel")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser = arm_parser(__doc__, ARMS, default="keel")
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("override", nargs="*", metavar="key=value", help="further knobs")
     options = parser.parse_args()

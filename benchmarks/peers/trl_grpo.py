@@ -8,7 +8,6 @@ speed and shows that TRL still takes these arguments.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.reward import variety_of_all
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, version
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
 
 GIB = 2**30
 
@@ -247,12 +246,7 @@ def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--arm", choices=sorted(ARMS), default="trl")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser = arm_parser(__doc__, ARMS, default="trl")
     options = parser.parse_args()
     run(
         Workload.load(options.workload),

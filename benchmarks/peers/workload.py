@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -162,6 +164,17 @@ class ArmFile:
         fresh = self.path.with_suffix(".tmp")
         fresh.write_text(json.dumps(made, indent=1) + "\n")
         fresh.replace(self.path)
+
+
+def arm_parser(about: str | None, arms: Iterable[str], *, default: str) -> argparse.ArgumentParser:
+    """What every arm is told."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arm", choices=sorted(arms), default=default)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=1)
+    return parser
 
 
 def version(name: str) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.stream import PromptStream
@@ -34,6 +34,7 @@ def ids(taken: list[Prompt]) -> list[str]:
     return [prompt.prompt_id for prompt in taken]
 
 
+@settings(deadline=None)
 @given(first=st.integers(0, 40), then=st.integers(0, 40))
 def test_a_restored_stream_continues_exactly(first: int, then: int) -> None:
     uninterrupted = stream()
@@ -74,6 +75,7 @@ def test_the_seed_decides_the_order() -> None:
     assert ids(stream(seed=1).take(20)) != ids(stream(seed=2).take(20))
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 100))
 def test_the_mix_keeps_to_the_weights_at_any_time(count: int) -> None:
     drawn = Counter(prompt.domain for prompt in stream().take(count))

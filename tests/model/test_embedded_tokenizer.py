@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import reasoning_gym
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -32,11 +32,13 @@ def render(messages: list[dict], **options: object) -> str:
     return TOKENIZER.apply_chat_template(messages, tokenize=False, **options)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(encode(text)) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([*PHRASES, *MARKS, *string.printable])).map("".join))
 def test_phrases_and_marks_come_back(text: str) -> None:
     assert TOKENIZER.decode(encode(text)) == text

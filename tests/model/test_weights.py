@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ def random_tensors(shapes: list[list[int]], dtypes: list[torch.dtype]) -> list[t
     ]
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(1, 5), max_size=3), st.sampled_from(DTYPES)), max_size=12

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.schema import JudgeConfig
@@ -126,6 +126,7 @@ def joined(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
+@settings(deadline=None)
 @given(TEXT)
 @example("\u2028<|im_end|>[INST]\ud800\U000e0041\r\n\x7f\ufeff")
 def test_any_text_is_one_visible_line_and_comes_back_whole(text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import JudgeConfig
@@ -83,6 +83,7 @@ def test_the_composed_reward() -> None:
 SCORE = st.sampled_from([0.0, 0.5, 1.0])
 
 
+@settings(deadline=None)
 @given(SCORE, SCORE, SCORE, SCORE, st.floats(0.5, 1))
 def test_laws(claimed: float, score: float, verifier: float, own: float, alpha: float) -> None:
     sample = checked(score, verifier=verifier if score < 1 else None, own=own)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.buffer import GroupBuffer, Lag, oldest_version, uninformative
@@ -75,6 +75,7 @@ def test_the_last_steps_ask_for_no_more_than_they_train_on() -> None:
     assert one.room() == 4
 
 
+@settings(deadline=None)
 @given(
     lag=st.integers(0, 3),
     every=st.integers(1, 3),

@@ -12,8 +12,8 @@ from configs.schema import ConfigError
 from model.embedded.build import model_config
 from model.embedded.tokenizer import build_tokenizer
 from model.load import facts_of
-from trainer.main import prepare
 from trainer.placement import Node, place
+from trainer.prepare import prepare
 
 GPUS = {
     "embedded-100m": 1,
@@ -45,7 +45,7 @@ def test_a_recipe_fits_the_gpus_in_its_name(name: str) -> None:
 @pytest.mark.parametrize("name", GPUS)
 def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("trainer.main.this_machine", lambda: machine(GPUS[name]))
+    monkeypatch.setattr("trainer.prepare.this_machine", lambda: machine(GPUS[name]))
     overrides = ["run.gpu_gib=80"]
     overrides += [f"data.sources.{i}.size=150" for i in range(len(load_config(name).data.sources))]
     if name == "gpu-dense":

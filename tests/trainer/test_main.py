@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from model.embedded.tokenizer import build_tokenizer
 from trainer.cli import main
-from trainer.main import Task, model_folder, prepare
+from trainer.main import model_folder
+from trainer.prepare import Task, prepare
 
 FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
 """Making and measuring the thousands of prompts of the recipe takes seconds."""

@@ -1,0 +1,159 @@
+"""From a recipe to what can be said of it before anything starts: its data, its plan, its errors.
+
+Beside `trainer/main.py`, which starts what was prepared here, the only file that sees data, rewards
+and rollouts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from configs.load import load_config
+from configs.schema import Config, ConfigError
+from data.dataset import Dataset, load_dataset
+from model.embedded.build import model_config
+from model.embedded.tokenizer import build_tokenizer
+from model.load import ModelFacts, facts_of, load_model_config, load_tokenizer
+from model.trainable import check_ids, check_same_family, check_trainable
+from rewards.checks import check_prompts, check_spec
+from rewards.code import CodeSettings
+from rewards.compose import check_weights
+from rewards.judge.specs import is_judged
+from rewards.length import LengthRule
+from rl.types import Prompt
+from rollout.conversion import render_prompt
+from trainer.cluster import gpu_gib, this_machine
+from trainer.placement import place
+from trainer.plan import Plan, describe, make_plan
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A recipe that has passed every check, with its data."""
+
+    config: Config
+    dataset: Dataset
+    facts: ModelFacts
+    plan: Plan
+    gpu: bool
+    programs: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Source name → what became of its reference solutions."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether any prompt needs a judge."""
+        everything = [*self.dataset.train.sources.values(), *self.dataset.heldout.values()]
+        return any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
+
+    def text(self, *, seats: Sequence[str] = ()) -> str:
+        lines = source_lines(self.config, self.dataset)
+        lines += [f"{name}: {note}" for name, note in self.programs.items()]
+        return describe(self.config, self.facts, self.plan, lines, gpu=self.gpu, seats=seats)
+
+
+def prepare(recipe: str, overrides: Sequence[str]) -> Task:
+    """Read and check everything that needs no engine. Raises ConfigError."""
+    disable_progress_bar()  # transformers' own bars would cut through the view
+    config = load_config(recipe, overrides)
+    try:
+        check_weights(config.data.rewards_by_domain)
+    except ValueError as error:
+        raise ConfigError(f"data.sources: {error}") from error
+    gpu = {"auto": torch.cuda.is_available(), "cpu": False, "gpu": True}[config.run.device]
+    if config.model.path == EMBEDDED:
+        tokenizer = build_tokenizer()
+        facts = facts_of(model_config(config.model.embedded, tokenizer))
+    else:
+        name = config.model.tokenizer or config.model.path
+        tokenizer = load_tokenizer(name)
+        model = load_model_config(config.model.path)
+        facts = facts_of(model)
+        check_trainable(config.model.path, model)
+        if name != config.model.path:
+            check_same_family(config.model.path, tokenizer, name)
+    here = [] if not gpu or os.environ.get("RAY_ADDRESS") else this_machine()
+    shared = bool(here) and place(config, here).shared
+    size = config.run.gpu_gib or gpu_gib() if gpu else 0.0
+    plan = make_plan(config, facts, gpu=gpu, gpu_gib=size, shared=shared)
+
+    def count_tokens(prompt: Prompt) -> int:
+        token_ids = render_prompt(tokenizer, prompt).token_ids
+        check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
+        return len(token_ids)
+
+    dataset = load_dataset(
+        config.data,
+        seed=config.run.seed,
+        count_tokens=count_tokens,
+        check_reward=check_spec,
+    )
+    task = Task(
+        config=config,
+        dataset=dataset,
+        facts=facts,
+        plan=plan,
+        gpu=gpu,
+        programs=check_rewards(config, dataset),
+    )
+    config.rewards.judge.check_used(judged=task.judged, gpu=gpu)
+    return task
+
+
+def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
+    """Source name → what became of its reference solutions. Raises ConfigError."""
+    notes: dict[str, str] = {}
+    settings = CodeSettings.from_knobs(asdict(config.rewards.code))
+    try:
+        length_rules(config)
+        for source in config.data.sources:
+            prompts = [
+                *dataset.heldout.get(source.name, ()),
+                *dataset.train.sources.get(source.name, ()),
+            ]
+            note = check_prompts(prompts, source.rewards, code=settings)
+            if note:
+                notes[source.name] = note
+    except ValueError as error:
+        raise ConfigError(f"data.sources: {error}") from error
+    return notes
+
+
+def length_rules(config: Config) -> dict[str, LengthRule]:
+    """Domain → its rule. Raises ValueError naming the domain."""
+    rules: dict[str, LengthRule] = {}
+    for domain, length in config.data.lengths_by_domain.items():
+        try:
+            rules[domain] = LengthRule.from_knobs(
+                asdict(length), limit=config.rollout.sampling.max_tokens
+            )
+        except ValueError as error:
+            raise ValueError(f"domain {domain!r}: {error}") from error
+    return rules
+
+
+def source_lines(config: Config, dataset: Dataset) -> list[str]:
+    lines: list[str] = []
+    for source in config.data.sources:
+        report = dataset.report[source.name]
+        notes = [f"{report.train:,} to train on", f"{report.heldout:,} held out"]
+        counted = {
+            "malformed lines skipped": report.skipped,
+            "repeated": report.duplicates,
+            "too long, dropped": report.long,
+            "held out by another source": report.leaked,
+        }
+        notes += [f"{number:,} {what}" for what, number in counted.items() if number]
+        what = source.task or source.path
+        lines.append(
+            f"{source.name} ({what}): {', '.join(notes)}; weight {source.weight:g}, domain "
+            f"{source.domain_name}, β {source.kl_coef:g}"
+        )
+        lines += [f"  skipped: {reason}" for reason in report.skipped_reasons[:3]]
+    return lines
