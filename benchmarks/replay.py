@@ -1,7 +1,7 @@
 """What the two replays cost: one training step of a mixture of experts, on one GPU.
 
-    python benchmarks/replay.py                 # 1.4 B parameters, mean kept set 8, 64 and 512
-    python benchmarks/replay.py --small         # seconds, to see that it runs
+    python -m benchmarks.replay                 # 1.4 B parameters, mean kept set 8, 64 and 512
+    python -m benchmarks.replay --small         # seconds, to see that it runs
 
 Three ways to do the same step (forward, backward, optimizer) take turns on the same tokens:
 
@@ -20,7 +20,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from benchmarks.made import draw_micro_batch, with_live_routes
 from benchmarks.models import Mixture
+from benchmarks.revision import commit
 from benchmarks.rows import SOURCE, Row
 from configs.schema import (
     AlgorithmConfig,
@@ -125,16 +125,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sets", type=int, nargs="*", default=[8, 64, 512])
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    parser.add_argument("--commit", default="", help="where git is not there to ask")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     size = SMALL if options.small else Size()
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_model(Path(folder), size)
         config = Config(
@@ -148,7 +141,7 @@ def main() -> None:
         engine = TrainerEngine(folder, config)
         rows = [measure(engine, size, mean, options.rounds) for mean in options.sets]
     print(
-        f"{parameters / 1e9:.2f} B parameters, bf16, {size}, commit {commit or 'unknown'}, "
+        f"{parameters / 1e9:.2f} B parameters, bf16, {size}, commit {commit()}, "
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.python_version()}"
     )
     print(
@@ -162,7 +155,7 @@ def main() -> None:
             f"{row['tokens_per_second']:9,.0f}"
         )
     if options.json:
-        options.json.write_text(json.dumps({"commit": commit, "rows": rows}, indent=1))
+        options.json.write_text(json.dumps({"commit": commit(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.revision import commit
 from benchmarks.rollout_drivers import ARMS, Arm
 from benchmarks.rollout_model import SMALL, Size, write_model
 from configs.schema import RolloutConfig
@@ -264,7 +265,6 @@ def main() -> None:
     parser.add_argument("--group", type=int, help="answers a prompt")
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--serial", action="store_true", help="start one engine at a time")
-    parser.add_argument("--commit", default="", help="where git is not there to ask")
     options = parser.parse_args()
     began = time.monotonic()
     gpu = torch.cuda.is_available()
@@ -275,15 +275,9 @@ def main() -> None:
     }
     size = replace(SMALL if options.small else Size(), **changes)
     options.out.mkdir(parents=True, exist_ok=True)
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
     head = {
         "command": " ".join(sys.argv[1:]),
-        "commit": commit or "unknown",
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if gpu else platform.processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,6 +1,6 @@
 """What the memory and time model of `keel check` says past the machines it was measured on.
 
-    PYTHONPATH=. python benchmarks/scaling.py          # the tables of docs/scaling.md; no GPU
+    python -m benchmarks.scaling          # the tables of docs/scaling.md; no GPU
 
 The first two tables hold the model against measured figures, the others are estimates alone.
 """

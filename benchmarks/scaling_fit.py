@@ -1,6 +1,6 @@
 """Fit the constants of `keel check`'s time model to measured steps, and leave steps out.
 
-    PYTHONPATH=. python benchmarks/scaling_fit.py          # no GPU, seconds
+    python -m benchmarks.scaling_fit          # no GPU, seconds
 
 Least squares of relative errors over benchmarks/training_rows.py. Four constants of `Rates` are
 fitted; those that a profile or a part of a step gives are kept. The time is linear in all four.

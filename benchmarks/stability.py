@@ -32,8 +32,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import ray
 import torch
 
+from benchmarks.revision import commit
 from benchmarks.stability_gradients import Probe
-from benchmarks.stability_report import revision, write_report
+from benchmarks.stability_report import write_report
 from configs.schema import Config
 from model.weights import Bucket
 from rewards.scorer import Scorer
@@ -259,7 +260,7 @@ def run_arm(
         "seed": seed,
         "steps": steps,
         "overrides": overrides,
-        "revision": revision(),
+        "revision": commit(),
         "seconds": round(time.monotonic() - began),
         "curves": {
             name: {step: float(f"{value:.4g}") for step, value in points.items()}

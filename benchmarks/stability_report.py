@@ -1,6 +1,6 @@
 """Figures, tables and raw numbers of `docs/stability` from the lines that `stability.py` wrote.
 
-    python benchmarks/stability_report.py runs/stability/runs.jsonl docs/stability
+    python -m benchmarks.stability_report runs/stability/runs.jsonl docs/stability
 
 Writes `runs.jsonl` (compact) and a figure for each experiment into the folder, and replaces the
 parts of `docs/stability.md` between `<!-- EXPERIMENT -->` and `<!-- end -->`. What the numbers mean
@@ -14,7 +14,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -79,12 +78,6 @@ COLORS = ("#7f7f7f", "#1f77b4", "#d62728", "#ff9896", "#2ca02c", "#9467bd")
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Arm → its runs, one a seed."""
-
-
-def revision() -> str:
-    """The commit, with `-dirty` where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def write_report(source: Path, folder: Path) -> None:

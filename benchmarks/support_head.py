@@ -1,8 +1,8 @@
 """Forward and backward of the support head against a chunked full head, in one run on one GPU.
 
-    python benchmarks/support_head.py                    # every configuration
-    python benchmarks/support_head.py --only 151936x2048 --sets 8
-    python benchmarks/support_head.py --sweep            # tilings of each kernel, instead
+    python -m benchmarks.support_head                    # every configuration
+    python -m benchmarks.support_head --only 151936x2048 --sets 8
+    python -m benchmarks.support_head --sweep            # tilings of each kernel, instead
 
 The two heads take turns, and each figure is a median over rounds. *step* makes the plan from kept
 ids on the device and offsets on the host, then runs forward and backward; *reuse* keeps the plan,
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.made import draw_sets
+from benchmarks.revision import commit
 from model import support_kernels as kernels
 from model import support_plan
 from model.logprobs import support_logprobs
@@ -277,15 +277,6 @@ def sweep(tokens: int, vocabulary: int, d: int, mean: int) -> Iterator[str]:
         yield f"{name} {kernel}: {best}  worst {found[-1][0]:.3f} {found[-1][1]}"
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=32_768)
@@ -295,7 +286,6 @@ def main() -> None:
     parser.add_argument("--force", choices=("gather", "union"), help="overrule the cost rule")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sweep", action="store_true", help="time each kernel's tilings instead")
-    parser.add_argument("--commit", help="what to print where git is absent")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -309,7 +299,7 @@ def main() -> None:
         vocabulary, _, d = args.only.partition("x")
         heads = ((int(vocabulary), int(d)),)
     print(
-        f"commit {args.commit or commit()}; {torch.cuda.get_device_name()}; torch "
+        f"commit {commit()}; {torch.cuda.get_device_name()}; torch "
         f"{torch.__version__}; triton {triton.__version__}; T={args.tokens}; bfloat16; "
         f"median of {args.rounds} rounds{'; ids from ' + str(args.pool) if args.pool else ''}"
         f"{'; ' + args.force + ' forced' if args.force else ''}",

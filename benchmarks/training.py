@@ -1,9 +1,9 @@
 """The trainer's speed and memory: real steps of `TrainerEngine`, with random weights.
 
-    python benchmarks/training.py --out DIR                     # one GPU, under 3 minutes
-    python benchmarks/training.py --out DIR --profile           # and where a step's time goes
-    python benchmarks/training.py --out DIR --ranks 1,2,4       # the same step on 1, 2 and 4 GPUs
-    python benchmarks/training.py --out DIR --small --ranks 1,2 # on a CPU, to see that it runs
+    python -m benchmarks.training --out DIR                     # one GPU, under 3 minutes
+    python -m benchmarks.training --out DIR --profile           # and where a step's time goes
+    python -m benchmarks.training --out DIR --ranks 1,2,4       # the same step on 1, 2 and 4 GPUs
+    python -m benchmarks.training --out DIR --small --ranks 1,2 # on a CPU, to see that it runs
 
 Packed trajectories of one length, recorded routes (drawn evenly, as a model sends its tokens that
 was trained to) and kept sets of 8 ids on average: what Keel trains with. A step is forward,
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.revision import commit
 from benchmarks.training_cases import SHAPES, SPREAD, Case, on_ranks, one_gpu
 from benchmarks.training_rows import Measured
 
@@ -159,13 +160,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         json.dumps({"commit": commit(), "rows": rows}, indent=1)
     )
     return rows
-
-
-def commit() -> str:
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip() or "unknown"
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -42,6 +42,7 @@ from benchmarks.peers.memory import (
 )
 from benchmarks.peers.report import ArmRun, Status, report
 from benchmarks.peers.workload import Workload
+from benchmarks.revision import commit
 
 ROOT = Path(__file__).parents[2]
 ORDER = "trl,keel,keel-async,trl-lean,keel,trl"
@@ -273,10 +274,6 @@ def last_line(log: Path) -> str:
 def gpu_name() -> str:
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
     return output(command)
-
-
-def commit() -> str:
-    return output(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]) or "unknown"
 
 
 def output(command: Sequence[str]) -> str:
