@@ -37,6 +37,8 @@ class Job:
     gpus: int = 1
     seconds: float
     """Ended after so long."""
+    after: str = ""
+    """A job whose results it uses."""
 
     def command(self, out: Path) -> list[str]:
         filled = self.arguments.format(out=out / self.name)
@@ -123,6 +125,20 @@ JOBS = (
         seconds=400,
     ),
     Job(
+        name="dense-model",
+        module="benchmarks.peers.shape",
+        arguments="--out {out}",
+        seconds=120,
+    ),
+    Job(
+        name="dense",
+        module="trainer.cli",
+        arguments=f"train gpu-dense {RUN} model.path={{out}}/../dense-model/model run.steps=4 "
+        "run.eval_every=0 rollout.sampling.max_tokens=256",
+        seconds=300,
+        after="dense-model",
+    ),
+    Job(
         name="peers-more",
         module="benchmarks.peers.compare",
         arguments=f"{PEERS} --arms trl-fast,keel-packed-sleep,trl-lean",
@@ -188,13 +204,16 @@ class Figures:
         waiting = [job for job in jobs if self._done.get(job.name, {}).get("status") != "done"]
         size = len(self._free)
         for job in [job for job in waiting if job.gpus > size]:
-            print(f"{job.name}: left out, needs {job.gpus} GPUs", flush=True)
-            waiting.remove(job)
+            self._leave_out(job, waiting, f"needs {job.gpus} GPUs")
         while waiting or self._running:
             for job in list(waiting):
+                to_come = {other.name for other in waiting} | {r.job.name for r in self._running}
                 if time.monotonic() > self._end - GRACE_S:
-                    print(f"{job.name}: left out, no time", flush=True)
-                    waiting.remove(job)
+                    self._leave_out(job, waiting, "no time")
+                elif job.after in to_come:
+                    continue
+                elif job.after and self._done.get(job.after, {}).get("status") != "done":
+                    self._leave_out(job, waiting, f"without {job.after}")
                 elif job.gpus <= len(self._free):
                     waiting.remove(job)
                     self._start(job)
@@ -202,6 +221,10 @@ class Figures:
                     break  # or smaller jobs would keep it from ever having enough
             time.sleep(POLL_S)
             self._look()
+
+    def _leave_out(self, job: Job, waiting: list[Job], why: str) -> None:
+        waiting.remove(job)
+        print(f"{job.name}: left out, {why}", flush=True)
 
     def _start(self, job: Job) -> None:
         gpus, self._free = self._free[: job.gpus], self._free[job.gpus :]

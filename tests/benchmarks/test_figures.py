@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def test_jobs_are_noted_whatever_becomes_of_them(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (tmp_path / "bad.log").read_text()
     noted = json.loads((tmp_path / "figures.json").read_text())["good"]
     assert noted["commit"] == "abc" and noted["command"].startswith("python -m timeit")
+
+
+def test_a_job_waits_for_the_one_whose_results_it_uses(tmp_path: Path) -> None:
+    first = job("first", f"__import__('time').sleep(0.3),open('{tmp_path}/x','w').close()")
+    second = replace(job("second", f"open('{tmp_path}/x')"), after="first")
+    lost = replace(job("lost", "print()"), after="bad")
+    assert run(tmp_path, first, second, job("bad", "1/0"), lost, gpus="0,1,2,3") == {
+        "first": "done",
+        "second": "done",
+        "bad": "failed",
+    }
 
 
 def test_a_second_run_goes_on_with_the_first(tmp_path: Path) -> None:
