@@ -54,7 +54,9 @@ def results(folder: Path) -> dict[str, Any]:
     return results_of(folder, SCENARIOS)
 
 
-@pytest.mark.parametrize("name", ["compiled", "stage 2 sequence recomputed offloaded compiled"])
+@pytest.mark.parametrize(
+    "name", ["compiled", "stage 2 sequence recomputed offloaded compiled parked"]
+)
 def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any], name: str) -> None:
     assert 0 < results[name]["graphs"] < 20
     assert results["plain"]["graphs"] == 0

@@ -247,13 +247,14 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             f"stage {stage} offloaded": training(stage, tokens=TIGHT, offload_optimizer=True)
             for stage in (1, 2, 3)
         },
-        "stage 2 sequence recomputed offloaded compiled": training(
+        "stage 2 sequence recomputed offloaded compiled parked": training(
             2,
             sequence_parallel=2,
             tokens=TIGHT,
             activation_checkpointing=True,
             offload_optimizer=True,
             compile=True,
+            sleep=True,
         ),
         "stage 3 sequence recomputed": training(
             3, sequence_parallel=2, tokens=TIGHT, activation_checkpointing=True
@@ -263,7 +264,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             f"stage {stage} parked": training(stage, tokens=TIGHT, sleep=True)
             for stage in (1, 2, 3)
         },
-        "stage 2 offloaded parked": training(2, tokens=TIGHT, sleep=True, offload_optimizer=True),
         **{f"resumed {stage}": resumed(stage) for stage in STAGES},
         **{f"resumed {stage} parked": resumed(stage, sleep=True) for stage in (1, 3)},
         **{f"reference {stage}": referenced(stage) for stage in (0, 3)},
