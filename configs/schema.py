@@ -92,12 +92,6 @@ class Config:
                 self.algorithm.publish_every,
                 "must be 1 with rollout.sleep: engines have no weights when they wake up",
             )
-            require(
-                self.trainer.zero_stage > 0 or self.model.dtype == "bfloat16",
-                "trainer.zero_stage",
-                self.trainer.zero_stage,
-                "must be 1, 2 or 3 with rollout.sleep: DeepSpeed moves what ZeRO has sharded",
-            )
         if self.model.path == "embedded":
             if not self.algorithm.keep_routing and not unsound:
                 raise ConfigError(

@@ -122,7 +122,7 @@ class TrainerEngine:
         self._parking = None
         if config.rollout.sleep:
             frozen = self._reference.network if self._reference else None
-            self._parking = Parking(self._engine, frozen, self._device, stage=self._stage)
+            self._parking = Parking(self._engine, frozen, self._device)
         self._steps = self._version = self._skips_in_a_row = 0
 
     @property
@@ -312,20 +312,18 @@ class TrainerEngine:
         to host memory before the first and the rest after the last.
         """
         if self._parking:
-            if self._gathers:
-                self._unpark()
-            if not self._parking.parked:
-                self._parking.park(weights=False)
+            if wanted or self._gathers:
+                self._parking.unpark(rest=False)
+            self._parking.park(weights=False)
         weights = self.weights(self._config.engine_dtype)
         if wanted:
             size = block_bytes or self._config.trainer.publish_bucket_mib * MIB
-            for entries, block in pack_blocks(weights, size):
-                yield entries, block.to(self._device)
+            yield from pack_blocks(weights, size)
         elif self._gathers:
             for _ in weights:
                 pass
         if self._parking:
-            self._parking.park()
+            self._parking.park(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """`blocks` in host memory: on rank 0, nothing elsewhere."""

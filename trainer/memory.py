@@ -201,7 +201,7 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
 
 def parked_bytes(memory: Memory) -> float:
     """What of a rank waits in host memory while engines sample (`rollout.sleep`)."""
-    return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
+    return sum(memory.parts[n] for n in ("weights", "gradients", "optimizer", "reference"))
 
 
 def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:

@@ -1,109 +1,165 @@
 """What a rank holds on its GPU, put aside in host memory while an engine has the GPU
 (`rollout.sleep`).
 
-DeepSpeed moves what it has made of the model, but under ZeRO-3 neither master weights nor the state
-of an optimizer that is not its own; and it knows nothing of the reference policy.
+Storages are emptied and filled again, as FSDP does with the parameters that it frees, so that all
+tensors that look into them stay what they are: DeepSpeed's flat buffers have many views, and its
+own `offload_states` knows neither the optimizer of bfloat16 under ZeRO-1, nor under ZeRO-3 an
+optimizer that is not its own, nor a reference policy.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
-MASTER = (State.hp_params, State.optim_states)
+LEAST = 2**12
+"""Bytes; what is smaller stays."""
 
 
 class Shelf:
-    """Tensors whose numbers are on the device or in host memory; they stay the same objects."""
+    """Storages whose bytes are on the device or in host memory."""
 
     def __init__(
-        self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, *, constant: bool
+        self, device: torch.device, content: Literal["changing", "constant", "scratch"]
     ) -> None:
-        """`tensors` is asked each time, and those that are on `device` then are meant. `constant`:
-        they are always the same, and their numbers never change."""
-        self._find, self._device, self._constant = tensors, device, constant
-        self._places: list[tuple[Tensor, Tensor]] = []
-        """Each with its place in host memory."""
-        self._away = False
+        """constant: the bytes are copied to host memory once; scratch: never."""
+        self._device, self._content = device, content
+        self._places: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        """Each storage with its place in host memory, which is kept for the next time."""
+        self._sizes: list[tuple[UntypedStorage, int]] = []
+        self.away = False
 
-    def put(self) -> None:
-        if self._away:
-            return
-        self._away = True
-        if not (self._constant and self._places):
-            pin = self._device.type == "cuda"
-            self._places = [
-                (tensor, torch.empty_like(tensor.data, device="cpu", pin_memory=pin))
-                for tensor in self._find()
-                if tensor.device == self._device
-            ]
-            for tensor, place in self._places:
-                place.copy_(tensor.data)
-        for tensor, place in self._places:
-            tensor.data = place
+    @property
+    def host_bytes(self) -> int:
+        return sum(len(place) for _, place in self._places.values())
+
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Those of the storages behind `tensors` that are on the device."""
+        assert not self.away
+        before, self._places = self._places, {}
+        self._sizes = [(storage, storage.nbytes()) for storage in self._storages(tensors)]
+        for storage, size in self._sizes if self._content != "scratch" else ():
+            _, place = before.get(storage._cdata, (None, None))
+            new = place is None or len(place) != size
+            if place is None or new:
+                pin = self._device.type == "cuda"
+                place = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+            if new or self._content == "changing":
+                place.copy_(_bytes(storage), non_blocking=True)
+            self._places[storage._cdata] = storage, place
+        self._synchronize()
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+        self.away = True
 
     def take(self) -> None:
-        if not self._away:
-            return
-        self._away = False
-        for tensor, place in self._places:
-            tensor.data = place.to(self._device, copy=True)
-        if not self._constant:
-            self._places = []
+        """Back to the device."""
+        for storage, size in self._sizes:
+            storage.resize_(size)
+        for storage, place in self._places.values():
+            _bytes(storage).copy_(place, non_blocking=True)
+        self._synchronize()
+        self.away = False
+
+    def _storages(self, tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+        seen: set[int] = set()
+        for tensor in tensors:
+            if tensor.device == self._device and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                new = storage._cdata not in seen and storage.nbytes() >= LEAST
+                if new and storage.resizable():
+                    seen.add(storage._cdata)
+                    yield storage
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class Parking:
-    """Of one rank."""
+    """Of one rank: its weights in the compute dtype on one shelf, all else on others."""
 
     def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        reference: nn.Module | None,
-        device: torch.device,
-        *,
-        stage: int,
+        self, engine: DeepSpeedEngine, reference: nn.Module | None, device: torch.device
     ) -> None:
-        self._engine, self._pin = engine, device.type == "cuda"
-        self._by_deepspeed = [state for state in State if stage < 3 or state not in MASTER]
-        self._shelves: list[Shelf] = []
-        if stage == 3:
-            self._shelves.append(Shelf(self._master, device, constant=False))
-        if reference is not None:
-            self._shelves.append(Shelf(lambda: _numbers(reference), device, constant=True))
-        self.parked = False
-        """Whether the weights, and with them everything, are in host memory."""
-        # DeepSpeed collects garbage whenever it moves something. What a process has by now stays.
-        gc.collect()
-        gc.freeze()
+        self._engine, self._reference, self._device = engine, reference, device
+        self._weights = Shelf(device, "changing")
+        self._state = Shelf(device, "changing")
+        self._buckets = Shelf(device, "scratch")
+        self._frozen = Shelf(device, "constant")
 
-    def park(self, *, weights: bool = True) -> None:
-        """Put everything aside, or everything but the weights (in the compute dtype)."""
-        for shelf in self._shelves:
-            shelf.put()
-        states = [state for state in self._by_deepspeed if weights or state != State.lp_params]
-        self._engine.offload_states(include=states, pin_memory=self._pin)
-        self.parked = weights
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that it holds."""
+        return sum(shelf.host_bytes for shelf in (self._weights, self._state, self._frozen))
 
-    def unpark(self) -> None:
-        """Back to the device with all that was put aside."""
-        self._engine.reload_states()
-        for shelf in self._shelves:
-            shelf.take()
-        self.parked = False
+    def park(self, *, weights: bool) -> None:
+        """Put everything aside; the weights only if said."""
+        module: Any = self._engine.module
+        optimizer: Any = self._engine.optimizer
+        if not self._state.away:
+            if hasattr(optimizer, "empty_partition_cache"):
+                optimizer.empty_partition_cache()  # ZeRO-3: what it has gathered ahead
+            # Gradients on their way to other ranks: nothing between two steps.
+            filled = getattr(optimizer, "ipg_buckets", {}).values()
+            buckets = list(_tensors([getattr(bucket, "buffer", None) for bucket in filled], set()))
+            known = {_key(tensor) for tensor in (*_parameters(module), *buckets)}
+            self._state.put(t for t in _tensors(optimizer, set()) if _key(t) not in known)
+            self._buckets.put(buckets)
+            if self._reference is not None:
+                self._frozen.put(_parameters(self._reference))
+        if weights and not self._weights.away:
+            self._weights.put(_parameters(module))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def _master(self) -> Iterable[Tensor]:
-        optimizer: Any = self._engine.optimizer  # DeepSpeed's, around PyTorch's
-        yield from optimizer.fp32_partitioned_groups_flat
-        for state in optimizer.optimizer.state.values():
-            yield from (value for value in state.values() if torch.is_tensor(value))
+    def unpark(self, *, rest: bool = True) -> None:
+        """Take everything back; `rest`: not the weights alone."""
+        others = (self._state, self._buckets, self._frozen) if rest else ()
+        for shelf in (self._weights, *others):
+            if shelf.away:
+                shelf.take()
 
 
-def _numbers(module: nn.Module) -> Iterable[Tensor]:
-    for tensor in (*module.parameters(), *module.buffers()):
-        yield getattr(tensor, "ds_tensor", tensor)  # ZeRO-3: this rank's shard
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _parameters(module: nn.Module) -> Iterator[Tensor]:
+    parameter: Any
+    for parameter in module.parameters():
+        yield parameter.data
+        if hasattr(parameter, "ds_tensor"):  # ZeRO-3: this rank's shard
+            yield parameter.ds_tensor.data
+
+
+def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that an optimizer of DeepSpeed holds, however deep."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+        if thing.is_leaf and thing.grad is not None:
+            yield thing.grad
+        inside: Iterable[Any] = ()
+    elif isinstance(thing, Mapping):
+        inside = list(thing.values())
+    elif isinstance(thing, list | tuple | set):
+        inside = list(thing)
+    elif isinstance(thing, torch.optim.Optimizer):
+        inside = (thing.param_groups, thing.state)
+    elif type(thing).__module__.startswith("deepspeed") and not isinstance(thing, nn.Module):
+        inside = list(getattr(thing, "__dict__", {}).values())
+    else:
+        inside = ()
+    for part in inside:
+        yield from _tensors(part, seen)

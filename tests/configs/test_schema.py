@@ -44,7 +44,6 @@ def config(
     [
         ({"max_lag": 1}, r"algorithm\.max_lag = 1: must be 0"),
         ({"publish_every": 2}, r"algorithm\.publish_every = 2: must be 1"),
-        ({}, r"trainer\.zero_stage = 0: must be 1, 2 or 3"),
     ],
 )
 def test_engines_that_sleep_leave_no_room_for(changes: dict[str, Any], knob: str) -> None:

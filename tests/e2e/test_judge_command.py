@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rewards.judge_server import good, running
+from trainer.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
@@ -20,7 +21,7 @@ def keel(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_answers_are_scored(tmp_path: Path) -> None:
+def test_answers_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = tmp_path / "a.jsonl"
     answers.write_text(json.dumps({"prompt": "Colour?", "answer": "blue"}) + "\n")
     rubric = tmp_path / "r.yaml"
@@ -31,10 +32,11 @@ def test_answers_are_scored(tmp_path: Path) -> None:
     assert "mean score 1.000" in done.stdout
     assert json.loads(Path(f"{answers}.judged.jsonl").read_text())["score"] == 1.0
     rubric.write_text("- {name: blue, text: says blue, weight: 2}\n")
-    done = keel(answers, "--rubric", rubric, "--base-url", "http://h/v1", "--model", "m")
-    assert (done.returncode, "must sum to 1" in done.stderr) == (2, True)
+    options = ["--rubric", str(rubric), "--base-url", "http://h/v1", "--model", "m"]
+    assert main(["judge", str(answers), *options]) == 2
+    assert "must sum to 1" in capsys.readouterr().err
 
 
-def test_without_a_judge(tmp_path: Path) -> None:
-    done = keel(tmp_path / "a.jsonl")
-    assert (done.returncode, "--base-url" in done.stderr) == (2, True)
+def test_without_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["judge", str(tmp_path / "a.jsonl")]) == 2
+    assert "--base-url" in capsys.readouterr().err

@@ -8,16 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from rewards.sandbox import IsolationError, open_sandbox
 from tests.rewards.judge_server import good, running
+from trainer.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
 
 
-def keel(command: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    knobs = [
+def words(command: str, folder: Path, *overrides: str) -> list[str]:
+    return [
+        command,
+        "mixed",
         f"run.dir={folder / 'run'}",
         f"model.embedded.cache_dir={folder / 'cache'}",
         "model.embedded.cold_start.steps=20",
@@ -26,8 +30,6 @@ def keel(command: str, folder: Path, *overrides: str) -> subprocess.CompletedPro
         "rewards.judge.model=m",
         *overrides,
     ]
-    words = [sys.executable, "-m", "trainer.cli", command, "mixed", *knobs]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400)
 
 
 def test_four_domains_train_together(tmp_path: Path) -> None:
@@ -36,7 +38,14 @@ def test_four_domains_train_together(tmp_path: Path) -> None:
     except IsolationError as error:
         pytest.skip(str(error))
     with running(good) as server:
-        done = keel("train", tmp_path, f"rewards.judge.base_url={server.url}")
+        command = words("train", tmp_path, f"rewards.judge.base_url={server.url}")
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer.cli", *command],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "code: 12 of 12 reference solutions run, all pass" in done.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -51,13 +60,15 @@ def test_four_domains_train_together(tmp_path: Path) -> None:
     assert "reward/length_cost" in last
 
 
-def test_a_judge_that_cannot_be_reached_is_named_before_anything_starts(tmp_path: Path) -> None:
+def test_a_judge_that_cannot_be_reached_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         open_sandbox("bubblewrap")
     except IsolationError as error:
         pytest.skip(str(error))
     overrides = ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0"]
-    done = keel("train", tmp_path, *overrides)
-    assert done.returncode == 1
-    assert "rewards.judge.base_url = 'http://127.0.0.1:9/v1'" in done.stderr
-    assert "cold start" not in done.stdout
+    assert main(words("train", tmp_path, *overrides)) == 1
+    said = capsys.readouterr()
+    assert "rewards.judge.base_url = 'http://127.0.0.1:9/v1'" in said.err
+    assert "cold start" not in said.out and not ray.is_initialized()

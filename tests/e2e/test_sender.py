@@ -23,6 +23,7 @@ from trainer.worker import Receiver
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
 WEIGHTS = {str(i): torch.full((64, 64), float(i)) for i in range(6)}
+DEADLINE_S = 10.0
 BLOCK = 40_000
 """Bytes: two tensors a block."""
 
@@ -39,7 +40,7 @@ class Engine:
 
     def join(self, meeting: Meeting, name: str) -> None:
         device = torch.device("cpu")
-        self.channel = Channel(meeting, name, rank=1, size=2, device=device, deadline_s=20)
+        self.channel = Channel(meeting, name, rank=1, size=2, device=device, deadline_s=DEADLINE_S)
 
     def begin_update(self) -> None:
         self.checksum = Checksum()
@@ -85,7 +86,7 @@ def engines(*troubles: str) -> list[Receiver]:
 
 
 def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender]) -> None:
-    end = sender(20)
+    end = sender(DEADLINE_S)
     there = engines("", "dies", "raises", "flips", "hangs up")
     expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
     blocks: list[weakref.ref[torch.Tensor]] = []
@@ -106,7 +107,8 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
         # Such an engine is replaced, as one that is late: the run goes on.
         assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
         # On a GPU an error's frames would keep blocks until the garbage collector comes by.
-        until = time.monotonic() + 40  # gloo holds what it could not send till its deadline
+        # gloo holds what it could not send till its deadline.
+        until = time.monotonic() + 2 * DEADLINE_S
         while (held := [1 for block in blocks if block() is not None]) and time.monotonic() < until:
             time.sleep(0.1)
         assert len(blocks) == 3 and not held

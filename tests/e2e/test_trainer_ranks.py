@@ -130,6 +130,14 @@ def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
     same(result["resumed"], result["straight"], atol=0)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parking_changes_nothing_in_bfloat16(results: dict[str, Any], stage: int) -> None:
+    awake, parked = (results[f"bfloat16 {stage}"][key] for key in ("awake", "parked"))
+    same(parked["after"], awake["after"], atol=0)
+    for asleep, up in zip(parked["metrics"], awake["metrics"], strict=True):
+        assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)
+
+
 @pytest.mark.parametrize("name", ["0", "3", "1 parked", "3 parked"])
 def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: str) -> None:
     first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])

@@ -125,6 +125,7 @@ class Ranks:
             found.append(self.merged(engine.step([self.batch(groups, config)])))
             if config.rollout.sleep:
                 self.published(engine)
+                assert engine._parking and engine._parking.host_bytes > 500_000, config.trainer
         return found
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -224,6 +225,29 @@ def skipping(stage: int) -> Scenario:
     return run
 
 
+def in_bfloat16(stage: int) -> Scenario:
+    """As on a GPU, where DeepSpeed has other optimizers for it: awake, and parked after each
+    step."""
+
+    def run(ranks: Ranks) -> Result:
+        from trainer import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+
+        on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
+        result: Result = {}
+        for sleep in (False, True):
+            config = make_config(
+                ranks.world_size, stage, dtype="bfloat16", tokens=TIGHT, sleep=sleep
+            )
+            engine = ranks.engine(config)
+            metrics = ranks.train(engine, config, range(STEPS))
+            key = "parked" if sleep else "awake"
+            result[key] = {"after": ranks.published(engine), "metrics": metrics}
+        module.compute_dtype = on_cpu
+        return result
+
+    return run
+
+
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "plain": training(0),
@@ -260,10 +284,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             3, sequence_parallel=2, tokens=TIGHT, activation_checkpointing=True
         ),
         "stage 3 recomputed": training(3, activation_checkpointing=True),
-        **{
-            f"stage {stage} parked": training(stage, tokens=TIGHT, sleep=True)
-            for stage in (1, 2, 3)
-        },
+        **{f"stage {stage} parked": training(stage, tokens=TIGHT, sleep=True) for stage in STAGES},
+        **{f"bfloat16 {stage}": in_bfloat16(stage) for stage in (1, 3)},
         **{f"resumed {stage}": resumed(stage) for stage in STAGES},
         **{f"resumed {stage} parked": resumed(stage, sleep=True) for stage in (1, 3)},
         **{f"reference {stage}": referenced(stage) for stage in (0, 3)},

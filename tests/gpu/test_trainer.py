@@ -62,8 +62,8 @@ def test_a_parked_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
             before = torch.cuda.memory_allocated()
             count = sum(tensor.numel() for tensor in ranks.published(engine).values())
             freed = before - torch.cuda.memory_allocated()
-            # Master weights, two moments, weights, reference.
-            assert (freed >= 16 * count) == sleep, f"{freed:,} bytes of {count:,} numbers"
+            # Master weights, two moments and weights; what is small stays.
+            assert (freed >= 13 * count) == sleep, f"{freed:,} bytes of {count:,} numbers"
             if step == 1:
                 saved = tmp_path / f"saved-{sleep}"
                 saved.mkdir()

@@ -161,9 +161,7 @@ def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None
 
 
 def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
-    config = recipe(
-        micro_batch_tokens=8000, zero_stage=1, rollout={"gpu_memory": 0.9, "sleep": True}
-    )
+    config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory": 0.9, "sleep": True})
     need = plan(config).trainer.total / GIB
     side_by_side = replace(config, rollout=replace(config.rollout, sleep=False))
     with pytest.raises(ConfigError, match=r"takes 0\.9 .* lower rollout"):
