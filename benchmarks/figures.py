@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -42,11 +43,14 @@ class Job:
 
     def command(self, out: Path) -> list[str]:
         filled = self.arguments.format(out=out / self.name)
-        return [sys.executable, "-m", self.module, *filled.split()]
+        return [sys.executable, "-m", self.module, *shlex.split(filled)]
 
 
 RUN = "run.dir={out}/run model.embedded.cache_dir={out}/../cache"
 SHARED = "model.dtype=bfloat16 rollout.engines=1 run.device=gpu run.eval_every=0 run.steps=12"
+RECORDERS = (
+    "-q -m gpu -p no:cacheprovider tests/gpu/test_recorders_native.py tests/gpu/test_sleep.py"
+)
 PEERS = "--out {out} --scratch {out}/models --steps 3 --budget-s 560"
 JOBS = (
     # What can fail cheaply comes first, and the figures that matter most.
@@ -58,11 +62,16 @@ JOBS = (
         seconds=400,
     ),
     Job(
-        name="tests-recorders",
+        name="tests-packed",
         module="pytest",
-        arguments="-q -m gpu -p no:cacheprovider tests/gpu/test_recorders_native.py "
-        "tests/gpu/test_sleep.py",
-        seconds=580,
+        arguments=f"{RECORDERS} -k packed",
+        seconds=400,
+    ),
+    Job(
+        name="tests-native",
+        module="pytest",
+        arguments=f"{RECORDERS} -k 'not packed'",
+        seconds=400,
     ),
     Job(
         name="rollout",
@@ -267,7 +276,7 @@ class Figures:
         self._running.remove(entry)
         self._free = sorted([*self._free, *entry.gpus])
         word = "late" if entry.asked_to_end else "failed" if status else "done"
-        command = " ".join(entry.job.command(self._out)[1:])
+        command = shlex.join(entry.job.command(self._out)[1:])
         self._done[entry.job.name] = {
             "status": word,
             "code": status,
@@ -298,7 +307,7 @@ def main() -> None:
     jobs = [job for job in JOBS if job.name in wanted]
     if options.list:
         for job in jobs:
-            print(f"{job.name} ({job.gpus} GPU): {' '.join(job.command(options.out)[1:])}")
+            print(f"{job.name} ({job.gpus} GPU): {shlex.join(job.command(options.out)[1:])}")
         return
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

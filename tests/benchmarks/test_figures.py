@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -30,8 +31,13 @@ def run(out: Path, *jobs: Job, gpus: str = "0", seconds: float = 60) -> dict[str
 
 
 def job(name: str, code: str, *, gpus: int = 1, seconds: float = 30) -> Job:
-    """Code without blanks."""
-    return Job(name=name, module="timeit", arguments=f"-n1 -r1 {code}", gpus=gpus, seconds=seconds)
+    return Job(
+        name=name,
+        module="timeit",
+        arguments=shlex.join(["-n1", "-r1", code]),
+        gpus=gpus,
+        seconds=seconds,
+    )
 
 
 def test_jobs_are_noted_whatever_becomes_of_them(tmp_path: Path) -> None:

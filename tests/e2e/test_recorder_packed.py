@@ -56,3 +56,4 @@ class TestPackedRecorder:
     test_preemption = RecorderContract.test_preemption
     test_evaluation = RecorderContract.test_evaluation_records_log_probabilities_alone
     test_weights_change = RecorderContract.test_weights_change_while_answers_are_sampled
+    test_weight_update = RecorderContract.test_weight_update

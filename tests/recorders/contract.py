@@ -153,6 +153,8 @@ class RecorderContract:
         asked = prompts(3, shared=70, own=9, tag="u")
         before = engine.sample(asked, group_size=2)
         self.check(before, reference, tolerance)
+        if engine.sleeps:
+            engine.sleep()
         engine.update(5, perturbed(reference.model, seed=1))
         engine.watch()
         groups = engine.sample(asked, group_size=2)

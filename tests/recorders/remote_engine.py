@@ -183,6 +183,8 @@ class RemoteEngine:
 
     process: ProcessPoolExecutor
     shims: tuple[str, ...]
+    sleeps: bool
+    """Whether it can; on a GPU that takes an engine of its own (tests/gpu/test_sleep.py)."""
 
     def sample(
         self,
@@ -254,4 +256,5 @@ def running_engine(
         started = process.submit(_start, spec, without, blocks, kind)
         os.environ.clear()
         os.environ.update(saved)
-        yield RemoteEngine(process, started.result(timeout=DEADLINE_S))
+        sleeps = spec.config.sleep or not gpu
+        yield RemoteEngine(process, started.result(timeout=DEADLINE_S), sleeps)
