@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rewards.judge.client import Server
 from rewards.judge.results import Failed, Judged, JudgeSettings
 from rewards.judge.rubric import Rubric
+from rewards.judge.server import Server
 from rewards.judge.service import JudgeService
 from rewards.judge.specs import judged_spec
 from rl.types import Prompt

@@ -7,7 +7,7 @@ import json
 import os
 import random
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import openai
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
@@ -16,6 +16,7 @@ from rewards.judge.cache import Cache
 from rewards.judge.prompts import Question
 from rewards.judge.replies import BadReply
 from rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Unjudged
+from rewards.judge.server import Server
 from rewards.judge.untrusted import new_fence
 
 CONNECT_S = 10.0
@@ -28,23 +29,6 @@ MOST_DOUBLINGS = 10
 """Of the pause between attempts, which is bounded long before that."""
 
 T = TypeVar("T")
-
-
-class Server(Protocol):
-    """A server of the judge that belongs to this run."""
-
-    @property
-    def key(self) -> str:
-        """What it wants for an API key."""
-        ...
-
-    def url(self) -> str:
-        """Of the server as it runs now; it is started, or started again, where it does not.
-
-        Blocks for so long, and may be called in any thread. Raises RuntimeError saying why there
-        is none.
-        """
-        ...
 
 
 class Endpoint:

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from rewards.judge.client import Endpoint, Server
 from rewards.judge.prompts import (
     MetaCheck,
     Verification,
@@ -26,6 +25,7 @@ from rewards.judge.results import (
     Unjudged,
 )
 from rewards.judge.rubric import Rubric, Sample
+from rewards.judge.server import Server
 from rewards.judge.specs import judged_spec
 from rewards.judge.untrusted import size, tail
 from rewards.text import outside_think
@@ -50,6 +50,9 @@ class Judge:
 
         Raises ValueError naming the knob if there is no endpoint, no key, or no usable cache.
         """
+        # Few runs have a judge, and its client takes more than a second to load.
+        from rewards.judge.client import Endpoint  # noqa: PLC0415
+
         self._settings = settings
         self._where = (
             f"at {settings.base_url}" if settings.base_url else f"{settings.model!r} of this run"

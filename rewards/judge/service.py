@@ -7,9 +7,9 @@ import threading
 from concurrent.futures import Future
 from types import TracebackType
 
-from rewards.judge.client import Server
 from rewards.judge.judge import Judge
 from rewards.judge.results import Counts, Failed, Judged, JudgeSettings
+from rewards.judge.server import Server
 from rewards.text import final_text, thinking_text
 from rl.types import Prompt, Trajectory
 
