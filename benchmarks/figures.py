@@ -88,7 +88,7 @@ JOBS = (
     Job(
         name="learning",
         module="trainer.cli",
-        arguments=f"train embedded-100m {RUN} rollout.recorder=packed",
+        arguments=f"train embedded-100m {RUN}",
         seconds=580,
     ),
     Job(
@@ -265,10 +265,11 @@ class Figures:
                 entry.asked_to_end = time.monotonic()
                 entry.process.send_signal(signal.SIGINT)
             if status is None and entry.asked_to_end:
-                if time.monotonic() - entry.asked_to_end < GRACE_S:
-                    continue
-                os.killpg(entry.process.pid, signal.SIGKILL)
-                status = entry.process.wait()
+                since = time.monotonic() - entry.asked_to_end
+                if since > GRACE_S:
+                    os.killpg(entry.process.pid, signal.SIGKILL)
+                if since > 2 * GRACE_S:  # not even that ends it
+                    status = -signal.SIGKILL
             if status is not None:
                 self._note(entry, status)
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ from trainer.export import write_model, write_tokenizer
 from trainer.families import check_expert_parallel, check_sequence_parallel
 from trainer.parking import Parking
 from trainer.policy import Inputs, PolicyNetwork, Reference, whole_sequences
+from trainer.ranks import join_ranks
 from trainer.schedule import learning_rate
 from trainer.zero import (
     deepspeed_config,
@@ -408,28 +407,3 @@ class TrainerEngine:
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """On a CPU always float32: there bfloat16 would cost accuracy and save no time."""
     return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
-
-
-def join_ranks(
-    rank: int, world_size: int, store: Store | None, *, timeout_s: float
-) -> torch.device:
-    """Start this process's group (NCCL between GPUs, gloo else) and return the rank's device.
-
-    Every collective fails after `timeout_s` instead of waiting for a dead rank for ever.
-    """
-    local = int(os.environ.setdefault("LOCAL_RANK", "0"))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        if store is None and world_size > 1:
-            raise ValueError("a trainer of several ranks needs the store they meet at")
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    return device

@@ -29,7 +29,7 @@ class Shelf:
         """constant: the bytes are copied to host memory once; scratch: never."""
         self._device, self._content = device, content
         self._places: dict[int, tuple[UntypedStorage, Tensor]] = {}
-        """Each storage with its place in host memory, which is kept for the next time."""
+        """Each storage with its place in host memory, which a constant one keeps."""
         self._sizes: list[tuple[UntypedStorage, int]] = []
         self.away = False
 
@@ -40,17 +40,13 @@ class Shelf:
     def put(self, tensors: Iterable[Tensor]) -> None:
         """Those of the storages behind `tensors` that are on the device."""
         assert not self.away
-        before, self._places = self._places, {}
         self._sizes = [(storage, storage.nbytes()) for storage in self._storages(tensors)]
         for storage, size in self._sizes if self._content != "scratch" else ():
-            _, place = before.get(storage._cdata, (None, None))
-            new = place is None or len(place) != size
-            if place is None or new:
-                pin = self._device.type == "cuda"
+            if storage._cdata not in self._places:
+                pin = self._device.type == "cuda"  # PyTorch keeps such blocks for the next time
                 place = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-            if new or self._content == "changing":
                 place.copy_(_bytes(storage), non_blocking=True)
-            self._places[storage._cdata] = storage, place
+                self._places[storage._cdata] = storage, place
         self._synchronize()
         for storage, _ in self._sizes:
             storage.resize_(0)
@@ -63,6 +59,9 @@ class Shelf:
         for storage, place in self._places.values():
             _bytes(storage).copy_(place, non_blocking=True)
         self._synchronize()
+        self._sizes = []
+        if self._content != "constant":
+            self._places = {}  # or it would hold gradients that the next step lets go of
         self.away = False
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
