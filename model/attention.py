@@ -9,7 +9,7 @@ no mask of N × N entries is ever built.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,11 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
 
 
-@torch.compiler.disable  # segments differ from row to row, and there is nothing here to fuse
+def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Called from a compiled layer, not a part of its graph."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -133,14 +137,15 @@ def packed_attention(
             f"{', '.join(unknown) or 'attention to later tokens'}: not supported"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
+    operator = _varlen if _has_flash(query, value) else _padded
     if segments.group is not None:
-        query, key, value = heads_for_tokens(query, key, value, segments.group)
-    fused = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    operator = _varlen if fused and query.shape[-1] == value.shape[-1] else _padded
-    output = operator(query, key, value, segments, scaling, sliding_window)
-    if segments.group is not None:
-        output = tokens_for_heads(output, segments.group)
-    return output[None], None
+        operator = _spread(operator)
+    return operator(query, key, value, segments, scaling, sliding_window)[None], None
+
+
+def _has_flash(query: Tensor, value: Tensor) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and query.shape[-1] == value.shape[-1]
 
 
 def _varlen(
@@ -151,7 +156,8 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Flash attention over offsets."""
+    """Flash attention over offsets. Part of a compiled layer's graph: nothing here looks at
+    numbers that differ from row to row."""
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
     if grouped and not _VARLEN_TAKES_GQA:
@@ -176,6 +182,7 @@ def _varlen(
     return output
 
 
+@_uncompiled  # blocks differ from row to row
 def _padded(
     query: Tensor,
     key: Tensor,
@@ -209,6 +216,18 @@ def _padded(
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(outputs).index_select(0, segments.row_of_token)
+
+
+def _spread(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`operator` on all tokens and this rank's heads, for a row that is cut over ranks."""
+
+    @_uncompiled  # ranks exchange what they have
+    def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
+        assert segments.group is not None
+        query, key, value = heads_for_tokens(query, key, value, segments.group)
+        return tokens_for_heads(operator(query, key, value, segments, *rest), segments.group)
+
+    return attend
 
 
 def _similar(order: Tensor, sizes: Tensor) -> list[Tensor]:

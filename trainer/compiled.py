@@ -16,9 +16,11 @@ BACKEND = "inductor"
 def compile_layers(model: PreTrainedModel) -> None:
     """Have each decoder layer compiled at its first call, in place.
 
-    A mixture-of-experts block stays as it is inside its layer: which experts run, and on how many
-    tokens, is known only when it runs, and Keep Routing's hooks act there. So does attention
-    (`model.attention`). Numbers of tokens do not recompile.
+    A layer is one graph: with several, the host takes longer to call them than a GPU needs for a
+    micro-batch of a few thousand tokens. But a mixture-of-experts block stays as it is inside its
+    layer: which experts run, and on how many tokens, is known only when it runs, and Keep Routing's
+    hooks act there. So does attention without flash attention (`model.attention`). Numbers of
+    tokens do not recompile.
     """
     routers = set(router_modules(model))
     for block in model.modules():

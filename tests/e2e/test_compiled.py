@@ -1,0 +1,58 @@
+"""What torch.compile makes of a decoder layer, with a stand-in for flash attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from model import attention
+from model.attention import Segments, use_packed_attention
+from trainer import compiled
+
+pytestmark = pytest.mark.e2e
+
+CONFIG = Qwen3Config(
+    vocab_size=31,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+def blind(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *_: Any) -> Tensor:
+    """Takes what flash attention takes and looks at nothing."""
+    times = query.shape[1] // key.shape[1]
+    seen = (key + value).repeat_interleave(times, 1)
+    return query + seen + segments.offsets[-1] * segments.longest
+
+
+def test_all_layers_are_one_graph_for_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    monkeypatch.setattr(attention, "_varlen", blind)
+    graphs: list[GraphModule] = []
+
+    def count(graph: GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "BACKEND", count)
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    use_packed_attention(model)
+    compiled.compile_layers(model)
+    for lengths in [(5, 9, 2), (4, 3), (7, 7, 7, 30)]:
+        tokens = torch.zeros((1, sum(lengths)), dtype=torch.long)
+        inputs = {"input_ids": tokens, "use_cache": False, "segments": Segments.of(lengths)}
+        decoder = model.get_decoder()
+        assert decoder(**inputs).last_hidden_state.requires_grad
+        assert len(graphs) == 1
+    with torch.no_grad():  # evaluation, or a reference policy
+        decoder(**inputs)
+    assert len(graphs) <= 2
