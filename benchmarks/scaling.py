@@ -274,7 +274,11 @@ def check_lines() -> Iterator[str]:
         rows.append((what, "benchmarks/rollout.py", measured, got, "ms", "fitted"))
     peer = Workload(prompts=16, group=8, prompt_tokens=128, answer_tokens=1024)
     small = recipe(peer, layout(1, 1, 1, 1, 1))
-    small = replace(small, trainer=replace(small.trainer, micro_batch_tokens=9216))
+    small = replace(
+        small,
+        rollout=replace(small.rollout, recorder="native"),
+        trainer=replace(small.trainer, micro_batch_tokens=9216),
+    )
     time = step_time(small, facts_of(QWEN3_06B), micro_batches=16)
     by = "benchmarks/peers"
     what = "Qwen3-0.6B shape, 128 × (128 + 1,024) tokens"

@@ -56,6 +56,7 @@ RESUMABLE_KNOBS = frozenset(
         "rollout.update_deadline_s",
         "trainer.micro_batch_tokens",
         "trainer.activation_checkpointing",
+        "trainer.park",
         "trainer.threads",
         "trainer.publish_bucket_mib",
         "trainer.deadline_s",

@@ -59,6 +59,8 @@ class ModelFacts:
     kv_heads: int
     """Parts that an engine's GPUs can share the cache out in; 1 for a latent cache, which each of
     them holds whole."""
+    full_attention: bool = True
+    """See the function `full_attention`."""
 
     @property
     def moe_layers(self) -> int:
@@ -185,7 +187,18 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         attention_width=heads * head_size,
         kv_width=kv_width,
         kv_heads=kv_heads,
+        full_attention=full_attention(text),
     )
+
+
+def full_attention(config: PreTrainedConfig) -> bool:
+    """Whether every layer attends to all earlier tokens, by keys and values of their own: an engine
+    then has one slot of its cache for each token. Not so with windows or a latent cache."""
+    text = config.get_text_config()
+    latent = getattr(text, "kv_lora_rank", None)
+    if kinds := getattr(text, "layer_types", None):
+        return set(kinds) == {"full_attention"} and not latent
+    return not latent and not getattr(text, "sliding_window", None)
 
 
 def _own_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:

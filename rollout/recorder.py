@@ -82,11 +82,14 @@ class Recorder(Protocol):
         ...
 
 
-def recorder_name(config: RolloutConfig, *, gpu: bool) -> RecorderName:
-    """The recorder that `rollout.recorder` asks for."""
+def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> RecorderName:
+    """The recorder that `rollout.recorder` asks for. `full_attention`: of the model, as
+    `model.load.full_attention` has it."""
     name = config.recorder
+    if name == "auto" and gpu:
+        return "packed" if config.packs(full_attention=full_attention) else "native"
     if name == "auto":
-        return "native" if gpu else "v1"
+        return "v1"
     if name in ("native", "packed") and not gpu:
         raise ValueError(
             f"rollout.recorder = '{name}': vLLM's Model Runner V2 needs a GPU. Use auto or v1 here"

@@ -23,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from configs.schema import SamplingConfig
 from model.channel import Meeting
+from model.load import full_attention
 from model.routers import is_moe
 from model.weights import Bucket
 from rl.types import Group, Prompt, Trajectory
@@ -90,7 +91,11 @@ class Sampler:
         self._kept = spec.keep_sampling_mask
         kinds = {"native": NativeRecorder, "packed": PackedRecorder, "v1": V1Recorder}
         self._recorder: Recorder = kinds[
-            recorder_name(spec.config, gpu=not current_platform.is_cpu())
+            recorder_name(
+                spec.config,
+                gpu=not current_platform.is_cpu(),
+                full_attention=full_attention(text),
+            )
         ](routes=self._routes, kept=self._kept and spec.config.sampling.truncated)
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, self._recorder))
         self._llm.set_weight_version("0")

@@ -27,7 +27,7 @@ def install(recorder: str) -> None:
     from rollout import recorder_packed, sampler  # noqa: PLC0415
     from rollout.scheduler import ShortScheduler  # noqa: PLC0415
 
-    sampler.recorder_name = lambda config, gpu: recorder  # type: ignore[assignment]
+    sampler.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
     arguments = recorder_packed.PackedRecorder.engine_args
 
     def one_after_the_other(self: Any) -> dict[str, Any]:

@@ -118,8 +118,10 @@ class TrainerEngine:
         if any(source.kl_coef > 0 for source in config.data.sources):
             sharded = frozen_config(options) if self._stage == 3 or self._spread else None
             self._reference = Reference(self._load(model_path, dtype), self._device, sharded)
+            if trainer.compile:
+                compile_layers(self._reference.network.model)
         self._parking = None
-        if config.rollout.sleep:
+        if config.rollout.sleep and trainer.park:
             frozen = self._reference.network if self._reference else None
             self._parking = Parking(self._engine, frozen, self._device)
         self._steps = self._version = self._skips_in_a_row = 0
@@ -308,8 +310,11 @@ class TrainerEngine:
 
         A rank that does not want them yields nothing, and gathers along where the others need it.
         With `rollout.sleep` the engines wake up meanwhile, so all that a block does not need goes
-        to host memory before the first and the rest after the last.
+        to host memory before the first and the rest after the last. Without `trainer.park` what the
+        rank holds stays, and only the memory that PyTorch keeps for the next step is given back.
         """
+        if self._config.rollout.sleep and self._device.type == "cuda":
+            torch.cuda.empty_cache()
         if self._parking:
             if wanted or self._gathers:
                 self._parking.unpark(rest=False)

@@ -77,9 +77,9 @@ class Rates:
     """The same with the packed recorder. Through one measured point, 4.1 ms at 256, of which 2.2 ms
     start kernels."""
 
-    def host_seconds(self, config: Config, sequences: int) -> float:
+    def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         """One step of an engine's host."""
-        if config.rollout.recorder == "packed":
+        if config.rollout.packs(full_attention=facts.full_attention):
             return self.packed_step_s + self.packed_sequence_s * sequences
         return self.step_s + self.sequence_s * sequences
 
@@ -145,7 +145,7 @@ def step_time(
     answers = algorithm.prompts_per_step * algorithm.group_size
     at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
     rounds = -(-answers // (rollout.engines * at_once))
-    host = rates.host_seconds(config, at_once)
+    host = rates.host_seconds(config, facts, at_once)
     device = decode_device_seconds(config, facts, at_once, machine, rates)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
     if not rollout.prefix_caching:

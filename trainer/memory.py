@@ -173,12 +173,14 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     rollout = config.rollout
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
-        most = 1 - TRAINER_CUDA_GIB / gpu_gib
+        stays = TRAINER_CUDA_GIB + (0.0 if config.trainer.park else held_bytes(memory) / GIB)
+        most = 1 - stays / gpu_gib
         if rollout.gpu_memory > most:
+            cure = "" if config.trainer.park else ", or set trainer.park"
             raise ConfigError(
-                f"rollout.gpu_memory = {rollout.gpu_memory:g}: {gib(TRAINER_CUDA_GIB * GIB)} of a "
+                f"rollout.gpu_memory = {rollout.gpu_memory:g}: {gib(stays * GIB)} of a "
                 f"GPU's {gpu_gib:.1f} GiB (run.gpu_gib) stay with the trainer while the engine "
-                f"samples. Set it to {math.floor(100 * most) / 100:g} or less"
+                f"samples. Set it to {math.floor(100 * max(0.0, most)) / 100:g} or less{cure}"
             )
     else:
         taken = rollout.gpu_memory if shared else 0.0
@@ -199,8 +201,9 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     )
 
 
-def parked_bytes(memory: Memory) -> float:
-    """What of a rank waits in host memory while engines sample (`rollout.sleep`)."""
+def held_bytes(memory: Memory) -> float:
+    """What a rank holds between two steps; with `trainer.park` it waits in host memory while
+    engines sample."""
     return sum(memory.parts[n] for n in ("weights", "gradients", "optimizer", "reference"))
 
 

@@ -17,7 +17,7 @@ from trainer.memory import (
     engine_memory,
     engine_sequences,
     gib,
-    parked_bytes,
+    held_bytes,
     trainer_memory,
 )
 from trainer.placement import kinds
@@ -190,9 +190,10 @@ def describe(
 
 
 def sleep_line(config: Config, plan: Plan) -> str:
-    """What taking turns on a GPU costs its node."""
-    size = gib(parked_bytes(plan.trainer))
-    return f"  in turns with the engine (rollout.sleep): {size} of it then wait in host memory"
+    """What a rank's state costs its node, or its GPU, while an engine has its turn there."""
+    size = gib(held_bytes(plan.trainer))
+    where = "wait in host memory" if config.trainer.park else "stay (trainer.park)"
+    return f"  in turns with the engine (rollout.sleep): {size} of it then {where}"
 
 
 def cache_line(config: Config, plan: Plan) -> str:

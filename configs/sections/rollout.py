@@ -60,10 +60,12 @@ class RolloutConfig:
     sleep: bool = False
     """Where engine and trainer share a GPU: each has its memory in turn. While the trainer works,
     the engine gives up weights and KV cache; while the engine samples, what the trainer holds waits
-    in host memory. `gpu_memory` may then be nearly all of it."""
+    in host memory (but see `trainer.park`). `gpu_memory` may then be nearly all of it."""
     recorder: Literal["auto", "native", "packed", "v1"] = "auto"
-    """auto: native (Model Runner V2) on GPUs, v1 on a CPU. packed: as native, with arrays for whole
-    steps instead of objects for each token, and a scheduler that skips uneventful steps."""
+    """native: what vLLM's Model Runner V2 returns (GPUs). packed: the same with arrays for whole
+    steps instead of objects for each token, and a scheduler that skips uneventful steps. v1: on a
+    CPU. auto: packed on GPUs where every layer has full attention and `tensor_parallel` is 1, else
+    native; v1 on a CPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_concurrent: int = 128
     """Sequences an engine works on at once."""
@@ -105,3 +107,10 @@ class RolloutConfig:
         require(0 < self.gpu_memory < 1, "rollout.gpu_memory", self.gpu_memory, "must be in (0, 1)")
         for name in ("kv_cache_gib", "deadline_s", "update_deadline_s"):
             require(getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "must be > 0")
+
+    def packs(self, *, full_attention: bool) -> bool:
+        """Whether an engine on GPUs has the packed recorder. `full_attention`: see
+        `model.load.full_attention`."""
+        if self.recorder == "auto":
+            return full_attention and self.tensor_parallel == 1
+        return self.recorder == "packed"

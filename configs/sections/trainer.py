@@ -40,6 +40,10 @@ class TrainerConfig:
     offload_optimizer: bool = False
     """Keep master weights and optimizer state in host memory, and update them there (ZeRO-Offload;
     `zero_stage` 1 or above)."""
+    park: bool = True
+    """With `rollout.sleep`: weights, optimizer and reference wait in host memory while the engine
+    samples. false: they stay, which saves the copies where there is room for them beside an engine
+    that is awake, and only what a step needs for itself is given back."""
     threads: int = 2
     """CPU: threads a rank."""
     publish_bucket_mib: int = 256

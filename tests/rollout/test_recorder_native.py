@@ -119,7 +119,7 @@ def test_the_v1_runner_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "gpu", "expected"),
     [
-        ("auto", True, "native"),
+        ("auto", True, "packed"),
         ("auto", False, "v1"),
         ("native", True, "native"),
         ("packed", True, "packed"),
@@ -127,6 +127,13 @@ def test_the_v1_runner_is_refused() -> None:
 )
 def test_choice_of_the_recorder(name: Any, gpu: bool, expected: str) -> None:
     assert recorder_name(RolloutConfig(recorder=name), gpu=gpu) == expected
+
+
+def test_packed_is_for_one_gpu_and_full_attention() -> None:
+    spread = RolloutConfig(tensor_parallel=2)
+    assert recorder_name(spread, gpu=True) == "native"
+    assert recorder_name(RolloutConfig(), gpu=True, full_attention=False) == "native"
+    assert recorder_name(spread, gpu=False, full_attention=False) == "v1"
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("native", False), ("packed", False), ("v1", True)])

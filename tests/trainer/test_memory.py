@@ -19,7 +19,7 @@ from configs.schema import (
     TrainerConfig,
 )
 from model.load import ModelFacts
-from trainer.memory import GIB, support_head_bytes
+from trainer.memory import GIB, TRAINER_CUDA_GIB, held_bytes, support_head_bytes
 from trainer.plan import Plan, describe, make_plan
 
 DENSE = ModelFacts(
@@ -173,3 +173,17 @@ def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
     greedy = replace(config, rollout=replace(config.rollout, gpu_memory=0.999))
     with pytest.raises(ConfigError, match=r"gpu_memory = 0\.999: .* Set it to 0\.\d+ or less"):
         plan(greedy, gpu_gib=need + 2, shared=True)
+
+
+def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
+    trainer = {"micro_batch_tokens": 8000, "park": False}
+    config = recipe(**trainer, rollout={"gpu_memory": 0.9, "sleep": True})
+    memory = plan(config).trainer
+    need, held = memory.total / GIB, held_bytes(memory) / GIB
+    gpu_gib = need + 2
+    with pytest.raises(ConfigError, match=r"gpu_memory = 0\.9: .* or set trainer\.park") as raised:
+        plan(config, gpu_gib=gpu_gib, shared=True)
+    assert f"{held + TRAINER_CUDA_GIB:.1f} GiB of" in str(raised.value)
+    share = (need - held) / gpu_gib
+    modest = replace(config, rollout=replace(config.rollout, gpu_memory=share))
+    plan(modest, gpu_gib=gpu_gib, shared=True)
