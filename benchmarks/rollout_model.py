@@ -89,8 +89,8 @@ def dense(size: Size, workload: Workload) -> Size:
 
 
 def write_dense(folder: Path, workload: Workload) -> dict[str, float]:
-    """As `write_model`. A prompt's bytes are tokens here too, though the head never gives the ids
-    of the first two."""
+    """As `write_model`. The tokenizer is the one of that model too, and the ids of its marks are
+    among those that this one never samples."""
     made = workload.shape
     shape.write_model(folder, made, seed=workload.seed, sharpness=workload.sharpness)
     write_tokenizer(folder, made.vocab_size)
