@@ -105,6 +105,19 @@ JOBS = (
         seconds=240,
     ),
     Job(
+        name="rollout-dense",
+        module="benchmarks.rollout",
+        arguments="--out {out} --dense --rounds 1 --arms packed --profile packed packed-fa2 "
+        "packed-triton packed-page64 packed-page256",
+        seconds=280,
+    ),
+    Job(
+        name="training-peers",
+        module="benchmarks.training",
+        arguments="--out {out} --peers --profile --rounds 2 --seconds 150",
+        seconds=190,
+    ),
+    Job(
         name="transfer-ipc",
         module="benchmarks.transfer",
         arguments="--json {out}.json",

@@ -46,7 +46,9 @@ def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> 
     return ids.int(), offsets, ids[pick]
 
 
-def draw_micro_batch(row: Row, mean_set: int, device: torch.device) -> MicroBatch:
+def draw_micro_batch(
+    row: Row, mean_set: int, device: torch.device, *, kl_coef: float = 0.0
+) -> MicroBatch:
     """Without routes."""
     position = np.tile(np.arange(row.length, dtype=np.int32), row.segments)
     segment = np.repeat(np.arange(row.segments), row.length)
@@ -67,7 +69,7 @@ def draw_micro_batch(row: Row, mean_set: int, device: torch.device) -> MicroBatc
         trainable_N=sampled,
         logp_old_N=np.where(sampled, -2.0, 0.0).astype(np.float32),
         advantage_N=np.where(segment % 2 == 0, 0.5, -0.5).astype(np.float32),
-        kl_coef_N=np.zeros(row.tokens, np.float32),
+        kl_coef_N=np.where(sampled, kl_coef, 0.0).astype(np.float32),
         sequence_tokens_S=np.full(row.segments, row.answer),
         kept=KeptSets(ids=ids.astype(np.int32), offsets=np.concatenate([[0], np.cumsum(sizes)])),
     )

@@ -2,6 +2,7 @@
 
     python -m benchmarks.rollout --out OUT              # 1.4 B parameters, mean kept set 8
     python -m benchmarks.rollout --out OUT --profile keel
+    python -m benchmarks.rollout --out OUT --dense      # the model and answers of benchmarks/peers
     python -m benchmarks.rollout --out OUT --small      # on a CPU, to see that it runs
 
 Every arm is an engine in a process of its own; all of them stay up, and in each round they take
@@ -14,6 +15,10 @@ turns on the whole of the card. Ratios are medians of ratios within a round.
     keel             with routes and kept sets
     packed-plain     Keel's engine with `rollout.recorder: packed`, log-probabilities alone
     packed           with routes and kept sets
+
+Only where `--arms` or `--profile` names them, as `packed`: `packed-fa2` and `packed-triton` with
+other attention kernels, `packed-page64` and `packed-page256` with more tokens in a cache block. A
+dense model has no routes; its arms record kept sets alone.
 """
 
 from __future__ import annotations
@@ -37,9 +42,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import workload
 from benchmarks.revision import commit
 from benchmarks.rollout_drivers import ARMS, Arm
-from benchmarks.rollout_model import SMALL, Size, write_model
+from benchmarks.rollout_model import SMALL, Size, dense, write_dense, write_model
 from configs.schema import RolloutConfig
 from rollout.spec import environment
 
@@ -56,6 +62,8 @@ RSS_EVERY_S = 0.2
 START_S = 300.0
 RUN_S = 120.0
 PROFILE_S = 240.0
+KERNELS = 15
+"""Lines for each profiled arm."""
 
 
 class Process:
@@ -249,14 +257,18 @@ def show(report: Report) -> None:
     for name, row in report.values["profiles"].items():
         if gpu := row.get("gpu"):
             print(
-                f"{name}: GPU busy {gpu['busy_fraction']:.0%} of {gpu['ms_per_step']:.2f} ms a step"
+                f"\n{name}: GPU busy {gpu['busy_fraction']:.0%} of {gpu['ms_per_step']:.2f} ms "
+                f"a step\n{'ms':>8} {'calls':>6}  kernel, a step"
             )
+            for kernel, (ms, calls) in list(gpu["kernels_ms_per_step"].items())[:KERNELS]:
+                print(f"{ms:8.3f} {calls:6.1f}  {kernel[:80]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--dense", action="store_true", help="without experts, long answers")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(DEFAULT))
     parser.add_argument("--profile", nargs="*", choices=list(ARMS), default=[])
@@ -273,7 +285,9 @@ def main() -> None:
         for name in ("answer", "group", "prompts")
         if getattr(options, name)
     }
-    size = replace(SMALL if options.small else Size(), **changes)
+    size = SMALL if options.small else Size()
+    peers = workload.SMALL if options.small else workload.QWEN3_06B
+    size = replace(dense(size, peers) if options.dense else size, **changes)
     options.out.mkdir(parents=True, exist_ok=True)
     head = {
         "command": " ".join(sys.argv[1:]),
@@ -288,7 +302,11 @@ def main() -> None:
     arms = [ARMS[name] for name in names if gpu or not ARMS[name].gpu_only]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        report.values["model"] = write_model(folder, size, options.mean_kept)
+        report.values["model"] = (
+            write_dense(folder, peers)
+            if options.dense
+            else write_model(folder, size, options.mean_kept)
+        )
         if gpu:
             torch.cuda.empty_cache()
         print(f"model after {time.monotonic() - began:.0f} s: {report.values['model']}", flush=True)

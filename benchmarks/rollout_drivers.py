@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
+from transformers import AutoConfig
 
 from benchmarks.rollout_model import Size
 from configs.schema import RolloutConfig, SamplingConfig
@@ -28,7 +29,7 @@ class Arm:
     name: str
     keel: bool
     record: bool = False
-    """Routes and kept sets."""
+    """Kept sets, and routes where the model has experts."""
     logprobs: bool = False
     """Stock only; Keel's engines always return them."""
     own_process: bool = False
@@ -37,9 +38,15 @@ class Arm:
     """Asynchronous scheduling; None: vLLM's choice, which is yes."""
     recorder: Literal["auto", "packed"] = "auto"
     gpu_only: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of vLLM's engine arguments."""
 
     def environment(self) -> dict[str, str]:
         return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if self.own_process else "0"}
+
+
+def packed(name: str, **changes: Any) -> Arm:
+    return Arm(name, keel=True, recorder="packed", record=True, gpu_only=True, changes=changes)
 
 
 ARMS = {
@@ -58,10 +65,14 @@ ARMS = {
         Arm("keel-plain", keel=True),
         Arm("keel", keel=True, record=True),
         Arm("packed-plain", keel=True, recorder="packed", gpu_only=True),
-        Arm("packed", keel=True, recorder="packed", record=True, gpu_only=True),
+        packed("packed"),
         # Where time goes, not part of the comparison:
         Arm("stock+logprobs-inproc", keel=False, logprobs=True),
         Arm("keel-plain-sync", keel=True, asynchronous=False),
+        packed("packed-fa2", attention_config={"flash_attn_version": 2}),
+        packed("packed-triton", attention_backend="TRITON_ATTN"),
+        packed("packed-page64", block_size=64),
+        packed("packed-page256", block_size=256),
     )
 }
 
@@ -152,12 +163,10 @@ class Stock:
         from transformers import AutoTokenizer  # noqa: PLC0415
         from vllm import LLM  # noqa: PLC0415
 
-        args: dict[str, Any] = {"max_num_seqs": size.sequences, **engine_args(size)}
-        if arm.asynchronous is not None:
-            args["async_scheduling"] = arm.asynchronous
+        args: dict[str, Any] = {"max_num_seqs": size.sequences, **engine_args(arm, folder, size)}
         if arm.record:
             args |= {
-                "enable_return_routed_experts": True,
+                "enable_return_routed_experts": size.experts > 0,
                 "return_sampling_mask": True,
                 "logprobs_mode": "processed_logprobs",
             }
@@ -202,12 +211,7 @@ class Keel:
         built = sampler._engine_args
 
         def bounded(*args: Any) -> Any:
-            result = built(*args)
-            for name, value in engine_args(size).items():
-                setattr(result, name, value)
-            if arm.asynchronous is not None:
-                result.async_scheduling = arm.asynchronous
-            return result
+            return replace(built(*args), **engine_args(arm, folder, size))
 
         sampler._engine_args = bounded
         self._arm, self._size = arm, size
@@ -224,7 +228,7 @@ class Keel:
             dtype=size.dtype,  # type: ignore[arg-type]
             max_model_len=context(size),
             seed=0,
-            keep_routing=arm.record,
+            keep_routing=arm.record and size.experts > 0,
             keep_sampling_mask=arm.record,
         )
 
@@ -261,22 +265,27 @@ def sampling(size: Size, answer: int) -> SamplingConfig:
     return SamplingConfig(top_p=size.top_p, top_k=size.top_k, max_tokens=answer)
 
 
-def engine_args(size: Size) -> dict[str, Any]:
+def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
     """Room for everything, so that nothing is preempted, and as many engines on the card as there
     are arms."""
+    own = dict(arm.changes)
+    if arm.asynchronous is not None:
+        own["async_scheduling"] = arm.asynchronous
     if not torch.cuda.is_available():
         return {
             "kv_cache_memory_bytes": 2**28,
             "enforce_eager": True,
             "block_size": 32,
             "disable_log_stats": True,
+            **own,
         }
-    heads = max(1, size.hidden // 256)
-    token = size.layers * 2 * heads * 64 * 2
+    model = AutoConfig.from_pretrained(folder)
+    token = model.num_hidden_layers * 2 * model.num_key_value_heads * model.head_dim * 2
     return {
-        "kv_cache_memory_bytes": int(1.3 * token * size.sequences * context(size)) + 2**28,
+        "kv_cache_memory_bytes": int(1.2 * token * size.sequences * context(size)) + 2**28,
         "gpu_memory_utilization": 0.04,  # bounds nothing with the line above; must be free
         "compilation_config": {
             "cudagraph_capture_sizes": [n for n in GRAPHS if n <= 2 * size.sequences]
         },
+        **own,
     }

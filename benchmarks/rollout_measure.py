@@ -140,7 +140,7 @@ def trace(driver: Driver, steps: Steps, size: Size) -> dict[str, Any]:
         if "cuda" in str(event.device_type).lower():
             began, ended = event.time_range.start, event.time_range.end
             spans.append((began, ended))
-            kernels.setdefault(event.name, []).append(ended - began)
+            kernels.setdefault(event.name[:200], []).append(ended - began)
     busy, until = 0.0, -1.0
     for began, ended in sorted(spans):
         busy += max(0.0, ended - max(began, until))
@@ -151,7 +151,7 @@ def trace(driver: Driver, steps: Steps, size: Size) -> dict[str, Any]:
         "busy_ms_per_step": busy / 1e3 / TRACED_STEPS,
         "busy_fraction": busy / 1e6 / span["seconds"],
         "kernels_ms_per_step": {
-            name[:100]: [sum(times) / 1e3 / TRACED_STEPS, len(times) / TRACED_STEPS]
+            name: [sum(times) / 1e3 / TRACED_STEPS, len(times) / TRACED_STEPS]
             for name, times in longest
         },
     }

@@ -6,14 +6,17 @@ trained model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 from benchmarks.models import Mixture
+from benchmarks.peers import shape
+from benchmarks.peers.workload import Workload
+from model.load import facts_of
 from rl.types import Prompt
 
 END = "<|im_end|>"
@@ -28,7 +31,7 @@ TEMPLATE_TOKENS = len("user\n") + len("\n") + len("assistant\n") + 3
 
 @dataclass(frozen=True)
 class Size(Mixture):
-    """Of the model and of one timed run."""
+    """Of the model, which is dense if it has no experts, and of one timed run."""
 
     expert: int = 640
     prompts: int = 16
@@ -65,6 +68,34 @@ SMALL = Size(
     top_k=64,
     dtype="float32",
 )
+
+
+def dense(size: Size, workload: Workload) -> Size:
+    """With the model, the answers and the sampling of a workload of benchmarks/peers."""
+    return replace(
+        size,
+        hidden=workload.shape.hidden_size,
+        layers=workload.shape.layers,
+        experts=0,
+        per_token=0,
+        expert=0,
+        vocabulary=workload.shape.vocab_size,
+        prompts=workload.prompts_per_step,
+        group=workload.group_size,
+        answer=workload.answer_tokens,
+        top_p=workload.top_p,
+        top_k=workload.top_k,
+    )
+
+
+def write_dense(folder: Path, workload: Workload) -> dict[str, float]:
+    """As `write_model`. The tokenizer is the one of that model too, and the ids of its marks are
+    among those that this one never samples."""
+    made = workload.shape
+    shape.write_model(folder, made, seed=workload.seed, sharpness=workload.sharpness)
+    write_tokenizer(folder, made.vocab_size)
+    parameters = facts_of(AutoConfig.from_pretrained(folder)).parameters
+    return {"parameters": parameters, "logit_spread": workload.sharpness}
 
 
 def write_model(folder: Path, size: Size, mean_kept: float) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema import (
     Config,
@@ -14,6 +14,7 @@ from configs.schema import (
     TrainerConfig,
 )
 
+KL_COEF = 0.02
 SOURCE = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
 
 
@@ -36,11 +37,13 @@ class Row:
         return self.segments * self.length
 
 
-def made_config(row: Row, trainer: TrainerConfig) -> Config:
-    """A run on such trajectories, with truncated sampling and without a reference policy."""
+def made_config(row: Row, trainer: TrainerConfig, *, reference: bool = False) -> Config:
+    """A run on such trajectories, with truncated sampling; `reference`: and a policy to stay near
+    to."""
+    source = replace(SOURCE, kl_coef=KL_COEF) if reference else SOURCE
     return Config(
         model=ModelConfig(path="made", dtype="bfloat16"),
-        data=DataConfig(sources=(SOURCE,), max_prompt_tokens=row.prompt),
+        data=DataConfig(sources=(source,), max_prompt_tokens=row.prompt),
         rollout=RolloutConfig(sampling=SamplingConfig(top_k=512, max_tokens=row.answer)),
         trainer=trainer,
     )

@@ -3,13 +3,15 @@
     python -m benchmarks.training --out DIR                     # one GPU, under 3 minutes
     python -m benchmarks.training --out DIR --profile           # and where a step's time goes
     python -m benchmarks.training --out DIR --ranks 1,2,4       # the same step on 1, 2 and 4 GPUs
+    python -m benchmarks.training --out DIR --peers             # the steps of benchmarks/peers
     python -m benchmarks.training --out DIR --small --ranks 1,2 # on a CPU, to see that it runs
 
 Packed trajectories of one length, recorded routes (drawn evenly, as a model sends its tokens that
 was trained to) and kept sets of 8 ids on average: what Keel trains with. A step is forward,
 backward and optimizer with the host's work in it; a figure is the median of `--rounds` steps after
 one that does not count. What counts as the model's work is said in `training_measure.step_flops`;
-the utilisation (MFU) is against 989 TFLOP/s a GPU. `fit` and `fit t` are what trainer/memory.py and
+the utilisation (MFU) is against 989 TFLOP/s a GPU. `full`: with a whole head, `ref`: with the
+reference policy's forward pass. `fit` and `fit t` are what trainer/memory.py and
 trainer/estimate.py say, divided by what was measured.
 
 Every row is in DIR/*.jsonl as soon as it is there, all of them in DIR/training.json at the end.
@@ -31,10 +33,11 @@ from typing import Any
 import torch
 
 from benchmarks.revision import commit
-from benchmarks.training_cases import SHAPES, SPREAD, Case, on_ranks, one_gpu
+from benchmarks.training_cases import SHAPES, SPREAD, Case, on_ranks, one_gpu, peers
 from benchmarks.training_rows import Measured
 
 ROOT = Path(__file__).parents[1]
+PARTS = ("reference", "forward", "loss", "backward", "optimizer", "between")
 GRACE_S = 30
 """Longer than a process is told to take, it may take this before it is ended."""
 
@@ -135,6 +138,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             Group(f"ranks-{n}", n, list(on_ranks(shapes or SPREAD, n, small=small)))
             for n in map(int, options.ranks.split(","))
         ]
+    elif options.peers:
+        groups = [Group("peers", 1, list(peers(small=small)))]
     else:
         groups = [Group("one", 1, list(one_gpu(shapes or list(SHAPES), small=small)))]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -169,29 +174,32 @@ def show(rows: list[dict[str, Any]]) -> None:
         if row["case"]["ranks"] == 1 and "seconds" in row
     }
     print(
-        f"{'case':58} {'s':>7} {'tok/s/GPU':>10} {'MFU':>6} {'full':>6} {'GiB':>6} {'fit':>5} "
-        f"{'fit t':>5}  forward, loss, backward, optimizer, between (ms)  speedup"
+        f"{'case':58} {'s':>7} {'tok/s/GPU':>10} {'MFU':>6} {'full':>6} {'ref':>6} {'GiB':>6} "
+        f"{'fit':>5} {'fit t':>5}  {', '.join(PARTS)} (ms)  speedup"
     )
     for row in rows:
         if "seconds" not in row:
             print(f"{row['name']:58} {row.get('failed') or row.get('skipped')}")
             continue
-        parts = [
-            1e3 * row["parts"].get(name, 0)
-            for name in ("forward", "loss", "backward", "optimizer", "between")
-        ]
+        parts = [1e3 * row["parts"].get(name, 0) for name in PARTS]
         case = row["case"]
         base = alone.get((case["shape"], case["zero_stage"])) or alone.get((case["shape"], 1))
         speedup = f"{base / row['seconds']:.2f}" if base and case["ranks"] > 1 else ""
         print(
             f"{row['name']:58} {row['seconds']:7.3f} {row['tokens_per_second_per_gpu']:10,.0f} "
-            f"{row['mfu']:6.1%} {row['mfu_with_full_head']:6.1%} {row['memory']['gpu_gib']:6.1f} "
+            f"{row['mfu']:6.1%} {row['mfu_with_full_head']:6.1%} "
+            f"{row['mfu_with_reference']:6.1%} {row['memory']['gpu_gib']:6.1f} "
             f"{row['memory_estimate_ratio'] or 0:5.2f} {row['time_estimate_ratio']:5.2f}  "
             + ", ".join(f"{part:.0f}" for part in parts)
             + f"  {speedup}"
         )
-        if "profile" in row:
-            print(f"    {row['profile']}")
+        if found := row.get("profile"):
+            print(
+                f"    profile of {found['micro_batches']} micro-batches: {found['seconds']:.3f} s, "
+                f"GPU busy {found['gpu_busy']:.0%} ({found['gpu_seconds']:.3f} s), host "
+                f"{found['host_seconds']:.3f} s of work and {found['host_wait_seconds']:.3f} s of "
+                f"waits, {found['kernels']} kernels, {found['launches']} launches, {found['waits']}"
+            )
     print("\nFor MEASURED in benchmarks/training_rows.py:")
     for row in rows:
         if "seconds" in row:
@@ -210,6 +218,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--shapes", default="", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--ranks", default="", help="such as 1,2,4: strong scaling instead")
+    parser.add_argument("--peers", action="store_true", help="with a reference policy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--stock", action="store_true", help="norms and experts of transformers")

@@ -61,6 +61,8 @@ class Case:
     expert_parallel: int = 1
     recompute: bool = False
     compiled: bool = False
+    reference: bool = False
+    """With a frozen reference policy, as a positive `kl_coef` asks for."""
 
     @property
     def engine(self) -> Case:
@@ -100,7 +102,8 @@ class Case:
             parts.append(f"{self.ranks} rank{'s' * (self.ranks > 1)}, ZeRO {self.zero_stage}")
         if self.expert_parallel > 1:
             parts.append(f"experts over {self.expert_parallel}")
-        parts += ["recompute"] * self.recompute + ["compiled"] * self.compiled
+        parts += ["recompute"] * self.recompute + ["reference"] * self.reference
+        parts += ["compiled"] * self.compiled
         return ", ".join(parts)
 
 
@@ -144,6 +147,23 @@ def one_gpu(shapes: Sequence[str], *, small: bool) -> Iterator[Case]:
             )
 
 
+def peers(*, small: bool) -> Iterator[Case]:
+    """The steps of benchmarks/peers, with micro-batches of several sizes."""
+    length = 72 if small else 1152
+    case = Case(
+        shape="qwen3-0.6b",
+        length=length,
+        micro_batch_tokens=4 * length,
+        step_tokens=128 * length,
+        reference=True,
+        compiled=True,
+    )
+    yield case
+    yield replace(case, micro_batch_tokens=8 * length)
+    yield replace(case, micro_batch_tokens=16 * length)
+    yield replace(case, micro_batch_tokens=8 * length, compiled=False)
+
+
 def on_ranks(shapes: Sequence[str], ranks: int, *, small: bool) -> Iterator[Case]:
     """The same tokens on so many ranks: a dense model under ZeRO 1 and 2, a mixture of experts with
     all experts on every rank, and with the experts spread over all ranks."""
@@ -167,7 +187,8 @@ def estimates(
     case: Case, facts: ModelFacts, *, gpu: bool, rates: Rates | None = None
 ) -> tuple[float, float]:
     """What `keel check` would say: seconds of the step, and bytes of a rank's GPU."""
-    config = made_config(case.row(facts.vocab_size), case.trainer())
+    row = case.row(facts.vocab_size)
+    config = made_config(row, case.trainer(), reference=case.reference)
     seconds = compute_seconds(
         config, facts, case.step_tokens, case.micro_batches, Machine(), rates or Rates()
     )

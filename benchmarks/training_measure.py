@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.made import MadeEngine, draw_micro_batch, with_even_routes
-from benchmarks.rows import Row, made_config
+from benchmarks.rows import KL_COEF, Row, made_config
 from benchmarks.training_cases import STOCK, Case, estimates, model_of
 from model.fused import use_fused_layers
 from model.load import ModelFacts, facts_of
@@ -28,6 +28,7 @@ from rl.packing import TrainBatch
 from trainer import compiled, policy
 from trainer.estimate import Machine, Rates, body_parameters
 from trainer.memory import GIB
+from trainer.policy import Inputs
 
 MEAN_SET = 8
 H200 = Machine()
@@ -80,6 +81,14 @@ class TimedEngine(MadeEngine):
             self.mark("between")
 
         self._engine.backward = marked  # type: ignore[method-assign]
+
+    def _reference_logp(self, inputs: Inputs) -> Tensor | None:
+        if self._reference is None:
+            return None
+        self.mark("reference")
+        logp = super()._reference_logp(inputs)
+        self.mark("between")
+        return logp
 
     def _apply_gradients(self) -> float:
         self.mark("optimizer")
@@ -136,7 +145,8 @@ def run(job: Job) -> None:
             try:
                 model = model_of(case.shape, small=job.small)
                 facts = facts_of(model)
-                config = made_config(case.row(facts.vocab_size), case.trainer())
+                row = case.row(facts.vocab_size)
+                config = made_config(row, case.trainer(), reference=case.reference)
                 if engine is None:
                     plain = replace(config.trainer, activation_checkpointing=False)
                     start = replace(config, trainer=plain)
@@ -175,6 +185,7 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
         if job.profile and job.rank > 0:
             engine.timed(batch)
     flops = step_flops(case, row, facts, len(kept.ids))
+    policy_flops = flops["body"] + flops["attention"] + flops["head"]
     stock = policy.use_fused_layers is not use_fused_layers
     rates = STOCK if stock else Rates()
     estimate, planned = estimates(case, facts, gpu=device.type == "cuda", rates=rates)
@@ -189,7 +200,8 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
         "seconds": seconds,
         "all_seconds": [total for total, _ in rounds],
         "tokens_per_second_per_gpu": case.step_tokens / seconds / case.ranks,
-        "mfu": (flops["body"] + flops["attention"] + flops["head"]) / rate,
+        "mfu": policy_flops / rate,
+        "mfu_with_reference": (policy_flops + flops["reference"]) / rate,
         "mfu_with_full_head": (flops["body"] + flops["attention"] + flops["full head"]) / rate,
         "tflop": {name: value / 1e12 for name, value in flops.items()},
         "parts": parts,
@@ -208,7 +220,9 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
 
 def step_batch(case: Case, row: Row, facts: ModelFacts, device: torch.device) -> TrainBatch:
     """A rank's share of a step: one micro-batch, over and over."""
-    batch = with_even_routes(draw_micro_batch(row, MEAN_SET, device), facts, device)
+    kl_coef = KL_COEF if case.reference else 0.0
+    drawn = draw_micro_batch(row, MEAN_SET, device, kl_coef=kl_coef)
+    batch = with_even_routes(drawn, facts, device)
     return TrainBatch(
         micro_batches=(batch,) * case.micro_batches,
         total_sequences=case.step_tokens // case.length,
@@ -223,15 +237,20 @@ def step_flops(case: Case, row: Row, facts: ModelFacts, kept_ids: int) -> dict[s
                    scores and for values
         head       6 × hidden size for each kept id of each sampled token: what is computed
         full head  6 × hidden size × vocabulary for each sampled token: what is not
+        reference  a third of body, attention and head, where there is one: forward alone
 
     An embedding lookup is no product. Softmax, norms and the optimizer are not counted.
     """
     tokens, micro_batches = case.step_tokens, case.micro_batches * case.ranks
     sampled = row.segments * row.answer * micro_batches
-    return {
+    trained = {
         "body": 6.0 * body_parameters(facts) * tokens,
         "attention": 6.0 * case.length * facts.attention_width * facts.layers * tokens,
         "head": 6.0 * facts.hidden_size * kept_ids * micro_batches,
+    }
+    return {
+        **trained,
+        "reference": sum(trained.values()) / 3 if case.reference else 0.0,
         "full head": 6.0 * facts.hidden_size * facts.vocab_size * sampled,
     }
 
@@ -275,15 +294,26 @@ def profiled(engine: TimedEngine, case: Case, batch: TrainBatch, job: Job) -> di
     device = [event for event in events if "CUDA" in str(event.device_type())]
     counts = Counter(event.name() for event in host)
     name = str(case).replace(", ", "-").replace(" ", "")
-    lines = [f"{case}: {seconds:.3f} s under the profiler"]
+    own = own_time(host)
+    waited = sum(own.get(wait, (0.0, 0))[0] for wait in WAITS)
+    worked = sum(each for each, _ in own.values()) - waited
+    busy = covered(device)
+    lines = [
+        f"{case}: {seconds:.3f} s under the profiler",
+        f"GPU busy {busy:.3f} s; host: {worked:.3f} s of work and {waited:.3f} s of waits, "
+        "summed over its threads",
+    ]
     lines += table("kernels", spent((e.name(), e.duration_ns()) for e in device), seconds)
-    lines += table("host, without what is called inside", own_time(host), seconds)
+    lines += table("host, without what is called inside", own, seconds)
     Path(job.rows).with_name(f"profile-{name}.txt").write_text("\n".join(lines) + "\n")
     return {
         "profile": {
             "micro_batches": len(batch.micro_batches),
             "seconds": seconds,
-            "gpu_busy": covered(device) / seconds,
+            "gpu_busy": busy / seconds,
+            "gpu_seconds": busy,
+            "host_seconds": worked,
+            "host_wait_seconds": waited,
             "kernels": len(device),
             "launches": sum(n for name, n in counts.items() if "LaunchKernel" in name),
             "waits": {name: counts[name] for name in (*WAITS, "cudaMemcpy", "aten::item")},
@@ -361,6 +391,8 @@ def release(engine: TimedEngine | None) -> None:
     if engine is None:
         return
     kept: list[Tensor] = list(engine._network.parameters())
+    if engine._reference is not None:
+        kept += engine._reference.network.parameters()
     for group in engine._adam.param_groups:
         kept += [*group["params"], *(p.grad for p in group["params"] if p.grad is not None)]
     for state in engine._adam.state.values():
