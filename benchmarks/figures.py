@@ -82,7 +82,7 @@ JOBS = (
     Job(
         name="peers",
         module="benchmarks.peers.compare",
-        arguments=f"{PEERS} --arms trl,keel-packed,trl,keel-packed",
+        arguments=f"{PEERS} --arms trl,keel-turns,keel-turns,trl",
         seconds=580,
     ),
     Job(
@@ -163,7 +163,7 @@ JOBS = (
     Job(
         name="peers-more",
         module="benchmarks.peers.compare",
-        arguments=f"{PEERS} --arms trl-fast,keel-packed-sleep,trl-lean",
+        arguments=f"{PEERS} --arms keel-packed-sleep,trl-fast,keel-packed,trl-lean",
         seconds=580,
     ),
     Job(

@@ -50,7 +50,18 @@ ARMS: dict[str, dict[str, Any]] = {
     "keel-async": {"algorithm.max_lag": 1},
     "keel-fast": {"trainer.activation_checkpointing": False, "rollout.gpu_memory": 0.2},
     "keel-packed": PACKED,
-    "keel-packed-sleep": {**PACKED, "rollout.sleep": True, "rollout.gpu_memory": 0.3},
+    "keel-turns": {
+        **PACKED,
+        "trainer.micro_batch_tokens": 9216,
+        "rollout.sleep": True,
+        "trainer.park": False,
+    },
+    "keel-packed-sleep": {
+        **PACKED,
+        "trainer.micro_batch_tokens": 9216,
+        "rollout.sleep": True,
+        "rollout.gpu_memory": 0.2,
+    },
     "keel-lean": {"trainer.zero_stage": 1, "trainer.offload_optimizer": True},
 }
 """Knobs that differ from those of `recipe`."""
