@@ -26,6 +26,8 @@ def compile_layers(model: PreTrainedModel) -> None:
     for block in model.modules():
         if routers & set(block.children()):
             block.forward = torch.compiler.disable(block.forward)
+    # Numbers such as a norm's epsilon are a part of the graph, not tensors that each call makes.
+    torch._dynamo.config.specialize_float = True
     layers: Any = model.get_decoder().layers
     for layer in layers:
         layer.compile(backend=BACKEND, dynamic=True)

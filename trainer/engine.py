@@ -121,9 +121,11 @@ class TrainerEngine:
             if trainer.compile:
                 compile_layers(self._reference.network.model)
         self._parking = None
-        if config.rollout.sleep and trainer.park:
+        if config.rollout.sleep:
             frozen = self._reference.network if self._reference else None
-            self._parking = Parking(self._engine, frozen, self._device)
+            self._parking = Parking(
+                self._engine, frozen, self._device, stays=not config.trainer.park
+            )
         self._steps = self._version = self._skips_in_a_row = 0
 
     @property
@@ -310,11 +312,8 @@ class TrainerEngine:
 
         A rank that does not want them yields nothing, and gathers along where the others need it.
         With `rollout.sleep` the engines wake up meanwhile, so all that a block does not need goes
-        to host memory before the first and the rest after the last. Without `trainer.park` what the
-        rank holds stays, and only the memory that PyTorch keeps for the next step is given back.
+        to host memory before the first and the rest after the last (but see `trainer.park`).
         """
-        if self._config.rollout.sleep and self._device.type == "cuda":
-            torch.cuda.empty_cache()
         if self._parking:
             if wanted or self._gathers:
                 self._parking.unpark(rest=False)

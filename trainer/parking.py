@@ -24,9 +24,9 @@ class Shelf:
     """Storages whose bytes are on the device or in host memory."""
 
     def __init__(
-        self, device: torch.device, content: Literal["changing", "constant", "scratch"]
+        self, device: torch.device, content: Literal["changing", "constant", "scratch", "zeros"]
     ) -> None:
-        """constant: the bytes are copied to host memory once; scratch: never."""
+        """constant: the bytes are copied to host memory once; scratch and zeros: never."""
         self._device, self._content = device, content
         self._places: dict[int, tuple[UntypedStorage, Tensor]] = {}
         """Each storage with its place in host memory, which a constant one keeps."""
@@ -41,7 +41,7 @@ class Shelf:
         """Those of the storages behind `tensors` that are on the device."""
         assert not self.away
         self._sizes = [(storage, storage.nbytes()) for storage in self._storages(tensors)]
-        for storage, size in self._sizes if self._content != "scratch" else ():
+        for storage, size in self._sizes if self._content in ("changing", "constant") else ():
             if storage._cdata not in self._places:
                 pin = self._device.type == "cuda"  # PyTorch keeps such blocks for the next time
                 place = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
@@ -56,6 +56,8 @@ class Shelf:
         """Back to the device."""
         for storage, size in self._sizes:
             storage.resize_(size)
+            if self._content == "zeros":
+                _bytes(storage).zero_()
         for storage, place in self._places.values():
             _bytes(storage).copy_(place, non_blocking=True)
         self._synchronize()
@@ -83,12 +85,20 @@ class Parking:
     """Of one rank: its weights in the compute dtype on one shelf, all else on others."""
 
     def __init__(
-        self, engine: DeepSpeedEngine, reference: nn.Module | None, device: torch.device
+        self,
+        engine: DeepSpeedEngine,
+        reference: nn.Module | None,
+        device: torch.device,
+        *,
+        stays: bool = False,
     ) -> None:
+        """stays: only gives back what a step needs for itself (`trainer.park` is false)."""
         self._engine, self._reference, self._device = engine, reference, device
+        self._stays = stays
         self._weights = Shelf(device, "changing")
         self._state = Shelf(device, "changing")
         self._buckets = Shelf(device, "scratch")
+        self._gradients = Shelf(device, "zeros")
         self._frozen = Shelf(device, "constant")
 
     @property
@@ -100,7 +110,10 @@ class Parking:
         """Put everything aside; the weights only if said."""
         module: Any = self._engine.module
         optimizer: Any = self._engine.optimizer
-        if not self._state.away:
+        if not self._gradients.away:
+            # The float32 sums of bfloat16 under ZeRO-1: DeepSpeed has cleared them after the step.
+            self._gradients.put(getattr(optimizer, "fp32_groups_gradients_flat", ()))
+        if not self._stays and not self._state.away:
             if hasattr(optimizer, "empty_partition_cache"):
                 optimizer.empty_partition_cache()  # ZeRO-3: what it has gathered ahead
             # Gradients on their way to other ranks: nothing between two steps.
@@ -111,14 +124,14 @@ class Parking:
             self._buckets.put(buckets)
             if self._reference is not None:
                 self._frozen.put(_parameters(self._reference))
-        if weights and not self._weights.away:
+        if weights and not self._stays and not self._weights.away:
             self._weights.put(_parameters(module))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def unpark(self, *, rest: bool = True) -> None:
         """Take everything back; `rest`: not the weights alone."""
-        others = (self._state, self._buckets, self._frozen) if rest else ()
+        others = (self._gradients, self._state, self._buckets, self._frozen) if rest else ()
         for shelf in (self._weights, *others):
             if shelf.away:
                 shelf.take()

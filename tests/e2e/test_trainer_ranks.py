@@ -131,8 +131,9 @@ def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_parking_changes_nothing_in_bfloat16(results: dict[str, Any], stage: int) -> None:
-    awake, parked = (results[f"bfloat16 {stage}"][key] for key in ("awake", "parked"))
+@pytest.mark.parametrize("how", ["parked", "stays"])
+def test_parking_changes_nothing_in_bfloat16(results: dict[str, Any], stage: int, how: str) -> None:
+    awake, parked = (results[f"bfloat16 {stage}"][key] for key in ("awake", how))
     same(parked["after"], awake["after"], atol=0)
     for asleep, up in zip(parked["metrics"], awake["metrics"], strict=True):
         assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)

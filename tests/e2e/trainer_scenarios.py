@@ -125,7 +125,8 @@ class Ranks:
             found.append(self.merged(engine.step([self.batch(groups, config)])))
             if config.rollout.sleep:
                 self.published(engine)
-                assert engine._parking and engine._parking.host_bytes > 500_000, config.trainer
+                assert engine._parking, config.trainer
+                assert (engine._parking.host_bytes > 500_000) == config.trainer.park
         return found
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -226,21 +227,21 @@ def skipping(stage: int) -> Scenario:
 
 
 def in_bfloat16(stage: int) -> Scenario:
-    """As on a GPU, where DeepSpeed has other optimizers for it: awake, and parked after each
-    step."""
+    """As on a GPU, where DeepSpeed has other optimizers for it: awake, and parked after each step,
+    as a whole or the gradients alone."""
 
     def run(ranks: Ranks) -> Result:
         from trainer import engine as module  # noqa: PLC0415  (loads DeepSpeed)
 
         on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
         result: Result = {}
-        for sleep in (False, True):
+        for key in ("awake", "parked", "stays"):
+            sleep, park = key != "awake", key != "stays"
             config = make_config(
-                ranks.world_size, stage, dtype="bfloat16", tokens=TIGHT, sleep=sleep
+                ranks.world_size, stage, dtype="bfloat16", tokens=TIGHT, sleep=sleep, park=park
             )
             engine = ranks.engine(config)
             metrics = ranks.train(engine, config, range(STEPS))
-            key = "parked" if sleep else "awake"
             result[key] = {"after": ranks.published(engine), "metrics": metrics}
         module.compute_dtype = on_cpu
         return result

@@ -78,6 +78,19 @@ def test_a_parked_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
         assert asleep == pytest.approx(awake, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
+def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
+    config = make_config(1, 1, dtype="bfloat16", tokens=TIGHT, sleep=True, park=False)
+    engine = ranks.engine(config)
+    groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
+    for _ in range(2):
+        engine.step([ranks.batch(groups, config)])
+        before = torch.cuda.memory_allocated()
+        count = sum(tensor.numel() for tensor in ranks.published(engine).values())
+        freed = before - torch.cuda.memory_allocated()
+        assert 4 * count <= freed < 5 * count  # float32
+        assert torch.cuda.memory_reserved() < before
+
+
 def test_blocks_of_a_parked_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
     engine = ranks.engine(make_config(1, 1, dtype="bfloat16", sleep=True))
     first = ranks.published(engine)
