@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo
+import torch._functorch.config as functorch
 from transformers import PreTrainedModel
 
 from model.routing import router_modules
 
 BACKEND = "inductor"
 """torch.compile's; on a CPU it needs a C++ compiler, and minutes."""
+KEPT = 0.8
+"""Share of what a layer would keep for its backward pass that may be kept. The rest, results of
+elementwise operations at this share, is computed again on the way."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -27,7 +32,8 @@ def compile_layers(model: PreTrainedModel) -> None:
         if routers & set(block.children()):
             block.forward = torch.compiler.disable(block.forward)
     # Numbers such as a norm's epsilon are a part of the graph, not tensors that each call makes.
-    torch._dynamo.config.specialize_float = True
+    dynamo.specialize_float = True
+    functorch.activation_memory_budget = KEPT
     layers: Any = model.get_decoder().layers
     for layer in layers:
         layer.compile(backend=BACKEND, dynamic=True)
