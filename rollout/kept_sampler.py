@@ -7,6 +7,7 @@ kept set come from `rollout.draw`. Batches that it does not cover go vLLM's whol
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rollout.draw import draw
+
+logger = logging.getLogger(__name__)
 
 SIGNATURES: tuple[tuple[Any, str], ...] = (
     (Sampler.__call__, "self logits input_batch"),
@@ -124,7 +127,7 @@ def install(runner: Any) -> bool:
             )
     sampler: Any = runner.sampler
     if (
-        type(sampler) is not Sampler  # another stage of a pipeline, a watermark
+        type(sampler) is not Sampler  # one with a watermark, or none in this process
         or runner.rejection_sampler is not None
         or runner.batch_sharder is not None
         or sampler.logprobs_mode != "processed_logprobs"
@@ -132,6 +135,7 @@ def install(runner: Any) -> bool:
         or sampler.compute_nans
         or sampler.trace_replay_state is not None
     ):
+        logger.warning("rollout.recorder = 'packed': vLLM's own sampler is used, which is slower")
         return False
     counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
     sampler.__class__ = KeptSampler
