@@ -53,8 +53,7 @@ class PackedRecorder:
             )
         core: Any = engine.engine_core
         self._engine, self._scheduler = engine, core.engine_core.scheduler
-        if self._kept:
-            engine.collective_rpc("keel_flat_masks")
+        engine.collective_rpc("keel_sampler")
         if self._routes:
             engine.collective_rpc("keel_file_routes")
             self._scheduler.aux_output_connector = None

@@ -91,11 +91,11 @@ class RoutesExtension(WeightsExtension):
             runner.kv_cache_config.num_blocks * self._keel_block,
         )
 
-    def keel_flat_masks(self) -> None:
-        """Take over from vLLM's way to bring kept sets to the host."""
-        from rollout import masks  # noqa: PLC0415  (needs Triton, which not every CPU machine has)
+    def keel_sampler(self) -> None:
+        """Take over the end of vLLM's sampler."""
+        from rollout import kept_sampler  # noqa: PLC0415  (Triton: not every CPU machine has it)
 
-        masks.install()
+        kept_sampler.install(self.model_runner)
 
     def keel_routes(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
         """[tokens, L, K] of a request that had these cache blocks until the last step."""

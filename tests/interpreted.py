@@ -12,17 +12,23 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Must be set before torch is imported."""
 
 
-def install(recorder: str) -> None:
-    """Let vLLM use Triton here, and `rollout.sampler` the recorder of that name. Call it before
-    vLLM is imported."""
+def lend_triton() -> None:
+    """Let vLLM use Triton here. Call it before vLLM is imported."""
     from triton.backends import backends  # noqa: PLC0415
 
     none: Any = SimpleNamespace(is_active=lambda: False)
     backends["cpu"] = SimpleNamespace(driver=none, compiler=None)  # type: ignore[assignment]
 
     import vllm.v1.sample.ops.topk_topp_sampler as truncation  # noqa: PLC0415
+    import vllm.v1.worker.cpu.shm  # noqa: F401, PLC0415  (vLLM's own stand-ins for what CUDA does)
 
     truncation.HAS_TRITON = False  # calls a method of a number that the interpreter has as int
+
+
+def install(recorder: str) -> None:
+    """Let vLLM use Triton here, and `rollout.sampler` the recorder of that name. Call it before
+    vLLM is imported."""
+    lend_triton()
 
     from rollout import recorder_packed, sampler  # noqa: PLC0415
     from rollout.scheduler import ShortScheduler  # noqa: PLC0415

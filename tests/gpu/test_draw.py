@@ -1,0 +1,256 @@
+"""A step's tokens, log-probabilities and kept sets, row by row against vLLM, torch and numpy.
+
+The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests import interpreted
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+
+# The functions load vLLM, which stays out of a run that skips them.
+# ruff: noqa: PLC0415
+pytestmark = KERNELS
+VOCABULARY = 10_001
+"""Not a multiple of anything."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton() -> None:
+    if INTERPRETED:
+        interpreted.lend_triton()
+
+
+def truncated(sizes: list[int], *, values: int = 0) -> Tensor:
+    """Rows with so many finite logits; with `values`, of so many different ones."""
+    chance = np.random.default_rng(sum(sizes))
+    logits = torch.full((len(sizes), VOCABULARY), -torch.inf)
+    for row, size in enumerate(sizes):
+        ids = chance.choice(VOCABULARY, size, replace=False)
+        drawn = chance.integers(0, values, size) if values else 3 * chance.standard_normal(size)
+        logits[row, ids] = torch.from_numpy(drawn).float()
+    return logits
+
+
+def check(
+    logits: Tensor,
+    *,
+    top_k: int,
+    temperatures: list[float] | None = None,
+    unread: tuple[int, ...] = (),
+    record: bool = True,
+) -> None:
+    """Requests are in another order than rows, and two more exist than have a row."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    from rollout.draw import draw
+
+    rows = len(logits)
+    generator = torch.Generator().manual_seed(rows)
+    states = torch.randperm(rows + 2, generator=generator)[:rows].int()
+    temperature = torch.rand(rows + 2, generator=generator) + 0.5
+    for row, given in enumerate(temperatures or []):
+        temperature[states[row]] = given
+    seeds = torch.randint(-(2**62), 2**62, (rows + 2,), generator=generator)
+    positions = torch.randint(0, 40_000, (rows,), generator=generator)
+    sampled = torch.ones(rows, dtype=torch.int32)
+    sampled[list(unread)] = 0
+    on_device = logits.to(DEVICE)
+    drawn = draw(
+        on_device,
+        states.to(DEVICE),
+        positions.to(DEVICE),
+        sampled=sampled.to(DEVICE),
+        temperature=temperature.to(DEVICE),
+        seeds=seeds.to(DEVICE),
+        width=top_k,
+        record=record,
+    )
+    expected = gumbel_sample(
+        on_device,
+        states.to(DEVICE),
+        temperature.to(DEVICE),
+        seeds.to(DEVICE),
+        positions.to(DEVICE),
+        apply_temperature=False,
+        is_drafting=False,
+    ).cpu()
+    read = sampled > 0
+    tokens, logp = drawn.tokens.cpu()[:, 0], drawn.logp.cpu()[:, 0]
+    assert tokens[read].tolist() == expected[read].tolist()
+    greedy = temperature[states.long()] == 0
+    assert (tokens == logits.float().argmax(-1))[greedy & read].all()
+    exact = logits.double().log_softmax(-1).gather(1, expected[:, None])[:, 0].float()
+    torch.testing.assert_close(logp[read], exact[read], atol=1e-6, rtol=1e-6)
+    assert (drawn.sets is not None) == record
+    if drawn.sets is not None:
+        sets = drawn.sets.to_cpu_nonblocking()
+        if not INTERPRETED:
+            torch.cuda.synchronize()
+        lists = sets.tolists()
+        assert lists.offsets is not None and len(lists.offsets) == rows + 1
+        assert lists.token_ids.dtype == np.int32
+        for row in range(rows):
+            found = lists.token_ids[lists.offsets[row] : lists.offsets[row + 1]]
+            finite = logits[row].isfinite().nonzero()[:, 0] if read[row] else torch.empty(0)
+            assert found.tolist() == finite.tolist()
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_few_ids_come_with_the_step(record: bool) -> None:
+    check(truncated([1, 8, 3, 40, 17, 64, 65]), top_k=128, record=record)
+
+
+def test_one_row() -> None:
+    check(truncated([5]), top_k=8)
+
+
+def test_greedy_rows() -> None:
+    check(truncated([8, 30, 8, 200]), top_k=100, temperatures=[0, 1, 1, 0])
+
+
+def test_rows_whose_prompt_is_not_read_have_none() -> None:
+    check(truncated([4, 6, 2]), top_k=8, unread=(1,))
+    check(truncated([4, 6, 2]), top_k=8, unread=(0, 1, 2))
+
+
+def test_more_ids_than_travel_with_the_step_are_fetched() -> None:
+    check(truncated([300, 200, 250]), top_k=512)
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_more_ids_than_the_widest_top_k(record: bool) -> None:
+    check(truncated([9, 8, 3, 30, 5000]), top_k=8, record=record)
+
+
+def test_of_equal_logits_the_lowest_id_is_greedy() -> None:
+    for top_k in (8, 200, 512):
+        check(truncated([12, 190, 300], values=3), top_k=top_k, temperatures=[0, 0, 0])
+        check(truncated([12, 190, 300], values=1), top_k=top_k)
+
+
+def test_nothing_was_cut_off() -> None:
+    logits = torch.randn((3, VOCABULARY), generator=torch.Generator().manual_seed(1))
+    check(logits, top_k=VOCABULARY, temperatures=[1, 0, 1])
+    check(logits.bfloat16(), top_k=VOCABULARY)
+
+
+def test_a_row_that_is_not_a_number_says_so() -> None:
+    from rollout.draw import draw
+
+    logits = truncated([5, 5, 5])
+    logits[0, 23] = torch.nan
+    logits[1, 17] = torch.inf
+    few = torch.ones(3, dtype=torch.int32, device=DEVICE)
+    drawn = draw(
+        logits.to(DEVICE),
+        torch.arange(3, device=DEVICE),
+        few.long(),
+        sampled=few,
+        temperature=few.float(),
+        seeds=few.long(),
+        width=8,
+        record=True,
+    )
+    assert drawn.logp.isnan().tolist() == [[True], [True], [False]]
+    assert ((drawn.tokens >= 0) & (drawn.tokens < VOCABULARY)).all()
+
+
+def mixed_parameters() -> list[Any]:
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(seed=1, logprobs=0, top_k=8),
+        SamplingParams(seed=2, logprobs=0, top_k=300, temperature=0.7),
+        SamplingParams(seed=3, logprobs=0, top_k=40, top_p=0.9, temperature=1.3),
+        SamplingParams(seed=4, logprobs=0, top_k=512, top_p=0.5),
+        SamplingParams(seed=5, logprobs=0, top_k=200, min_p=0.05),
+        SamplingParams(seed=6, logprobs=0, temperature=0),
+        SamplingParams(seed=7, logprobs=0, temperature=0.9),
+        SamplingParams(seed=8, top_k=20),
+        SamplingParams(seed=9, logprobs=2, top_k=20),
+        SamplingParams(seed=10, logprobs=0, top_k=20, logit_bias={5: 3.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("requests", "ours"),
+    [
+        ([4, 0, 3, 1, 2], True),
+        ([5, 1, 6, 9, 7], True),
+        ([5], True),
+        ([7], False),  # nobody wants log-probabilities
+        ([0, 8, 4], False),  # one wants those of other ids
+    ],
+)
+@pytest.mark.parametrize("record", [True, False])
+def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, record: bool) -> None:
+    from benchmarks.sampling_parts import PROMPT, make_batch, make_runner
+    from rollout import kept_sampler
+
+    theirs, mine = (
+        make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=record) for _ in range(2)
+    )
+    assert kept_sampler.install(mine)
+    generator = torch.Generator().manual_seed(len(requests))
+    logits = 4 * torch.randn((len(requests), VOCABULARY), generator=generator)
+    if not INTERPRETED:  # which takes them for integers in vLLM's kernel of kept sets
+        logits = logits.bfloat16()
+    lengths = [PROMPT - 2 if request == 3 else PROMPT + request for request in requests]
+    batch = make_batch(np.array(requests), lengths, DEVICE)
+    with torch.inference_mode():
+        expected, found = (
+            runner.sampler(logits.to(DEVICE, copy=True), batch) for runner in (theirs, mine)
+        )
+    happened = expected.num_sampled.cpu().numpy() > 0
+    assert happened.tolist() == [request != 3 for request in requests]
+    assert found.num_sampled.tolist() == expected.num_sampled.tolist()
+    assert found.num_rejected.tolist() == expected.num_rejected.tolist()
+    for name in ("num_sampled", "num_rejected", "sampled_token_ids"):
+        assert getattr(found, name).dtype == getattr(expected, name).dtype
+        assert getattr(found, name).shape == getattr(expected, name).shape
+    same = found.sampled_token_ids == expected.sampled_token_ids
+    assert same.cpu().numpy()[happened].all()
+    assert isinstance(found.logprobs_tensors, kept_sampler.StepLogprobs) == ours
+    if expected.logprobs_tensors is not None:
+        wanted, got = (output.logprobs_tensors.tolists() for output in (expected, found))
+        np.testing.assert_allclose(
+            got.logprobs[happened], wanted.logprobs[happened], atol=2e-6, rtol=1e-6
+        )
+        assert got.slice_request(0, 1).logprobs.shape == wanted.slice_request(0, 1).logprobs.shape
+    assert (found.sampling_mask_tensors is not None) == record
+    if record:
+        wanted, got = (output.sampling_mask_tensors.tolists() for output in (expected, found))
+        assert got.offsets.tolist() == wanted.offsets.tolist()
+        assert got.token_ids.tolist() == wanted.token_ids.tolist()
+
+
+def test_samplers_that_are_not_covered_stay_vllms() -> None:
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from benchmarks.sampling_parts import make_runner
+    from rollout import kept_sampler
+
+    for name, value in (("logprobs_mode", "raw_logprobs"), ("use_fp64_gumbel", True)):
+        runner = make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=True)
+        setattr(runner.sampler, name, value)
+        assert not kept_sampler.install(runner)
+        assert type(runner.sampler) is Sampler
+
+
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from rollout import kept_sampler
+
+    changed = ((Sampler.get_logprobs_dims, "self requests"),)
+    monkeypatch.setattr(kept_sampler, "SIGNATURES", changed)
+    with pytest.raises(RuntimeError, match=r"Sampler\.get_logprobs_dims has other parameters"):
+        kept_sampler.install(None)
