@@ -1,4 +1,4 @@
-"""What Keel adds to vLLM's workers, outside an engine (in a file of its own: it loads vLLM)."""
+"""What Keel adds to vLLM's workers, outside an engine. vLLM is loaded by the tests, not with them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from model.channel import Channel
 from model.weights import Sent
 from rl.types import NO_ROUTE
-from rollout.routes import SlotRoutes
-from rollout.weights import WeightsExtension
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
 
 
 def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
+    from rollout.weights import WeightsExtension  # noqa: PLC0415
+
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     extension: Any = WeightsExtension()
     extension.rank, extension.device = 0, CPU
@@ -42,6 +42,8 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
 
 
 def test_a_slot_that_was_never_filed_has_no_route() -> None:
+    from rollout.routes import SlotRoutes  # noqa: PLC0415
+
     captured = torch.zeros((4, 3, 2), dtype=torch.int32)
     routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
     routes.file(2)  # both tokens to expert 0 alone, for all that is captured
