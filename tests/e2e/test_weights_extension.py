@@ -1,4 +1,4 @@
-"""What Keel adds to vLLM's workers, outside an engine. vLLM is loaded by the tests, not with them."""
+"""What Keel adds to vLLM's workers, outside an engine. The tests load vLLM, not this module."""
 
 from __future__ import annotations
 
