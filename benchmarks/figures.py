@@ -58,8 +58,15 @@ JOBS = (
         name="tests-trainer",
         module="pytest",
         arguments="-q -m gpu -p no:cacheprovider tests/gpu --deselect tests/gpu/test_cold_start.py "
-        "--ignore tests/gpu/test_recorders_native.py --ignore tests/gpu/test_sleep.py",
+        "--ignore tests/gpu/test_recorders_native.py --ignore tests/gpu/test_sleep.py "
+        "--ignore tests/gpu/test_draw.py",
         seconds=400,
+    ),
+    Job(
+        name="tests-draw",
+        module="pytest",
+        arguments="-q -m gpu -p no:cacheprovider tests/gpu/test_draw.py",
+        seconds=240,
     ),
     Job(
         name="tests-packed",
@@ -311,14 +318,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", default="0", help="ids, such as 0,1")
-    parser.add_argument("--only", default="", help=f"of {', '.join(names)}")
+    parser.add_argument("--only", default="", help=f"in this order, of {', '.join(names)}")
     parser.add_argument("--seconds", type=float, default=3600, help="for everything")
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else names
     if unknown := set(wanted) - set(names):
         parser.error(f"--only {', '.join(sorted(unknown))}: not one of {', '.join(names)}")
-    jobs = [job for job in JOBS if job.name in wanted]
+    jobs = sorted((job for job in JOBS if job.name in wanted), key=lambda j: wanted.index(j.name))
     if options.list:
         for job in jobs:
             print(f"{job.name} ({job.gpus} GPU): {shlex.join(job.command(options.out)[1:])}")
