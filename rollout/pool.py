@@ -1,37 +1,30 @@
-"""The engines of a run, from the driver's side: who samples what, and what happens when one dies.
+"""The engines of a run, from the driver's side: who samples what, and what becomes of the groups of
+an engine that dies.
 
 `RolloutPool` knows engines as a Protocol of futures, so its tests use fakes and take milliseconds;
 `rollout.ray_engines` puts Ray actors behind it. A thread of its own hands out the groups, so that
-engines never wait for a driver that is busy elsewhere. A group is never split over engines.
+engines never wait for a driver that is busy elsewhere. A group is never split over engines. What
+stage each engine is at is `rollout.fleet`'s.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, as_completed, wait
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from typing import Any
 
 from configs.schema import RolloutConfig, SamplingConfig
 from rl.types import Group, Prompt
-from rollout.orders import Order, Purpose, RolloutEngine, Slot, Stage, Update
+from rollout.fleet import Deliver, Fleet, settle, to_each
+from rollout.orders import Order, Purpose, RolloutEngine, Slot, Update
 from rollout.spec import EngineError
 
-MAX_RESTARTS = 3
-"""Times that an engine is started again before the run is given up."""
 STOP_S = 10.0
 """Longest wait for the pool's thread to end; it never waits for an engine itself."""
-
-
-TASKS = {"starting": "start", "loading": "take new weights", "dozing off": "fall asleep"}
-
-_NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
-"""Process and actor ids, which differ from one start to the next."""
 
 
 class RolloutPool:
@@ -44,13 +37,11 @@ class RolloutPool:
         *,
         startup_deadline_s: float,
         update_deadline_s: float | None = None,
+        deliver: Deliver = to_each,
     ) -> None:
         """`build(i)` begins to start engine i. `start` waits for all of them. `update_deadline_s`:
         until an engine that has not taken its weights is replaced (default: the recipe's)."""
         self._config = config
-        self._build = build
-        self._startup_s = startup_deadline_s
-        self._update_s = update_deadline_s or config.update_deadline_s
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
         # Shared with the callers' threads, under `_gate`:
@@ -64,40 +55,24 @@ class RolloutPool:
         """Done when a caller wants something: it wakes the thread."""
         self._ended: Exception | None = None
         # The thread's own:
-        self._slots: list[Slot] = []
+        self._fleet = Fleet(
+            config,
+            build,
+            deliver,
+            startup_s=startup_deadline_s,
+            update_s=update_deadline_s or config.update_deadline_s,
+        )
         self._waiting: list[Order] = []
         self._flights: dict[Future[Group], tuple[Order, Slot]] = {}
-        self._weights: Update | None = None
-        self._resting: Future[None] | None = None
-
-    @property
-    def _started(self) -> Stage:
-        """What an engine that has started is: with `rollout.sleep` it waits for weights."""
-        return "asleep" if self._config.sleep else "ready"
 
     @property
     def restarts(self) -> int:
         """How often an engine had to be started again so far."""
-        return sum(slot.restarts for slot in self._slots)
+        return self._fleet.restarts
 
     def start(self) -> None:
         """Start all engines. Raises `EngineError` or `TimeoutError` if one does not come up."""
-        for index in range(self._config.engines):
-            engine = self._build(index)
-            deadline = time.monotonic() + self._startup_s
-            self._slots.append(Slot(index, engine, "starting", engine.ready(), deadline))
-        for slot in self._slots:
-            assert slot.pending is not None
-            try:
-                slot.pending.result(timeout=max(0.0, slot.deadline - time.monotonic()))
-            except TimeoutError:
-                raise TimeoutError(
-                    f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
-                    "(run.startup_deadline_s)"
-                ) from None
-            except EngineError as error:
-                raise EngineError(f"rollout engine {slot.index} did not start: {error}") from error
-            slot.stage, slot.pending = self._started, None
+        self._fleet.start()
         if self._config.sleep:
             self._asleep = Future()
             self._asleep.set_result(None)
@@ -211,12 +186,10 @@ class RolloutPool:
         self._end(EngineError("the rollout pool has been shut down"))
         if self._thread.is_alive():
             self._thread.join(STOP_S)
-        for slot in self._slots:
-            slot.engine.kill()
-        self._slots.clear()
+        self._fleet.kill()
 
     def _call(self) -> None:
-        _settle(self._called)
+        settle(self._called)
 
     def _noticed(self, answer: Future[Group]) -> None:
         if answer.cancelled():
@@ -244,7 +217,8 @@ class RolloutPool:
         flying = [order for order, _ in self._flights.values()]
         with self._gate:
             orders = [*flying, *self._waiting, *self._asked]
-            asked = [update.done for update in (self._weights, self._update) if update is not None]
+            updates = (self._fleet.wanted, self._update)
+            asked = [update.done for update in updates if update is not None]
             asked += [self._asleep] if self._asleep is not None else []
         for order in orders:
             order.fail(self._ended)
@@ -260,13 +234,9 @@ class RolloutPool:
             self._called = Future()
             self._waiting += self._asked
             self._asked = []
-            update, self._resting = self._update, self._asleep
+            update, resting = self._update, self._asleep
         self._waiting.sort(key=lambda order: order.rank)
-        if update is not None and update is not self._weights:
-            self._weights = update
-            self._load([slot for slot in self._slots if slot.stage in ("ready", "asleep")])
-        if self._resting is not None:
-            self._put_to_sleep([slot for slot in self._slots if slot.stage == "ready"])
+        self._fleet.follow(update, resting)
         for future, (order, _) in list(self._flights.items()):
             if order.answer.cancelled():
                 future.cancel()
@@ -277,7 +247,7 @@ class RolloutPool:
     def _send(self) -> None:
         """Give orders to the engines with the least to do, until all are full."""
         while self._waiting:
-            able = [slot for slot in self._slots if slot.stage == "ready"]
+            able = [slot for slot in self._fleet.slots if slot.stage == "ready"]
             able = [slot for slot in able if slot.sequences < self._config.max_concurrent]
             if not able:
                 return
@@ -297,7 +267,7 @@ class RolloutPool:
     def _wait(self) -> None:
         """Sleep until something happens, and deal with it: a caller, a group that is there, a slot
         that has come a stage further, a deadline."""
-        pending = {slot.pending: slot for slot in self._slots if slot.pending is not None}
+        pending = self._fleet.pending
         late = [order.deadline for order in (*self._waiting, *self._flying())]
         until = min([*late, *(slot.deadline for slot in pending.values())], default=None)
         timeout = None if until is None else max(0.0, until - time.monotonic())
@@ -308,10 +278,9 @@ class RolloutPool:
         for future, slot in pending.items():
             if slot.pending is not future:
                 continue  # replaced meanwhile
-            if future in done:
-                self._advance(slot)
-            elif time.monotonic() >= slot.deadline:
-                self._revive(slot, EngineError(f"did not {TASKS[slot.stage]} in time"))
+            over = future in done or time.monotonic() >= slot.deadline
+            if over and (error := self._fleet.advance(slot)) is not None:
+                self._replace(slot, error)
         self._give_up_late_ones()
 
     def _flying(self) -> list[Order]:
@@ -330,7 +299,7 @@ class RolloutPool:
         _, slot = self._flights[future]
         error = future.exception()
         if isinstance(error, EngineError):
-            self._revive(slot, error)
+            self._replace(slot, error)
         elif error is not None:
             self._take(future).fail(error)
         else:
@@ -351,73 +320,9 @@ class RolloutPool:
             )
             order.give(nothing)
 
-    def _advance(self, slot: Slot) -> None:
-        """A stage of a slot has ended: go to the next."""
-        assert slot.pending is not None
-        error = slot.pending.exception()
-        if isinstance(error, EngineError):
-            self._revive(slot, error)
-            return
-        if error is not None:
-            raise error
-        if slot.stage == "loading":
-            if slot.pending.result() < slot.version:
-                raise RuntimeError(
-                    f"rollout engine {slot.index}: reports weights {slot.pending.result()} after "
-                    f"an update to {slot.version}"
-                )
-            slot.version = slot.pending.result()
-        stages: dict[Stage, Stage] = {"starting": self._started, "dozing off": "asleep"}
-        slot.stage, slot.pending = stages.get(slot.stage, "ready"), None
-        slot.start_failure = ""
-        if self._resting is not None:
-            if slot.stage == "ready":
-                self._put_to_sleep([slot])
-        elif self._weights is not None:
-            if slot.stage == "asleep" or self._weights.version > slot.version:
-                self._load([slot])
-            elif all(slot.stage == "ready" for slot in self._slots):
-                _settle(self._weights.done)
-        if self._resting is not None and all(slot.stage == "asleep" for slot in self._slots):
-            _settle(self._resting)
-
-    def _put_to_sleep(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.stage, slot.pending = "dozing off", slot.engine.sleep()
-            slot.deadline = time.monotonic() + self._update_s
-
-    def _load(self, slots: Sequence[Slot]) -> None:
-        assert self._weights is not None
-        if not slots:
-            return
-        version, weights = self._weights.version, self._weights.weights
-        pending = self._deliver(version, weights, [slot.engine for slot in slots])
-        for slot, future in zip(slots, pending, strict=True):
-            slot.stage, slot.version, slot.pending = "loading", version, future
-            slot.deadline = time.monotonic() + self._update_s
-
-    def _deliver(
-        self, version: int, weights: Any, engines: Sequence[RolloutEngine]
-    ) -> Sequence[Future[int]]:
-        """Futures of the version that each engine then samples from."""
-        return [engine.update(version, weights) for engine in engines]
-
-    def _revive(self, slot: Slot, error: EngineError) -> None:
-        """Replace an engine and sample its groups again, or give up: if that has been done too
-        often, or if the last start failed in the same way."""
-        slot.engine.kill()
-        if slot.stage == "starting":
-            failure = _NUMBER.sub("#", str(error))
-            if failure == slot.start_failure:
-                raise EngineError(
-                    f"rollout engine {slot.index} failed to start twice in the same way: {error}"
-                ) from error
-            slot.start_failure = failure
-        if slot.restarts == MAX_RESTARTS:
-            raise EngineError(
-                f"rollout engine {slot.index} failed {MAX_RESTARTS + 1} times, the last time with: "
-                f"{error}"
-            ) from error
+    def _replace(self, slot: Slot, error: EngineError) -> None:
+        """Have the engine replaced, and sample its groups again."""
+        self._fleet.replace(slot, error)
         for future in [future for future, (_, on) in self._flights.items() if on is slot]:
             order = self._take(future)
             # What had already arrived when the engine died is as good as any.
@@ -426,12 +331,3 @@ class RolloutPool:
             else:
                 self._waiting.append(order)
         self._waiting.sort(key=lambda order: order.rank)
-        slot.restarts += 1
-        slot.engine = self._build(slot.index)
-        slot.stage, slot.pending, slot.version = "starting", slot.engine.ready(), 0
-        slot.deadline = time.monotonic() + self._startup_s
-
-
-def _settle(future: Future[None]) -> None:
-    with suppress(InvalidStateError):  # done already
-        future.set_result(None)

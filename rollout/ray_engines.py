@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from configs.schema import SamplingConfig
 from model.weights import Bucket
 from rl.types import Group, Prompt
+from rollout.fleet import to_each
 from rollout.pool import RolloutPool
 from rollout.spec import EngineError, EngineSpec, environment
 from rollout.worker import RolloutWorker
@@ -76,11 +77,13 @@ class RayRolloutPool(RolloutPool):
             weights = [ray.put(item) if isinstance(item, Bucket) else item for item in weights]
         return super().update(version, weights)
 
-    def _deliver(self, version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
-        if not callable(weights):
-            return super()._deliver(version, weights, engines)
-        send = cast("Send", weights)
-        return [_as_engine_errors(future) for future in send(engines)]
+
+def deliver(version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
+    """As `rollout.fleet.Deliver`: `weights` are references to buckets, or a `Send`."""
+    if not callable(weights):
+        return to_each(version, weights, engines)
+    send = cast("Send", weights)
+    return [_as_engine_errors(future) for future in send(engines)]
 
 
 def ray_pool(
@@ -98,6 +101,7 @@ def ray_pool(
         lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
         startup_deadline_s=startup_deadline_s,
         update_deadline_s=update_deadline_s,
+        deliver=deliver,
     )
 
 

@@ -45,7 +45,7 @@ def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
 
 
 def actors(pool: RayRolloutPool) -> list[Any]:
-    return [slot.engine.actor for slot in pool._slots]
+    return [slot.engine.actor for slot in pool._fleet.slots]
 
 
 def test_groups_and_weights(pool: RayRolloutPool, buckets: list[Any]) -> None:

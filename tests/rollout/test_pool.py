@@ -11,7 +11,8 @@ import pytest
 
 from configs.schema import SamplingConfig
 from rl.types import Group
-from rollout.pool import MAX_RESTARTS, RolloutPool
+from rollout.fleet import MAX_RESTARTS
+from rollout.pool import RolloutPool
 from rollout.spec import EngineError
 from tests.rollout.fake_engines import FakeEngine, World, done, eventually, failed, prompt
 

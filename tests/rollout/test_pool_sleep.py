@@ -58,10 +58,10 @@ def test_an_engine_that_does_not_fall_asleep_is_replaced() -> None:
     world.update_all(0)
     never: Future[None] = Future()
     world.sleep = lambda engine: never
-    world.pool._update_s = 0.05
+    world.pool._fleet.update_s = 0.05
     world.pool.sleep().result(timeout=10)
     assert world.names() == ["0.0", "0.1"] and world.lives[0].killed
-    world.pool._update_s = 5.0
+    world.pool._fleet.update_s = 5.0
     world.update_all(1)
     assert world.lives[1].naps == ["woken by 1"]
 
