@@ -13,9 +13,6 @@ from model.routing import router_modules
 
 BACKEND = "inductor"
 """torch.compile's; on a CPU it needs a C++ compiler, and minutes."""
-KEPT = 0.8
-"""Share of what a layer would keep for its backward pass that may be kept. The rest, results of
-elementwise operations at this share, is computed again on the way."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -33,7 +30,11 @@ def compile_layers(model: PreTrainedModel) -> None:
             block.forward = torch.compiler.disable(block.forward)
     # Numbers such as a norm's epsilon are a part of the graph, not tensors that each call makes.
     dynamo.specialize_float = True
-    functorch.activation_memory_budget = KEPT
+    # Results of elementwise operations are computed again in the backward pass, wherever that saves
+    # memory; products and attention never are.
+    functorch.ban_recompute_used_far_apart = False
+    functorch.ban_recompute_long_fusible_chains = False
+    functorch.ban_recompute_materialized_backward = False
     layers: Any = model.get_decoder().layers
     for layer in layers:
         layer.compile(backend=BACKEND, dynamic=True)
