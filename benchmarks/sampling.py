@@ -3,8 +3,10 @@
     python -m benchmarks.sampling --out FOLDER
     TRITON_INTERPRET=1 python -m benchmarks.sampling --out FOLDER --small   # a CPU: does it run
 
-The samplers take turns on the same bfloat16 logits; a figure is the median over rounds. *common* is
-what both do (processors, temperature, truncation), *tail* the rest. *gpu* is the time between CUDA
+The samplers take turns on the same bfloat16 logits; a figure is the median over rounds. *packed* is
+the packed sampler, which truncates by itself; *tail* is the packed one behind vLLM's processors and
+truncation, as in steps where something else changes logits. *ratio* is of times without *packed* to
+those with it. *gpu* is the time between CUDA
 events around work that was queued while the GPU was held up, so without the host; *host* is the
 time to queue it, and *copy* the time to queue what goes to the host.
 """
@@ -41,9 +43,7 @@ def likely_few(rows: int, vocabulary: int, few: int, device: torch.device) -> Te
 
 
 def copy(output: Any) -> None:
-    """Queue what vLLM copies to the host in every step; nothing, if they are logits."""
-    if isinstance(output, Tensor):
-        return
+    """Queue what vLLM copies to the host in every step."""
     for tensor in (output.sampled_token_ids, output.num_sampled):
         tensor.to("cpu", non_blocking=True)
     output.logprobs_tensors.to_cpu_nonblocking()
@@ -82,16 +82,17 @@ def measure(rows: int, vocabulary: int, few: int, rounds: int, device: torch.dev
     parameters = [
         SamplingParams(top_k=TOP_K, top_p=TOP_P, seed=seed, logprobs=0) for seed in range(rows)
     ]
-    stock, packed = (make_runner(parameters, vocabulary, device, record=True) for _ in range(2))
-    assert kept_sampler.install(packed)
-    theirs, ours = stock.sampler, packed.sampler
+    stock, behind, packed = (
+        make_runner(parameters, vocabulary, device, record=True) for _ in range(3)
+    )
+    assert kept_sampler.install(behind) and kept_sampler.install(packed)
+    behind.sampler.only_truncates = lambda _: False
+    theirs, tail, ours = stock.sampler, behind.sampler, packed.sampler
     batch = make_batch(np.arange(rows), [9] * rows, device)
     logits = likely_few(rows, vocabulary, few, device)
-    mapping = batch.idx_mapping, batch.idx_mapping, batch.idx_mapping_np
-    context = batch.positions, batch.input_ids, batch.expanded_local_pos, np.full(rows, 9)
     runs: dict[str, Callable[[], Any]] = {
-        "common": lambda: theirs.apply_sampling_params(logits, *mapping, *context),
         "vllm": lambda: theirs(logits, batch),
+        "tail": lambda: tail(logits, batch),
         "packed": lambda: ours(logits, batch),
     }
     expected, found = runs["vllm"](), runs["packed"]()
@@ -104,18 +105,16 @@ def measure(rows: int, vocabulary: int, few: int, rounds: int, device: torch.dev
         name: {part: statistics.median(one[part] for one in every) for part in every[0]}
         for name, every in times.items()
     }
-    tail = {
-        part: {name: median[name][part] - median["common"][part] for name in ("vllm", "packed")}
-        for part in median["common"]
-    }
     return {
         "rows": rows,
         "vocabulary": vocabulary,
         "mean_kept": found.sampling_mask_tensors.counts.float().mean().item(),
         "same_tokens": same,
         "ms": median,
-        "tail_ms": tail,
-        "tail_ratio": {part: one["vllm"] / one["packed"] for part, one in tail.items()},
+        "ratio": {
+            name: {part: median[name][part] / one for part, one in median["packed"].items()}
+            for name in ("vllm", "tail")
+        },
     }
 
 

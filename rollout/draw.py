@@ -1,8 +1,9 @@
-"""Draws a step's tokens from truncated logits, of which all but a few of a row are minus infinity.
+"""Draws a step's tokens from the few ids of each row that truncation keeps.
 
 vLLM reads every row from front to back for the token, again for its log-probability, for its rank
-and for its kept set. Here all blocks of a row are read at once, and once; the rest is about the few
-ids that were found. Noise and ties are vLLM's, and so are the tokens.
+and for its kept set. Here all blocks of a row are read at once, and once, if vLLM has truncated
+them; if not, `rollout.truncate` does. The rest is about the few ids that were found. Noise and ties
+are vLLM's, and so are the tokens.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -19,6 +20,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
 from rollout.masks import MEAN, StepSets
+from rollout.truncate import truncate
 
 WIDEST = 2048
 """Ids of a row that are filed. A row with more is read again as a whole."""
@@ -67,6 +69,15 @@ def _find(
 
 
 @triton.jit
+def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
+    """Logits, over the temperature if they were not divided by it."""
+    logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    if SCALE:
+        logits = logits / temperature  # as in vLLM's kernel, to the bit
+    return logits
+
+
+@triton.jit
 def _start(counts_ptr, row, width, ROWS: tl.constexpr):
     """Ids of all rows before this one."""
     every = tl.arange(0, ROWS)
@@ -86,6 +97,7 @@ def _draw_filed(
     position,
     temperature,
     RECORD: tl.constexpr,
+    SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Token, largest logit and sum of exponentials of a row whose ids are all filed."""
@@ -95,7 +107,7 @@ def _draw_filed(
     ids = tl.sort(tl.load(ids_ptr + place, mask=inside, other=2147483647))
     if RECORD:
         tl.store(flat_ptr + start + place, ids, mask=inside & (start + place < room))
-    logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    logits = _load(logits_ptr, ids, inside, temperature, SCALE)
     _, best = gumbel_noised_argmax(
         logits, ids, inside, seed, position, temperature, False, False, False
     )
@@ -144,6 +156,7 @@ def _draw(
     width,
     room,
     RECORD: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     NARROW: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -162,17 +175,39 @@ def _draw(
     start = 0
     if RECORD:
         start = _start(counts_ptr, row, width, ROWS)
-    if count > width:
+    if count > width:  # which only happens to rows that vLLM truncated
         token, top, total = _draw_whole(logits, vocab_size, seed, position, temperature, SIZE)
     elif count > NARROW:
         token, top, total = _draw_filed(
-            logits, ids, flat_ptr, start, count, room, seed, position, temperature, RECORD, WIDTH
+            logits,
+            ids,
+            flat_ptr,
+            start,
+            count,
+            room,
+            seed,
+            position,
+            temperature,
+            RECORD,
+            SCALE,
+            WIDTH,
         )
     else:
         token, top, total = _draw_filed(
-            logits, ids, flat_ptr, start, count, room, seed, position, temperature, RECORD, NARROW
+            logits,
+            ids,
+            flat_ptr,
+            start,
+            count,
+            room,
+            seed,
+            position,
+            temperature,
+            RECORD,
+            SCALE,
+            NARROW,
         )
-    logp = tl.load(logits + token).to(tl.float32) - top - tl.log(total)
+    logp = _load(logits, token, True, temperature, SCALE) - top - tl.log(total)
     tl.store(token_ptr + row, token)
     tl.store(logp_ptr + row, logp)
 
@@ -187,6 +222,15 @@ class Drawn(NamedTuple):
     sets: StepSets | None
 
 
+class Cuts(NamedTuple):
+    """Both by request, on the device."""
+
+    top_k: Tensor
+    """[requests] int32"""
+    top_p: Tensor
+    """[requests] float32"""
+
+
 def draw(
     logits: Tensor,
     states: Tensor,
@@ -197,42 +241,58 @@ def draw(
     seeds: Tensor,
     width: int,
     record: bool,
+    cuts: Cuts | None = None,
 ) -> Drawn:
-    """A token for each row of `logits` [rows, V], which are already divided by the temperature and
-    minus infinity where an id was cut off.
+    """A token for each row of `logits` [rows, V].
+
+    Without `cuts` those are already divided by the temperature, and minus infinity where an id was
+    cut off. With `cuts` both are done here, as `rollout.truncate` does them.
 
     `states` and `positions` [rows] say which request a row is of and where its token stands;
     `temperature` and `seeds` are by request. Where `sampled` [rows] is 0 (a prompt that has not
     been read to its end) the kept set is empty and the rest means nothing. `width`: the most ids
-    that a row keeps as a rule.
+    that a row keeps as a rule; with `cuts`, the largest top_k of the rows.
 
     All results are new tensors: a later step may run before they are read.
     """
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, WIDEST)
     device = logits.device
-    counts = torch.zeros(rows, dtype=torch.int32, device=device)
-    ids = torch.empty((rows, width), dtype=torch.int32, device=device)
+    bits = None
+    if cuts:
+        ids, counts = truncate(
+            logits,
+            states,
+            sampled=sampled,
+            temperature=temperature,
+            top_k=cuts.top_k,
+            top_p=cuts.top_p,
+            width=width,
+        )
+    else:
+        counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        ids = torch.empty((rows, width), dtype=torch.int32, device=device)
+        if record:
+            bits = torch.zeros((rows, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
+        _find[(rows, -(-vocab_size // BLOCK))](
+            logits,
+            logits.stride(0),
+            sampled,
+            ids,
+            counts,
+            ids if bits is None else bits,
+            0 if bits is None else bits.shape[1],
+            vocab_size,
+            width,
+            RECORD=record,
+            SIZE=BLOCK,
+        )
     tokens = torch.empty((rows, 1), dtype=torch.int64, device=device)
     logp = torch.empty((rows, 1), dtype=torch.float32, device=device)
     sets = None
     if record:
         flat = torch.empty(rows * min(width, MEAN), dtype=torch.int32, device=device)
-        bits = torch.zeros((rows, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
         sets = StepSets(counts, flat, ids, bits)
-    _find[(rows, -(-vocab_size // BLOCK))](
-        logits,
-        logits.stride(0),
-        sampled,
-        ids,
-        counts,
-        sets.bits if sets else ids,
-        sets.bits.shape[1] if sets else 0,
-        vocab_size,
-        width,
-        RECORD=record,
-        SIZE=BLOCK,
-    )
     widest = max(NARROWEST, triton.next_power_of_2(width))
     _draw[(rows,)](
         logits,
@@ -250,6 +310,7 @@ def draw(
         width,
         len(sets.flat) if sets else 0,
         RECORD=record,
+        SCALE=cuts is not None,
         ROWS=max(ROWS, triton.next_power_of_2(rows)),
         NARROW=min(NARROW, widest),
         WIDTH=widest,

@@ -1,24 +1,30 @@
 """The short end of vLLM's sampler on Model Runner V2, in the place of its own.
 
-Logits processors, temperature and truncation stay vLLM's; the token, its log-probability and its
-kept set come from `rollout.draw`. Batches that it does not cover go vLLM's whole way.
+The token, its log-probability and its kept set come from `rollout.draw`. So do temperature and
+truncation if nothing else changes the logits; if something does, these stay vLLM's, as the logits
+processors do. Batches that it does not cover go vLLM's whole way.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from rollout.draw import draw
+from rollout.draw import Cuts, draw
+from rollout.truncate import WIDEST_TOP_K
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,9 @@ SIGNATURES: tuple[tuple[Any, str], ...] = (
     ),
 )
 """What is relied on, with its parameters in vLLM 0.32."""
+
+PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
+"""vLLM's own, of which `KeptSampler.only_truncates` can tell whether they have anything to do."""
 
 
 class StepLogprobs(NamedTuple):
@@ -82,18 +91,22 @@ class KeptSampler(Sampler):
             )
         else:
             sampled, rejected = self.one_and_none[:, : len(requests)]
-        kept = self.apply_sampling_params(
-            logits,
-            states,
-            input_batch.idx_mapping,
-            requests,
-            positions,
-            input_batch.input_ids[rows],
-            input_batch.expanded_local_pos,
-            input_batch.seq_lens_cpu_upper_bound.numpy(),
-        )
+        cuts = None
+        if self.only_truncates(requests):
+            cuts = Cuts(self.sampling_states.top_k.gpu, self.sampling_states.top_p.gpu)
+        else:
+            logits = self.apply_sampling_params(
+                logits,
+                states,
+                input_batch.idx_mapping,
+                requests,
+                positions,
+                input_batch.input_ids[rows],
+                input_batch.expanded_local_pos,
+                input_batch.seq_lens_cpu_upper_bound.numpy(),
+            )
         drawn = draw(
-            kept,
+            logits,
             states,
             positions,
             sampled=sampled,
@@ -101,6 +114,7 @@ class KeptSampler(Sampler):
             seeds=self.sampling_states.seeds.gpu,
             width=int(self.sampling_states.top_k.np[requests].max()),
             record=self.return_sampling_mask,
+            cuts=cuts,
         )
         logprobs: Any = StepLogprobs(drawn.logp)
         sets: Any = drawn.sets
@@ -111,6 +125,25 @@ class KeptSampler(Sampler):
             num_sampled=sampled,
             num_rejected=rejected,
             sampling_mask_tensors=sets,
+        )
+
+    def only_truncates(self, requests: NDArray[np.integer]) -> bool:
+        """Whether these requests' logits are just divided by temperatures above 0 and cut by
+        top-k, none too wide, and top-p."""
+        states, thinking = self.sampling_states, self.thinking_budget_state
+        if [type(processor) for processor in self.logits_processors] != PROCESSORS:
+            return False
+        bias, penalties, words = cast(
+            "tuple[LogitBiasState, PenaltiesState, BadWordsState]", self.logits_processors
+        )
+        return bool(
+            (states.top_k.np[requests] <= WIDEST_TOP_K).all()
+            and (states.temperature.np[requests] > 0).all()
+            and not states.min_p.np[requests].any()
+            and not bias.use_logit_bias[requests].any()
+            and not penalties.use_penalty[requests].any()
+            and not words.num_bad_words.np[requests].any()
+            and not (thinking.enabled and thinking.use_thinking_budget[requests].any())
         )
 
 

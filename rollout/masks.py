@@ -1,8 +1,8 @@
 """Kept sets of a step, from flat arrays on the GPU to flat arrays in host memory.
 
 vLLM's own send a bit for each id of the vocabulary to the host, which then cuts them up row by row.
-Here only the kept ids travel. Bits stay on the GPU for the rare row with more ids than the widest
-top-k allows (ids of equal logits).
+Here only the kept ids travel. Where vLLM has truncated, bits stay on the GPU for the rare row with
+more ids than the widest top-k allows (ids of equal logits).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class StepSets(NamedTuple):
     """[room] int32: all ids, row by row, as far as there is room."""
     ids: Tensor
     """[rows, width] int32, on the device, in no order within a row."""
-    bits: Tensor
-    """[rows, ⌈V / 8⌉] uint8, on the device."""
+    bits: Tensor | None
+    """[rows, ⌈V / 8⌉] uint8, on the device. None where no row can have more than `width` ids."""
 
     def to_cpu_nonblocking(self) -> StepSets:
         counts, flat = (t.to("cpu", non_blocking=True) for t in (self.counts, self.flat))
@@ -49,5 +49,6 @@ class StepSets(NamedTuple):
         return SamplingMaskLists(np.concatenate(parts), offsets, None)
 
     def _from_bits(self, row: int) -> Any:
+        assert self.bits is not None
         bits = np.unpackbits(self.bits[row].cpu().numpy(), bitorder="little")
         return np.flatnonzero(bits).astype(np.int32)

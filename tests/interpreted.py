@@ -23,6 +23,21 @@ def lend_triton() -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401, PLC0415  (vLLM's own stand-ins for what CUDA does)
 
     truncation.HAS_TRITON = False  # calls a method of a number that the interpreter has as int
+    _sort_by_numpy()
+
+
+def _sort_by_numpy() -> None:
+    """The interpreter takes seconds to sort a thousand numbers by Triton's network."""
+    import numpy as np  # noqa: PLC0415
+    import triton.language as tl  # noqa: PLC0415
+    from triton.runtime.interpreter import TensorHandle  # noqa: PLC0415
+
+    def sort(x: Any, dim: None = None, descending: bool = False) -> Any:
+        data = np.sort(x.handle.data)
+        data = data[::-1].copy() if descending else data
+        return tl.core.tensor(TensorHandle(data, x.handle.dtype), x.type)
+
+    tl.sort = sort  # type: ignore[assignment]
 
 
 def install(recorder: str) -> None:

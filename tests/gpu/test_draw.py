@@ -184,6 +184,7 @@ def mixed_parameters() -> list[Any]:
     ("requests", "ours"),
     [
         ([4, 0, 3, 1, 2], True),
+        ([2, 0, 3, 1], True),  # nothing but temperature and truncation
         ([5, 1, 6, 9, 7], True),
         ([5], True),
         ([7], False),  # nobody wants log-probabilities

@@ -1,0 +1,308 @@
+"""Top-k and top-p of a step, straight from the model's logits: the ids that each row keeps.
+
+vLLM copies the logits to float32 and searches each row with one program that goes over it again and
+again. Here all blocks of all rows are read at once, twice: for the maxima of some thousand groups
+of a row, of which the top_k-th largest is a bound that at least top_k logits reach; and for those
+logits, few enough to be sorted. The result is exact, ties included: of equals at a cut the lowest
+ids stay, and no row keeps more than its top_k.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# Triton's kernels are not written in the types of Python.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST_TOP_K = 1024
+"""Largest top_k that this covers."""
+BLOCK, LARGEST_GROUP = 4096, 256
+"""Entries of a row that are read at once; entries of a group, at most."""
+FEWEST_SORTED, LEAST_ROOM = 64, 1024
+"""Ids that are sorted at once, and ids that are filed of a row, at least."""
+
+ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
+LEAST = tl.constexpr(-0x80000000)
+ABOVE_NOTHING = tl.constexpr(-0x7F800000)
+"""The place of the lowest finite logit in the order; that of minus infinity is one lower."""
+LAST_BIT = tl.constexpr(10)
+"""Where the search for the bound ends: a relative error of 2^-13 makes hardly a candidate more."""
+
+
+@triton.jit
+def _order(logits_ptr, ids, inside, temperature):
+    """Integers in the order of logits over temperature. NaN counts as infinity, which makes the
+    log-probability NaN, and that is noticed."""
+    logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    logits = logits / temperature  # as in vLLM's kernel, to the bit
+    logits = tl.where(logits != logits, float("inf"), logits)
+    logits = tl.where(logits == 0, 0.0, logits)  # minus zero is no less
+    bits = logits.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ ALL_BUT_SIGN)
+
+
+@triton.jit
+def _logits(order):
+    """What `_order` made integers of."""
+    bits = tl.where(order >= 0, order, order ^ ALL_BUT_SIGN)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _maxima(
+    logits_ptr,
+    logits_row,
+    states_ptr,
+    temperature_ptr,
+    sampled_ptr,
+    maxima_ptr,
+    vocab_size,
+    groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Maxima of GROUPS groups of one row. A group is every `groups`-th id: likely ids are often
+    neighbours, and should not share one."""
+    row = tl.program_id(0)
+    if tl.load(sampled_ptr + row) > 0:
+        temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        ids = tl.arange(0, GROUP)[:, None] * groups + group[None, :]
+        logits = logits_ptr + row.to(tl.int64) * logits_row
+        order = _order(logits, ids, ids < vocab_size, temperature)
+        tl.store(maxima_ptr + row * groups + group, tl.max(order, axis=0))
+
+
+@triton.jit
+def _bound(
+    states_ptr,
+    top_k_ptr,
+    sampled_ptr,
+    maxima_ptr,
+    bounds_ptr,
+    found_ptr,
+    groups,
+    SIZE: tl.constexpr,
+):
+    """What at least top_k of a row reach, if so many are finite."""
+    row = tl.program_id(0)
+    tl.store(found_ptr + row, 0)
+    if tl.load(sampled_ptr + row) > 0:
+        top_k = tl.load(top_k_ptr + tl.load(states_ptr + row))
+        place = tl.arange(0, SIZE)
+        maxima = tl.load(maxima_ptr + row * groups + place, mask=place < groups, other=LEAST)
+        bound = tl.where(tl.sum((maxima >= 0).to(tl.int32)) >= top_k, 0, LEAST)
+        for step in range(31 - LAST_BIT):
+            higher = bound + (1 << (30 - step))
+            bound = tl.where(tl.sum((maxima >= higher).to(tl.int32)) >= top_k, higher, bound)
+        tl.store(bounds_ptr + row, tl.maximum(bound, ABOVE_NOTHING))
+
+
+@triton.jit
+def _keys(order, ids):
+    """Larger ones first, and of equals the lowest id."""
+    return (order.to(tl.int64) << 32) | (ids ^ ALL_BUT_SIGN).to(tl.int64)
+
+
+@triton.jit
+def _file(
+    logits_ptr,
+    logits_row,
+    states_ptr,
+    temperature_ptr,
+    sampled_ptr,
+    bounds_ptr,
+    keys_ptr,
+    found_ptr,
+    vocab_size,
+    ROOM: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One block of one row: keys of what reaches the bound, in no order."""
+    row = tl.program_id(0)
+    if tl.load(sampled_ptr + row) > 0:
+        temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
+        ids = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+        logits = logits_ptr + row.to(tl.int64) * logits_row
+        order = _order(logits, ids, ids < vocab_size, temperature)
+        reach = (order >= tl.load(bounds_ptr + row)).to(tl.int32)
+        count = tl.sum(reach)
+        if count > 0:
+            place = tl.atomic_add(found_ptr + row, count) + tl.cumsum(reach, axis=0) - reach
+            mine = (reach > 0) & (place < ROOM)
+            tl.store(keys_ptr + row.to(tl.int64) * ROOM + place, _keys(order, ids), mask=mine)
+
+
+@triton.jit
+def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
+    """How many of a row reach the bound."""
+    count = 0
+    for first in range(0, vocab_size, SIZE):
+        ids = first + tl.arange(0, SIZE)
+        order = _order(logits_ptr, ids, ids < vocab_size, temperature)
+        count += tl.sum((order >= bound).to(tl.int32))
+    return count
+
+
+@triton.jit
+def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
+    """Keys of the top_k largest of a row, in many passes: it has more than there is room for, as a
+    flat row has, so that top_k are finite."""
+    least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, LEAST)
+    for step in range(31):
+        higher = least + (1 << (30 - step))
+        enough = _count(logits_ptr, vocab_size, temperature, higher, SIZE) >= top_k
+        least = tl.where(enough, higher, least)
+    equals = top_k - _count(logits_ptr, vocab_size, temperature, least + 1, SIZE)
+    filed = 0
+    for first in range(0, vocab_size, SIZE):
+        ids = first + tl.arange(0, SIZE)
+        order = _order(logits_ptr, ids, ids < vocab_size, temperature)
+        equal = (order == least).to(tl.int32)
+        mine = (order > least) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= equals))
+        equals -= tl.sum(equal)
+        number = mine.to(tl.int32)
+        place = filed + tl.cumsum(number, axis=0) - number
+        tl.store(keys_ptr + place, _keys(order, ids), mask=mine)
+        filed += tl.sum(number)
+
+
+@triton.jit
+def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
+    """Stores what is kept of the ids that were found, and says how many those are."""
+    place = tl.arange(0, SIZE)
+    keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
+    keys = tl.sort(keys, descending=True)
+    inside = place < tl.minimum(found, top_k)
+    logits = _logits((keys >> 32).to(tl.int32))
+    top = tl.max(tl.where(inside, logits, -float("inf")), axis=0)
+    weights = tl.where(inside, tl.exp(logits - top), 0.0)
+    # An id stays if those before it do not come to top_p yet, so the first one always does.
+    before = tl.cumsum(weights, axis=0) - weights
+    limit = tl.where(top_p < 1, top_p * tl.sum(weights), float("inf"))
+    kept = inside & ((before < limit) | (place == 0))
+    count = tl.sum(kept.to(tl.int32))
+    ids = (keys & ALL_BUT_SIGN).to(tl.int32) ^ ALL_BUT_SIGN
+    tl.store(ids_ptr + place, ids, mask=place < count)
+    return count
+
+
+@triton.jit(do_not_specialize=["width"])
+def _cut(
+    logits_ptr,
+    logits_row,
+    states_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    keys_ptr,
+    found_ptr,
+    ids_ptr,
+    counts_ptr,
+    vocab_size,
+    width,
+    LIKELY: tl.constexpr,
+    ROOM: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One row: its kept ids, and their number."""
+    row = tl.program_id(0)
+    keys = keys_ptr + row.to(tl.int64) * ROOM
+    ids = ids_ptr + row.to(tl.int64) * width
+    state = tl.load(states_ptr + row)
+    top_k = tl.load(top_k_ptr + state)
+    top_p = tl.load(top_p_ptr + state)
+    found = tl.load(found_ptr + row)
+    if found > ROOM:
+        temperature = tl.load(temperature_ptr + state)
+        logits = logits_ptr + row.to(tl.int64) * logits_row
+        _file_exactly(logits, vocab_size, temperature, top_k, keys, SIZE)
+        tl.debug_barrier()  # what some threads have stored, others load
+        found = top_k
+    if found > LIKELY:
+        count = _cut_sorted(keys, found, top_k, top_p, ids, ROOM)
+    else:
+        count = _cut_sorted(keys, found, top_k, top_p, ids, LIKELY)
+    tl.store(counts_ptr + row, count)
+
+
+def truncate(
+    logits: Tensor,
+    states: Tensor,
+    *,
+    sampled: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """Kept ids, [rows, width] int32, most likely first, and their numbers, [rows] int32.
+
+    `logits` [rows, V] are the model's. `states` [rows] says which request a row is of;
+    `temperature` (above 0), `top_k` (1 to `width`) and `top_p` are by request, and `width` is at
+    most `WIDEST_TOP_K`. A row where `sampled` [rows] is 0 keeps none.
+    """
+    rows, vocab_size = logits.shape
+    device = logits.device
+    group = LARGEST_GROUP
+    while group > 1 and vocab_size // group < 2 * width:  # then some 1.4 · top_k reach the bound
+        group //= 2
+    block_groups = BLOCK // group
+    blocks = triton.cdiv(vocab_size, BLOCK)
+    groups = blocks * block_groups
+    likely = max(FEWEST_SORTED, triton.next_power_of_2(width + width // 2))
+    room = max(LEAST_ROOM, 2 * likely)
+    maxima = torch.empty((rows, groups), dtype=torch.int32, device=device)
+    bounds, found, counts = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(3))
+    keys = torch.empty((rows, room), dtype=torch.int64, device=device)
+    ids = torch.empty((rows, width), dtype=torch.int32, device=device)
+    _maxima[(rows, blocks)](
+        logits,
+        logits.stride(0),
+        states,
+        temperature,
+        sampled,
+        maxima,
+        vocab_size,
+        groups,
+        GROUP=group,
+        GROUPS=block_groups,
+    )
+    size = triton.next_power_of_2(groups)
+    _bound[(rows,)](states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
+    _file[(rows, blocks)](
+        logits,
+        logits.stride(0),
+        states,
+        temperature,
+        sampled,
+        bounds,
+        keys,
+        found,
+        vocab_size,
+        ROOM=room,
+        SIZE=BLOCK,
+        num_warps=8,
+    )
+    _cut[(rows,)](
+        logits,
+        logits.stride(0),
+        states,
+        temperature,
+        top_k,
+        top_p,
+        keys,
+        found,
+        ids,
+        counts,
+        vocab_size,
+        width,
+        LIKELY=likely,
+        ROOM=room,
+        SIZE=BLOCK,
+        num_warps=8,
+    )
+    return ids, counts
