@@ -283,6 +283,22 @@ def check_lines() -> Iterator[str]:
     by = "benchmarks/peers"
     what = "Qwen3-0.6B shape, 128 × (128 + 1,024) tokens"
     rows.append((f"rollout, {what}", by, 6.91, time.rollout, "s", "fitted"))
+    quick = replace(small, rollout=replace(small.rollout, recorder="packed"))
+    got = step_time(quick, facts_of(QWEN3_06B), micro_batches=16).rollout
+    rows.append(("rollout, the same, packed recorder", by, 4.68, got, "s", "fitted"))
+    what = "training, the same, recomputed, micro-batches of 9,216"
+    rows.append((what, by, 3.89, time.training, "s", "checked"))
+    kept = replace(small.trainer, compile=True, activation_checkpointing=False)
+    step = replace(small, trainer=kept)
+    for size, measured, kind in (
+        (4608, 3.727, "fitted"),
+        (9216, 2.344, "fitted"),
+        (18_432, 1.591, "checked"),
+    ):
+        micro_batches = 147_456 // size
+        got = step_time(step, facts_of(QWEN3_06B), micro_batches=micro_batches).compute
+        what = f"training, the same, compiled, micro-batches of {size:,}"
+        rows.append((what, "benchmarks/training.py --peers", measured, got, "s", kind))
     yield "| what | measured by | measured | model | off by | |"
     yield "|---|---|---|---|---|---|"
     for what, by, measured, got, unit, kind in rows:

@@ -67,7 +67,12 @@ class Rates:
     prefill_mfu: float = 0.40
     """Assumed."""
     memory_share: float = 0.80
-    """Of the memory's rate, in decoding. Assumed."""
+    """Of the memory's rate, for weights in decoding. Assumed."""
+    cache_share: float = 0.68
+    """The same for keys and values. From a profile."""
+    layer_step_s: float = 30e-6
+    """A layer's part of a decoding step beside that: small kernels, and products too narrow for the
+    memory's rate. From the same profile."""
     step_s: float = 2.0e-3
     sequence_s: float = 37e-6
     """Host of an engine with the native recorder: a step takes `step_s` + `sequence_s` × sequences.
@@ -76,6 +81,16 @@ class Rates:
     packed_sequence_s: float = 7.6e-6
     """The same with the packed recorder. Through one measured point, 4.1 ms at 256, of which 2.2 ms
     start kernels."""
+
+    pass_s: float = 1.8e-3
+    compiled_pass_s: float = 1.15e-3
+    """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the GPU
+    idle: one, and two with `trainer.compile`."""
+
+    def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
+        """What a trainer rank's host takes to start a step's kernels, while its GPU works."""
+        each = self.compiled_pass_s if config.trainer.compile else self.pass_s
+        return each * facts.layers * passes(config) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         """One step of an engine's host."""
@@ -101,6 +116,8 @@ class StepTime:
     decode_step: float
     host_bound: bool
     """Decoding waits for the engine's host and not for its GPU."""
+    idle_trainer: bool = False
+    """The trainer's GPU waits for its host: micro-batches are too small."""
 
     @property
     def rollout(self) -> float:
@@ -118,6 +135,7 @@ class StepTime:
     def lines(self) -> list[str]:
         """The split, as `keel check` prints it."""
         bound = "its host" if self.host_bound else "its GPU"
+        waits = "; bound by its host: raise trainer.micro_batch_tokens" if self.idle_trainer else ""
         return [
             f"ESTIMATE, not measured, for {self.machine}s and answers of full length: "
             f"{seconds(self.total)} a step",
@@ -125,7 +143,7 @@ class StepTime:
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
             f"{bound}; prefill {seconds(self.prefill)})",
             f"training {seconds(self.training)} (compute {seconds(self.compute)}, traffic between "
-            f"ranks {seconds(self.traffic)}); weights to the engines {seconds(self.weights)}",
+            f"ranks {seconds(self.traffic)}{waits}); weights to the engines {seconds(self.weights)}",
         ]
 
 
@@ -152,12 +170,13 @@ def step_time(
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
     spread = gpus + config.trainer.ranks > machine.node_gpus
+    tokens = answers * context_tokens(config)
+    compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
+    launch = rates.launch_seconds(config, facts, micro_batches)
     return StepTime(
         decode=rounds * rollout.sampling.max_tokens * max(host, device),
         prefill=2 * body_parameters(facts) * prefilled / (gpus * machine.flops * rates.prefill_mfu),
-        compute=compute_seconds(
-            config, facts, answers * context_tokens(config), micro_batches, machine, rates
-        ),
+        compute=max(compute, launch),
         traffic=traffic_seconds(config, facts, micro_batches, machine),
         weights=facts.parameters
         * BYTES[config.engine_dtype]
@@ -166,6 +185,7 @@ def step_time(
         sequences=at_once,
         decode_step=max(host, device),
         host_bound=host >= device,
+        idle_trainer=launch > compute,
     )
 
 
@@ -173,16 +193,17 @@ def decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, machine: Machine, rates: Rates
 ) -> float:
     """One decoding step on the GPU: weights and KV cache read once, or the products, whichever
-    takes longer. Of the experts those are read that any of the sequences is sent to."""
+    takes longer, and the small kernels of each layer. Of the experts those are read that any of the sequences is sent to."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a product
     weights = facts.parameters - rows - missed * facts.expert_parameters
     mean_context = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens / 2
     cache = sequences * mean_context * kv_token_bytes(config, facts)
-    moved = (weights * width / parallel + cache) / (machine.memory_bytes * rates.memory_share)
+    moved = weights * width / parallel / rates.memory_share + cache / rates.cache_share
     products = 2 * facts.active_parameters * sequences / parallel
-    return max(moved, products / (machine.flops * rates.prefill_mfu))
+    longest = max(moved / machine.memory_bytes, products / (machine.flops * rates.prefill_mfu))
+    return facts.layers * rates.layer_step_s + longest
 
 
 def body_parameters(facts: ModelFacts) -> int:
@@ -205,8 +226,6 @@ def compute_seconds(
     Products at their share of the peak, and between them numbers that go through the memory.
     """
     trainer, width = config.trainer, BYTES[config.model.dtype]
-    passes = 3 + trainer.activation_checkpointing
-    passes += any(source.kl_coef > 0 for source in config.data.sources)
     share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
@@ -214,7 +233,9 @@ def compute_seconds(
     moves = rates.compiled_moves if trainer.compile else rates.layer_moves
     moved = moves * facts.layers * layer_numbers(facts)
     moved += rates.expert_moves * facts.moe_layers * expert_numbers(facts)
-    body = share * passes * (products / machine.flops + moved * width / machine.memory_bytes)
+    body = (
+        share * passes(config) * (products / machine.flops + moved * width / machine.memory_bytes)
+    )
     head = 0.0
     if not config.rollout.sampling.truncated:
         head = 2 * facts.vocab_size * facts.hidden_size * share * 3
@@ -227,6 +248,12 @@ def compute_seconds(
         * config.algorithm.updates_per_batch
     )
     return body + head / (machine.flops * rates.head_mfu) + weights / machine.memory_bytes
+
+
+def passes(config: Config) -> int:
+    """Over a micro-batch, in units of a forward pass: a backward pass is two."""
+    with_reference = any(source.kl_coef > 0 for source in config.data.sources)
+    return 3 + config.trainer.activation_checkpointing + with_reference
 
 
 def traffic_seconds(

@@ -32,7 +32,7 @@ def test_the_tables_are_what_the_benchmark_prints(made: dict[str, str]) -> None:
 def test_the_model_is_within_a_fifth_of_every_measured_figure(made: dict[str, str]) -> None:
     for title, rows, columns in (
         ("Training steps, measured and modelled", len(MEASURED), 2),
-        ("Other measured figures", 8, 1),
+        ("Other measured figures", 13, 1),
     ):
         errors = [re.findall(r"([+-]\d+)%", line) for line in made[title].splitlines()[2:]]
         assert len(errors) == rows
