@@ -84,8 +84,8 @@ class Rates:
 
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
-    """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the GPU
-    idle: one, and two with `trainer.compile`."""
+    """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
+    GPU idle: one, and two with `trainer.compile`."""
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         """What a trainer rank's host takes to start a step's kernels, while its GPU works."""
@@ -135,7 +135,7 @@ class StepTime:
     def lines(self) -> list[str]:
         """The split, as `keel check` prints it."""
         bound = "its host" if self.host_bound else "its GPU"
-        waits = "; bound by its host: raise trainer.micro_batch_tokens" if self.idle_trainer else ""
+        waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         return [
             f"ESTIMATE, not measured, for {self.machine}s and answers of full length: "
             f"{seconds(self.total)} a step",
@@ -143,7 +143,8 @@ class StepTime:
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
             f"{bound}; prefill {seconds(self.prefill)})",
             f"training {seconds(self.training)} (compute {seconds(self.compute)}, traffic between "
-            f"ranks {seconds(self.traffic)}{waits}); weights to the engines {seconds(self.weights)}",
+            f"ranks {seconds(self.traffic)}{waits}); weights to the engines "
+            f"{seconds(self.weights)}",
         ]
 
 
@@ -193,7 +194,8 @@ def decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, machine: Machine, rates: Rates
 ) -> float:
     """One decoding step on the GPU: weights and KV cache read once, or the products, whichever
-    takes longer, and the small kernels of each layer. Of the experts those are read that any of the sequences is sent to."""
+    takes longer, and the small kernels of each layer. Of the experts those are read that any of the
+    sequences is sent to."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a product
