@@ -119,6 +119,12 @@ JOBS = (
         seconds=280,
     ),
     Job(
+        name="sampling",
+        module="benchmarks.sampling",
+        arguments="--out {out}",
+        seconds=150,
+    ),
+    Job(
         name="training-peers",
         module="benchmarks.training",
         arguments="--out {out} --peers --profile --rounds 2 --seconds 150",

@@ -6,9 +6,9 @@
 The samplers take turns on the same bfloat16 logits; a figure is the median over rounds. *packed* is
 the packed sampler, which truncates by itself; *tail* is the packed one behind vLLM's processors and
 truncation, as in steps where something else changes logits. *ratio* is of times without *packed* to
-those with it. *gpu* is the time between CUDA
-events around work that was queued while the GPU was held up, so without the host; *host* is the
-time to queue it, and *copy* the time to queue what goes to the host.
+those with it. *gpu* is the time between CUDA events around work that was queued while the GPU was
+held up, so without the host; *host* is the time to queue it, and *copy* the time to queue what goes
+to the host. The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def measure(rows: int, vocabulary: int, few: int, rounds: int, device: torch.dev
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--small", action="store_true", help="4 rows of 4,000, interpreted")
@@ -144,6 +144,8 @@ def main() -> None:
         result["cases"].append(case)
         print(json.dumps(case), flush=True)
         (args.out / "sampling.json").write_text(json.dumps(result, indent=1))
+    if any("error" in case for case in result["cases"]):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
