@@ -158,11 +158,9 @@ def _varlen(
 ) -> Tensor:
     """Flash attention over offsets. Part of a compiled layer's graph: nothing here looks at
     numbers that differ from row to row."""
+    # Older ones take fewer heads of keys and values without being told.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
-    if grouped and not _VARLEN_TAKES_GQA:
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     offsets, longest = segments.offsets, segments.longest
     # A window of w tokens, the token itself included, reaches w − 1 back.
     reach = (-1 if window is None else window - 1, 0)
