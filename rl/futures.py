@@ -19,6 +19,13 @@ def failed(error: BaseException) -> Future[Any]:
     return future
 
 
+def done() -> Future[None]:
+    """A future of nothing, which is there already."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
     """The result of `make`, called once all `futures` are done, in the thread that ends the last.
 

@@ -50,6 +50,15 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
     return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(THINK_START))
 
 
+def decode_all(tokenizer: Tokenizer, answers: Sequence[Sequence[int]]) -> list[str]:
+    """The texts of answers, without special tokens."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        # On all cores, where transformers takes one answer after the other.
+        return fast.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
+    return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in answers]
+
+
 def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:
     """Raise `ValueError` for a prompt whose longest answer would not fit the engine."""
     if prompt_tokens + max_tokens > context:

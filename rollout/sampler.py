@@ -33,6 +33,7 @@ from rollout.conversion import (
     build_segment,
     build_trajectory,
     check_fits,
+    decode_all,
     render_prompt,
     sibling_seed,
 )
@@ -159,15 +160,19 @@ class Sampler:
 
     def step(self) -> Iterator[tuple[int, Group]]:
         """One forward pass for everything that runs; yields the groups that it completed."""
-        for output in self._llm.step():
-            assert isinstance(output, RequestOutput)
-            job = self._owner.pop(output.request_id, None)
-            if job is None:
-                continue
+        ended = [
+            output
+            for output in self._llm.step()
+            if isinstance(output, RequestOutput) and output.request_id in self._owner
+        ]
+        texts = decode_all(self._tokenizer, [output.outputs[0].token_ids for output in ended])
+        for output, text in zip(ended, texts, strict=True):
+            job = self._owner.pop(output.request_id)
             entry = self._jobs[job]
             sibling = entry.requests.pop(output.request_id)
             internal = self._internal.pop(output.request_id)
-            entry.done[sibling] = self._trajectory(entry, sibling, internal, output.outputs[0])
+            answer = output.outputs[0]
+            entry.done[sibling] = self._trajectory(entry, sibling, internal, answer, text)
             if not entry.requests:
                 del self._jobs[job]
                 answers = tuple(entry.done[index] for index in sorted(entry.done))
@@ -278,7 +283,7 @@ class Sampler:
         return SamplingParams(**{**args, **self._recorder.sampling_args(sampling, wanted)})
 
     def _trajectory(
-        self, entry: _Job, sibling: int, internal: str, output: CompletionOutput
+        self, entry: _Job, sibling: int, internal: str, output: CompletionOutput, text: str
     ) -> Trajectory:
         prompt, ids = entry.prompt, list(output.token_ids)
         if output.finish_reason not in ("stop", "length"):
@@ -299,7 +304,7 @@ class Sampler:
         return build_trajectory(
             sibling,
             segment,
-            self._tokenizer.decode(ids, skip_special_tokens=True),
+            text,
             thinking=entry.rendered.thinking,
             finish_reason=output.finish_reason,
         )

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from configs.schema import Config
+from rl.futures import done
 from rl.metrics import merge
 from rl.packing import TrainBatch, pack, split_updates
 from rl.types import ScoredGroup, StepResult
@@ -54,11 +55,12 @@ class Learner:
         *,
         gpu: bool,
         actor_options: Callable[[int], Mapping[str, Any]] | None = None,
-        make_room: Callable[[], object] = lambda: None,
+        make_room: Callable[[], Future[None]] = done,
     ) -> None:
         """`actor_options(i)`: Ray options of rank i, over the defaults (one GPU each where `gpu`;
-        half a core else, since CPU ranks and engines take turns). `make_room` is called before
-        whatever needs the weights on the GPUs (`rollout.sleep`: engines may be in the way)."""
+        half a core else, since CPU ranks and engines take turns). `make_room` is called, and
+        waited for, before whatever needs the weights on the GPUs (`rollout.sleep`: engines may be
+        in the way)."""
         self._model_path, self._config, self._make_room = model_path, config, make_room
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
@@ -95,6 +97,7 @@ class Learner:
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps."""
         algorithm, trainer = self._config.algorithm, self._config.trainer
+        room = self._make_room()
         shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
         for part in split_updates(groups, algorithm.updates_per_batch):
             packed = pack(
@@ -105,9 +108,9 @@ class Learner:
             )
             for share, batch in zip(shares, packed, strict=True):
                 share.append(batch)
-        self._make_room()
         # One object a group of ranks: each fetches its own share and nothing else.
         shipped = [ray.put(share) for share in shares]
+        room.result()
         with self._order:
             refs = [
                 rank.step.remote(shipped[index // trainer.sequence_parallel])
@@ -121,7 +124,7 @@ class Learner:
     def publish(self) -> Any:
         """The current weights as `rollout.ray_engines.RayRolloutPool.update` takes them: `send`, or
         references to `model.weights.Bucket`s in the object store (`rollout.weight_transfer`)."""
-        self._make_room()
+        self._make_room().result()
         return self.send if self._direct else self.store()
 
     def store(self) -> list[ray.ObjectRef[Any]]:
@@ -167,19 +170,19 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs into `folder`, which all ranks must see."""
-        self._make_room()
+        self._make_room().result()
         self._all("save", str(folder), limit=self._limit(f"saving {folder}"))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it right after `start`."""
-        self._make_room()
+        self._make_room().result()
         limit = self._limit(f"loading {folder}")
         reports: list[StepReport] = self._all("load", str(folder), limit=limit)
         self._version = reports[0].version
 
     def export(self, folder: Path) -> None:
         """Write the weights and the tokenizer as a model folder for transformers or vLLM."""
-        self._make_room()
+        self._make_room().result()
         self._all("export", str(folder), limit=self._limit(f"exporting to {folder}"))
 
     def shutdown(self) -> None:

@@ -246,7 +246,7 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
             config,
             gpu=task.gpu,
             actor_options=rank_options,
-            make_room=lambda: pool.sleep().result() if sleep else None,
+            **({"make_room": pool.sleep} if sleep else {}),
         )
         stack.callback(learner.shutdown)
         say(f"starting {config.rollout.engines} engine(s), {config.trainer.ranks} trainer rank(s)")

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.embedded.tokenizer import build_tokenizer
 from rl.types import KeptSets, Prompt
 from rollout.conversion import (
     build_segment,
     build_trajectory,
     check_fits,
+    decode_all,
     render_prompt,
     sibling_seed,
     split_message,
@@ -104,6 +106,18 @@ def segment(**changes: Any) -> Any:
         "routes": np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2),
     }
     return build_segment("p", [1, 2, 3], [7, 9], **{**fields, **changes})
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_answers_are_decoded_as_one_by_one(clean_up: bool) -> None:
+    tokenizer: Any = build_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = clean_up
+    end = tokenizer.eos_token_id
+    answers = [tokenizer.encode(text) for text in ("one , two", "", "three")] + [[end]]
+    alone = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    assert decode_all(tokenizer, answers) == alone
+    assert alone[-1] == "" != tokenizer.decode([end])
+    assert decode_all(tokenizer, []) == []
 
 
 def test_a_segment_aligns_what_was_recorded() -> None:
