@@ -134,18 +134,26 @@ class RoutesBeforePreemption:
                 self._rows[request.request_id] = rows
         self._preempt(request, *args, **kwargs)
 
-    def rows(self, request_id: str, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
-        """[tokens, L, K] of a request, those read before a preemption first; forgets these.
+    def rows(
+        self,
+        request_id: str,
+        blocks: Sequence[int],
+        tokens: int,
+        read: Callable[[Sequence[int], int], NDArray[np.int16]] | None = None,
+    ) -> NDArray[np.int16]:
+        """[tokens, L, K] of a request, those read before a preemption first; forgets these. `read`:
+        another way to read the rest.
 
         An answer whose last token was on its way at the preemption has no blocks any more, and all
         of its rows were read then.
         """
+        read = read or self._read
         before = self._rows.pop(request_id, None)
         if before is None:
-            return self._read(blocks, tokens)
+            return read(blocks, tokens)
         if len(before) >= tokens:
             return before[:tokens]
-        rows = self._read(blocks, tokens)
+        rows = read(blocks, tokens)
         rows[: len(before)] = before
         return rows
 
@@ -165,14 +173,15 @@ def check_tokens(request_id: str, what: str, recorded: int, expected: int) -> No
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
     """Raise if a token has no route, or if a MoE layer sent every token to expert 0 K times over,
     which no router does."""
-    missing = np.flatnonzero((routes == NO_ROUTE).any(axis=(1, 2)))
-    if len(missing):
+    none = routes == NO_ROUTE
+    if none.any():
+        missing = np.flatnonzero(none.any(axis=(1, 2)))
         raise RecordingError(
             f"request {request_id}: {len(missing)} of its {len(routes)} tokens have no route, "
             f"token {missing[0]} first: the engine did not record them"
         )
     if routes.shape[2] > 1 and len(routes):
-        blank = np.flatnonzero(~routes.any(axis=(0, 2)))
+        blank = np.flatnonzero(~routes.max(axis=0).any(axis=1))
         if len(blank):
             raise RecordingError(
                 f"request {request_id}: the routes of MoE layers {blank.tolist()} (counted among "

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
+READ_AHEAD = 16
+"""Requests whose routes are read together, if they end together."""
+
+
 class PackedRecorder:
     """Needs vLLM's scheduler in this process, which rollout workers have."""
 
@@ -36,6 +40,7 @@ class PackedRecorder:
         self._routes, self._kept = routes, kept
         self._wanted: dict[str, Wanted] = {}
         self._before: RoutesBeforePreemption | None = None
+        self._ahead: dict[str, NDArray[np.int16]] = {}
 
     def engine_args(self) -> dict[str, Any]:
         return {
@@ -75,9 +80,11 @@ class PackedRecorder:
         routes = None
         if wanted.routes:
             tokens = prompt_tokens + sampled - 1
-            blocks = self._scheduler.finished_blocks.pop(request_id)
             assert self._before is not None
-            routes = self._before.rows(request_id, blocks, tokens)
+            blocks = self._scheduler.finished_blocks[request_id]
+            routes = self._before.rows(
+                request_id, blocks, tokens, read=lambda _, n: self._finished(request_id)[:n]
+            )
             check_tokens(request_id, "rows of routes", len(routes), tokens)
             check_routed(request_id, routes)
         return Recording(
@@ -85,6 +92,19 @@ class PackedRecorder:
             kept=checked_sets(request_id, packed.kept(), output) if wanted.kept else None,
             routes=routes,
         )
+
+    def _finished(self, request_id: str) -> NDArray[np.int16]:
+        """Rows of a request that the last step has finished. Those of others that ended with it are
+        read along, and kept until they are asked for."""
+        if request_id not in self._ahead:
+            blocks: dict[str, list[int]] = self._scheduler.finished_blocks
+            others = [n for n, w in self._wanted.items() if w.routes and n in blocks]
+            names = [request_id, *others[: READ_AHEAD - 1]]
+            rows = self._engine.collective_rpc(
+                "keel_finished_routes", args=([blocks[name] for name in names],)
+            )[0]
+            self._ahead = dict(zip(names, rows, strict=True))
+        return self._ahead.pop(request_id)
 
     def _rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
         return self._engine.collective_rpc("keel_routes", args=(blocks, tokens))[0]

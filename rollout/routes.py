@@ -10,6 +10,7 @@ preemption are found by the request's blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class SlotRoutes:
             dtype=torch.int16,
             device=captured.device,
         )
+        self._beside = torch.cuda.Stream() if captured.is_cuda else None
 
     def begin_step(self, metadata: Any) -> None:
         """Called before the forward pass; the scheduler has nothing to say."""
@@ -57,10 +59,11 @@ class SlotRoutes:
             rows = rows.index_select(1, self._layers)
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
-    def rows(self, slots: NDArray[np.int64]) -> NDArray[np.int16]:
-        """[len(slots), L, K]; waits for the steps on their way."""
-        index = torch.from_numpy(slots).to(self._table.device)
-        return self._table[index].cpu().numpy()
+    def rows(self, slots: NDArray[np.int64], *, filed: bool = False) -> NDArray[np.int16]:
+        """[len(slots), L, K]; waits for the steps on their way, unless all of it is `filed`."""
+        with torch.cuda.stream(self._beside) if filed and self._beside else nullcontext():
+            index = torch.from_numpy(slots).to(self._table.device)
+            return self._table[index].cpu().numpy()
 
     def close(self) -> None:
         """Called when the engine shuts down."""
@@ -98,7 +101,15 @@ class RoutesExtension(WeightsExtension):
         kept_sampler.install(self.model_runner)
 
     def keel_routes(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
-        """[tokens, L, K] of a request that had these cache blocks until the last step."""
-        positions = np.arange(tokens)
-        first = np.asarray(blocks, np.int64)[positions // self._keel_block] * self._keel_block
-        return self.model_runner.aux_output_connector.rows(first + positions % self._keel_block)
+        """[tokens, L, K] of a request that has these cache blocks."""
+        return self.model_runner.aux_output_connector.rows(self._keel_slots(blocks)[:tokens])
+
+    def keel_finished_routes(self, requests: Sequence[Sequence[int]]) -> list[NDArray[np.int16]]:
+        """[slots, L, K] of each request that had these cache blocks until the last step."""
+        slots = [self._keel_slots(blocks) for blocks in requests]
+        rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), filed=True)
+        return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
+
+    def _keel_slots(self, blocks: Sequence[int]) -> NDArray[np.int64]:
+        first = np.asarray(blocks, np.int64) * self._keel_block
+        return (first[:, None] + np.arange(self._keel_block)).ravel()

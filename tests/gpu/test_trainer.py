@@ -87,7 +87,8 @@ def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
         before = torch.cuda.memory_allocated()
         count = sum(tensor.numel() for tensor in ranks.published(engine).values())
         freed = before - torch.cuda.memory_allocated()
-        assert 4 * count <= freed < 5 * count  # float32
+        # float32, but for a small group of its own (norms)
+        assert 0.95 * 4 * count <= freed < 5 * count
         assert torch.cuda.memory_reserved() < before
 
 
