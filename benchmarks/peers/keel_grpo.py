@@ -52,7 +52,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "keel-packed": PACKED,
     "keel-turns": {
         **PACKED,
-        "trainer.micro_batch_tokens": 14_976,
+        "trainer.micro_batch_tokens": 17_280,
         "rollout.sleep": True,
         "trainer.park": False,
     },
