@@ -32,6 +32,8 @@ from rollout.packed import Packed, StepMasks, transpose_masks
 
 SHORTEST_RUN = 2
 """Steps that a run must have before it, or it is not worth beginning."""
+AHEAD = 4
+"""KV blocks that a request is given at once, where twice as many are free for every one of them."""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class _Run:
     stops: frozenset[int]
     """Tokens that end any of them."""
     due: dict[int, list[int]]
-    """Requests that need a KV block at a step."""
+    """Requests that may need a KV block at a step."""
     one_each: dict[str, int]
     blocked: bool
     """Requests are waiting, and nothing but the end of another lets them begin."""
@@ -239,11 +241,12 @@ class _Short(Scheduler):
         step = run.scheduled
         waiting = bool(self.waiting or self.kv_holding_waiting)
         due = run.due.get(step, [])
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if (
             step + 1 >= run.room
             or (waiting and not run.blocked)
             or self._pause_state != PauseState.UNPAUSED
-            or len(due) > self.kv_cache_manager.block_pool.get_num_free_blocks()
+            or len(due) > free
         ):
             return None
         self.current_step += 1
@@ -252,9 +255,10 @@ class _Short(Scheduler):
         if due:
             del run.due[step]
             size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
-            run.due[step + size] = due
+            tokens = size * (AHEAD if free >= 2 * AHEAD * len(run.ids) else 1)
+            run.due.setdefault(step + tokens, []).extend(due)
             for row in due:
-                blocks[row] = self._new_block(run, row, step)
+                blocks[row] = self._new_blocks(run, row, step, tokens)
         output = SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData(
@@ -282,11 +286,14 @@ class _Short(Scheduler):
         run.flying.append(output)
         return output
 
-    def _new_block(self, run: _Run, row: int, step: int) -> tuple[list[int], ...] | None:
+    def _new_blocks(
+        self, run: _Run, row: int, step: int, tokens: int
+    ) -> tuple[list[int], ...] | None:
+        """For so many tokens; None if the request has blocks for them."""
         request = run.requests[row]
         before = request.num_computed_tokens
         request.num_computed_tokens = int(run.computed[row]) + step
-        new = self.kv_cache_manager.allocate_slots(request, 1)
+        new = self.kv_cache_manager.allocate_slots(request, tokens)
         request.num_computed_tokens = before
         if new is None:
             raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
