@@ -174,9 +174,11 @@ class WeightsExtension:
         return [module for module in modules if is_deferred_attention_layer(module)]
 
     def keel_fingerprint(self) -> dict[str, str]:
-        """A hash of every parameter as the kernels see it (CPU only)."""
+        """A hash of every parameter as the kernels see it."""
         named = self.model_runner.get_model().named_parameters()
         return {
-            name: blake2b(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+            name: blake2b(
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            ).hexdigest()
             for name, tensor in named
         }

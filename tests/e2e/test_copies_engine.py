@@ -1,0 +1,31 @@
+"""Updates by copies in real engines, whose weights are left as they would be on a GPU.
+
+On a CPU as it is, vLLM packs weights, and its loader does every update.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.recorders.remote_engine import engine_spec, running_engine
+from tests.recorders.tiny_model import make_model, perturbed
+from tests.recorders.updates import check
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("of", ["experts", "dense"])
+def test_updates_by_copies(tmp_path: Path, of: Literal["experts", "dense"]) -> None:
+    check(tmp_path, of, sleeps=False, gpu=False, kind="plain")
+
+
+def test_packed_weights_are_left_to_the_loader(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    with running_engine(engine_spec(tmp_path), gpu=False) as engine:
+        for version in (1, 2):
+            engine.update(version, perturbed(model, seed=version))
+            (why,) = engine.ask("updates")
+            assert "reads a loaded tensor" in why
