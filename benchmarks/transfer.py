@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
         learner.start()
         for suffix, copies in (("", True), ("_loader", False)):
             chosen = replace(config, rollout=replace(config.rollout, copy_weights=copies))
-            times = timed(learner, chosen, each, options)
+            times, row[f"updates{suffix}"] = timed(learner, chosen, each, options)
             if copies:
                 row["first_s"] = times["direct"][0]
             for way, (_, *seconds) in times.items():  # the first opens channels and warms up
@@ -172,8 +172,8 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
 
 def timed(
     learner: Learner, config: Config, each: Mapping[str, Any], options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Seconds of every update of new engines, by its way."""
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Seconds of every update of new engines, by its way; whether the last ones were copies."""
     pool = ray_pool(
         engine_spec(config, config.model.path),
         gpu=not options.small,
@@ -189,9 +189,10 @@ def timed(
                 began = time.perf_counter()
                 pool.update(0, publish()).result(timeout=DEADLINE_S)
                 times[way].append(time.perf_counter() - began)
+        actor = pool._fleet.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
+        return times, ray.get(actor.updates.remote(), timeout=DEADLINE_S)
     finally:
         pool.shutdown()
-    return times
 
 
 def main() -> None:

@@ -27,5 +27,5 @@ def test_packed_weights_are_left_to_the_loader(tmp_path: Path) -> None:
     with running_engine(engine_spec(tmp_path), gpu=False) as engine:
         for version in (1, 2):
             engine.update(version, perturbed(model, seed=version))
-            (why,) = engine.ask("updates")
+            (why,) = engine.updates()
             assert "reads a loaded tensor" in why

@@ -155,9 +155,8 @@ def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -
     _ENGINE.finish_update(version, checksum)
 
 
-def _ask(what: str) -> Any:
-    """Of the sampler, on the engine's thread."""
-    return _ENGINE._ask(lambda sampler: getattr(sampler, what)()).result(timeout=DEADLINE_S)
+def _updates() -> list[str]:
+    return _ENGINE.updates()
 
 
 def _fingerprint() -> dict[str, str]:
@@ -235,9 +234,8 @@ class RemoteEngine:
         done = self.process.submit(_update, version, buckets, checksum.value())
         done.result(timeout=DEADLINE_S)
 
-    def ask(self, what: str) -> Any:
-        """The answer of the engine's `Sampler` to a method without arguments."""
-        return self.process.submit(_ask, what).result(timeout=DEADLINE_S)
+    def updates(self) -> list[str]:
+        return self.process.submit(_updates).result(timeout=DEADLINE_S)
 
     def fingerprint(self) -> dict[str, str]:
         """A hash of each parameter."""

@@ -63,7 +63,7 @@ def check(
         for version in range(1, UPDATES + 1):
             if sleeps and version > 1:
                 engine.sleep()
-            assert engine.ask("updates") == ([""] if version == 1 else ["copies"])
+            assert engine.updates() == ([""] if version == 1 else ["copies"])
             came.append(perturbed(model, seed=version))
             # Blocks that end within a layer; the last update in others than the one before.
             update = engine.update_in_place if shared else engine.update
@@ -71,12 +71,12 @@ def check(
             held.append(engine.fingerprint())
             groups = engine.sample(prompts(3, shared=30, own=9, tag=f"u{version}"), group_size=2)
             check_probabilities(model, groups, version)
-        assert engine.ask("updates") == ["copies"]
+        assert engine.updates() == ["copies"]
     assert held[0] != held[1] != held[2]
     with running_engine(engine_spec(folder, **options, copy_weights=False), **how) as engine:
         for version, tensors in enumerate(came, start=1):
             engine.update(version, tensors)
-            assert engine.ask("updates") == [OFF]
+            assert engine.updates() == [OFF]
             right = engine.fingerprint()
             assert held[version - 1].keys() == right.keys()
             wrong = [name for name in right if right[name] != held[version - 1][name]]
