@@ -19,6 +19,10 @@ from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -43,6 +47,16 @@ def moe_runners(model: nn.Module) -> list[Any]:
     """The MoE layers of a vLLM model, in order."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(runners, key=lambda runner: runner.layer_id)
+
+
+def pack_tied_heads(model: nn.Module) -> None:
+    """vLLM's CPU build packs an output head for oneDNN, and leaves a tied one, for which no tensor
+    comes, with the packed weights of before."""
+    for head in model.modules():
+        if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
+            owners = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
+            if any(owner is not head and owner.weight is head.weight for owner in owners):
+                head.quant_method.process_weights_after_loading(head)
 
 
 class WeightsExtension:
@@ -159,6 +173,8 @@ class WeightsExtension:
                 return
             with recorder.watching():
                 finalize_layerwise_reload(model, config)
+            if self.device.type == "cpu":
+                pack_tied_heads(model)
         if self.keel_decided:
             return
         self.keel_decided = True

@@ -10,9 +10,9 @@ from typing import Literal
 
 import pytest
 
-from tests.recorders.remote_engine import engine_spec, running_engine
+from tests.recorders.remote_engine import OPEN, engine_spec, prompts, running_engine
 from tests.recorders.tiny_model import make_model, perturbed
-from tests.recorders.updates import check
+from tests.recorders.updates import check, check_probabilities, make
 
 pytestmark = pytest.mark.e2e
 
@@ -29,3 +29,12 @@ def test_packed_weights_are_left_to_the_loader(tmp_path: Path) -> None:
             engine.update(version, perturbed(model, seed=version))
             (why,) = engine.updates()
             assert "reads a loaded tensor" in why
+
+
+def test_a_tied_head_that_is_packed_follows_its_embedding(tmp_path: Path) -> None:
+    model = make(tmp_path, "dense")
+    with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
+        for version in (1, 2):
+            engine.update(version, perturbed(model, seed=version))
+            groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
+            check_probabilities(model, groups, version)
