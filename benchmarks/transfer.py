@@ -3,7 +3,7 @@
     python -m benchmarks.transfer                       # one GPU shared (CUDA IPC)
     python -m benchmarks.transfer --gpus 2              # a GPU each (NCCL)
     python -m benchmarks.transfer --gpus 4 --engines 3  # three engines
-    python -m benchmarks.transfer --experts 256 --width 96  # 24 times as many small tensors
+    python -m benchmarks.transfer --experts 256 --width 128  # 12,288 tensors of experts
     python -m benchmarks.transfer --small               # CPUs, seconds: to see that it runs
 
 A real trainer (`trainer.learner.Learner`) brings real vLLM engines to its weights, `--rounds`

@@ -100,12 +100,12 @@ class WeightsExtension:
             deadline_s=deadline_s,
         )
 
-    @torch.inference_mode()
     def keel_begin_update(self, copies: bool = True) -> None:
         """`copies`: do without vLLM's loader, once it is known what it does."""
         self.keel_checksum = Checksum()
         if self.keel_plan is not None:
-            self.keel_plan.begin()
+            with torch.inference_mode():
+                self.keel_plan.begin()
             return
         model = self.model_runner.get_model()
         if self.keel_recorder is None:

@@ -6,19 +6,18 @@ On a CPU as it is, vLLM packs weights, and its loader does every update.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from tests.recorders.remote_engine import OPEN, engine_spec, prompts, running_engine
-from tests.recorders.tiny_model import make_model, perturbed
-from tests.recorders.updates import check, check_probabilities, make
+from tests.recorders.tiny_model import make_model
+from tests.recorders.updates import Model, change, check, check_probabilities, make
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("of", ["experts", "dense"])
-def test_updates_by_copies(tmp_path: Path, of: Literal["experts", "dense"]) -> None:
+@pytest.mark.parametrize("of", ["experts", "dense", "latent"])
+def test_updates_by_copies(tmp_path: Path, of: Model) -> None:
     check(tmp_path, of, sleeps=False, gpu=False, kind="plain")
 
 
@@ -26,7 +25,7 @@ def test_packed_weights_are_left_to_the_loader(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     with running_engine(engine_spec(tmp_path), gpu=False) as engine:
         for version in (1, 2):
-            engine.update(version, perturbed(model, seed=version))
+            engine.update(version, change(model, version))
             (why,) = engine.updates()
             assert "reads a loaded tensor" in why
 
@@ -35,6 +34,6 @@ def test_a_tied_head_that_is_packed_follows_its_embedding(tmp_path: Path) -> Non
     model = make(tmp_path, "dense")
     with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
         for version in (1, 2):
-            engine.update(version, perturbed(model, seed=version))
+            engine.update(version, change(model, version))
             groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
             check_probabilities(model, groups, version)
