@@ -289,11 +289,13 @@ class Recorder:
         found, right = _bytes(kernel), _bytes(truth)
         torch.bitwise_not(right, out=found)  # what is not written differs in every bit
         for (offset, size, stride), write in target.writes.items():
-            part = window(kernel, target.dtype, offset, size, stride)
             if write.data is not None:
-                part.copy_(write.data)
+                parts = dims(size, stride, write.data.stride())  # as the plan will do it
+                size, stride, inner = zip(*parts, strict=True)
+                data = window(write.data, write.data.dtype, start_of(write.data), size, inner)
+                window(kernel, target.dtype, offset, size, stride).copy_(data)
             elif not write.name:
-                part.fill_(write.value)
+                window(kernel, target.dtype, offset, size, stride).fill_(write.value)
             write.data = None
         target.proven = torch.equal(found, right)
         if not target.proven:
