@@ -3,12 +3,15 @@
     python -m benchmarks.transfer                       # one GPU shared (CUDA IPC)
     python -m benchmarks.transfer --gpus 2              # a GPU each (NCCL)
     python -m benchmarks.transfer --gpus 4 --engines 3  # three engines
+    python -m benchmarks.transfer --experts 256 --width 128  # 12,288 tensors of experts
     python -m benchmarks.transfer --small               # CPUs, seconds: to see that it runs
 
 A real trainer (`trainer.learner.Learner`) brings real vLLM engines to its weights, `--rounds`
-times each way in turns. A time is that of the whole update: engines pause, bytes travel, vLLM puts
-them where its kernels read, caches are emptied. *wire* is a channel alone, without trainer or
-engine: the link's limit, in blocks of the size that an update uses.
+times each way in turns. A time is that of the whole update: engines pause, bytes travel and are put
+where kernels read, caches are emptied. *loader* is the same with vLLM's loader for every update
+(`rollout.copy_weights: false`), in engines of their own; *first* the update that is watched. *wire*
+is a channel alone, without trainer or engine: the link's limit, in blocks of the size that an
+update uses.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.models import REPLAY, Mixture
+from benchmarks.models import Mixture
 from benchmarks.rows import SOURCE
 from configs.schema import (
     AlgorithmConfig,
@@ -43,6 +47,7 @@ from configs.schema import (
 from model.channel import Channel, Meeting
 from model.embedded.tokenizer import build_tokenizer
 from model.weights import Sent
+from rollout.manifest import checkpoint_names
 from rollout.ray_engines import ray_pool
 from trainer.cluster import start_ray
 from trainer.learner import Learner
@@ -50,7 +55,8 @@ from trainer.main import engine_spec
 
 GB = 1e9
 DEADLINE_S = 300.0
-SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048).config()
+FULL = Mixture()
+SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048)
 
 
 def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
@@ -107,9 +113,14 @@ def wire(options: Mapping[str, Any], size: int, blocks: int) -> float:
     return size * blocks / seconds / GB
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], None]) -> None:
+    """Calls `report` with what there is, after each part."""
     gpus, small = options.gpus, options.small
-    parameters = write_model(folder, SMALL if small else REPLAY, small=small)
+    sizes = SMALL if small else FULL
+    sizes = replace(
+        sizes, experts=options.experts or sizes.experts, expert=options.width or sizes.expert
+    )
+    parameters = write_model(folder, sizes.config(), small=small)
     build_tokenizer().save_pretrained(folder)
     config = Config(
         model=ModelConfig(path=str(folder), dtype="float32" if small else "bfloat16"),
@@ -127,8 +138,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ),
     )
     each = {} if small else {"num_gpus": 1 if gpus > 1 else 0.5, "num_cpus": 1}
+    gigabytes = parameters * (4 if small else 2) / GB
     row: dict[str, Any] = {
         "parameters": parameters,
+        "tensors": len(checkpoint_names(str(folder))),
+        "gigabytes": gigabytes,
         "gpus": 0 if small else gpus,
         "engines": options.engines,
         "bucket_mib": options.bucket_mib,
@@ -137,33 +151,48 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if small or gpus > 1:
         row["wire_gb_s"] = wire(each, options.bucket_mib << 20, 2 if small else 16)
     learner = Learner(str(folder), config, gpu=not small, actor_options=lambda _: each)
+    try:
+        learner.start()
+        for suffix, copies in (("", True), ("_loader", False)):
+            chosen = replace(config, rollout=replace(config.rollout, copy_weights=copies))
+            times, row[f"updates{suffix}"] = timed(learner, chosen, each, options)
+            if copies:
+                row["first_s"] = times["direct"][0]
+            for way, (_, *seconds) in times.items():  # the first opens channels and warms up
+                middle = statistics.median(seconds)
+                row[f"{way}{suffix}_s"] = middle
+                row[f"{way}{suffix}_gb_s"] = options.engines * gigabytes / middle
+            if copies:
+                pairs = zip(times["store"][1:], times["direct"][1:], strict=True)
+                row["store_to_direct"] = statistics.median(a / b for a, b in pairs)
+            report(row)
+    finally:
+        learner.shutdown()
+
+
+def timed(
+    learner: Learner, config: Config, each: Mapping[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Seconds of every update of new engines, by its way; whether the last ones were copies."""
     pool = ray_pool(
-        engine_spec(config, str(folder)),
-        gpu=not small,
+        engine_spec(config, config.model.path),
+        gpu=not options.small,
         startup_deadline_s=DEADLINE_S,
         options=lambda _: each,
     )
+    ways = {"direct": partial(lambda: learner.send), "store": learner.store}
+    times: dict[str, list[float]] = {way: [] for way in ways}
     try:
         pool.start()
-        learner.start()
-        ways = {"direct": partial(lambda: learner.send), "store": learner.store}
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(options.rounds + 1):  # the first opens channels and warms up
+        for _ in range(options.rounds + 1):
             for way, publish in ways.items():
                 began = time.perf_counter()
                 pool.update(0, publish()).result(timeout=DEADLINE_S)
-                times[way] += [time.perf_counter() - began] if turn else []
-        gigabytes = parameters * (4 if small else 2) / GB
-        for way, seconds in times.items():
-            middle = statistics.median(seconds)
-            row |= {f"{way}_s": middle, f"{way}_gb_s": options.engines * gigabytes / middle}
-        row["gigabytes"] = gigabytes
-        pairs = zip(times["store"], times["direct"], strict=True)
-        row["store_to_direct"] = statistics.median(a / b for a, b in pairs)
+                times[way].append(time.perf_counter() - began)
+        actor = pool._fleet.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
+        return times, ray.get(actor.updates.remote(), timeout=DEADLINE_S)
     finally:
         pool.shutdown()
-        learner.shutdown()
-    return row
 
 
 def main() -> None:
@@ -172,16 +201,21 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--experts", type=int, help="of each layer")
+    parser.add_argument("--width", type=int, help="of an expert")
     parser.add_argument("--small", action="store_true", help="CPUs and a model of 0.3 M parameters")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(Path.cwd()))
     start_ray()
+
+    def report(row: Any) -> None:
+        print(json.dumps(row, indent=1), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(row))
+
     with tempfile.TemporaryDirectory() as folder:
-        row = measure(options, Path(folder))
-    print(json.dumps(row, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(row))
+        measure(options, Path(folder), report)
 
 
 if __name__ == "__main__":

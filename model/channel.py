@@ -176,13 +176,15 @@ def share(block: Tensor) -> Shared:
     return Shared(handle)
 
 
-def open_shared(shared: Shared, device: torch.device) -> Tensor:
-    """A copy of the block, so that its owner may have it back."""
+def open_shared(shared: Shared, device: torch.device, *, copy: bool = True) -> Tensor:
+    """A copy of the block, so that its owner may have it back, or the block itself."""
     handle = list(shared.handle)
     handle[6] = device.index  # the owner's number of the GPU is not ours
-    copy = rebuild_cuda_tensor(*handle).clone()
-    torch.cuda.current_stream().synchronize()
-    return copy
+    block = rebuild_cuda_tensor(*handle)
+    if copy:
+        block = block.clone()
+        torch.cuda.current_stream().synchronize()
+    return block
 
 
 def gpu_id(device: torch.device) -> str:

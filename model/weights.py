@@ -93,11 +93,15 @@ def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
         yield Bucket(entries=entries, data=block.cpu().numpy())
 
 
-def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a bucket in host memory, as views of its bytes (copied if read-only)."""
+def host_block(bucket: Bucket) -> Tensor:
+    """The bytes of a bucket in host memory (copied if read-only)."""
     assert isinstance(bucket.data, np.ndarray)
-    data = bucket.data if bucket.data.flags.writeable else bucket.data.copy()
-    return unpack_block(bucket.entries, torch.from_numpy(data))
+    return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
+
+
+def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of a bucket in host memory, as views of its bytes."""
+    return unpack_block(bucket.entries, host_block(bucket))
 
 
 def unpack_block(entries: Iterable[TensorEntry], block: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -213,12 +213,16 @@ class Sampler:
             completed = self._pause()
         self._updating = True
         self._manifest.begin()
-        self._llm.collective_rpc("keel_begin_update")
+        self._llm.collective_rpc("keel_begin_update", args=(self.spec.config.copy_weights,))
         return completed
 
     def gpus(self) -> list[str]:
         """`model.channel.gpu_id` of each of the engine's workers."""
         return self._llm.collective_rpc("keel_gpu")
+
+    def updates(self) -> list[str]:
+        """`WeightsExtension.keel_way` of each of the engine's workers."""
+        return self._llm.collective_rpc("keel_way")
 
     def join(self, meeting: Meeting, name: str) -> None:
         """Open a channel for weights to whoever meets the engine there under `name`."""

@@ -52,6 +52,9 @@ class RolloutWorker:
     async def gpus(self) -> list[str]:
         return await asyncio.to_thread(self._engine.gpus)
 
+    async def updates(self) -> list[str]:
+        return await asyncio.to_thread(self._engine.updates)
+
     async def join(self, meeting: Meeting, name: str) -> None:
         """This and what follows is for weights that a trainer's rank sends itself."""
         await asyncio.to_thread(self._engine.join, meeting, name)

@@ -90,6 +90,10 @@ class RolloutConfig:
     """How new weights reach the engines. direct: from the trainer's ranks over NCCL, or in place
     where engine and rank share a GPU (between CPUs: gloo). store: through host memory, by Ray's
     object store. auto: direct on GPUs, store on CPUs."""
+    copy_weights: bool = True
+    """Watch what vLLM's loader does with the first weights that come, and copy later ones straight
+    to where it put those. Has no effect where the loader does more than copy (CPUs, quantization).
+    false: the loader for every update."""
     update_deadline_s: float = 300.0
     """Longest wait for an engine to take new weights, and to drain before that. A rank that sends
     to several engines has as long for each."""

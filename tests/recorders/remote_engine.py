@@ -15,14 +15,15 @@ from typing import Any, Literal
 import torch
 
 from configs.schema import RolloutConfig, SamplingConfig
-from model.weights import pack_buckets
+from model.channel import share
+from model.weights import Bucket, Checksum, pack_blocks, pack_buckets
 from rl.types import Group, Prompt
 from rollout.engine import Engine
 from rollout.spec import EngineSpec, environment
-from tests import interpreted
+from tests import interpreted, plain_weights
 
 DEADLINE_S = 240
-Kind = Literal["", "short", "native", "packed"]
+Kind = Literal["", "short", "native", "packed", "plain"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool]
 """A prompt, its group size, its sampling (None: the engine's) and whether to record."""
 TRUNCATED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40)
@@ -88,6 +89,8 @@ def _start(spec: EngineSpec, without: str, blocks: int | None, kind: Kind) -> tu
     global _ENGINE
     if kind in ("native", "packed"):
         interpreted.install(kind)
+    if kind == "plain":
+        plain_weights.install()
     # vLLM stays out of pytest's process.
     from rollout import sampler, shims  # noqa: PLC0415
     from rollout.scheduler import ShortScheduler  # noqa: PLC0415
@@ -145,8 +148,20 @@ def _cancel(items: Sequence[Item]) -> int:
     return sum(future.cancel() for future in _submitted(items))
 
 
-def _update(version: int, buckets: Sequence[Any]) -> None:
-    _ENGINE.update_weights(version, buckets)
+def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -> None:
+    _ENGINE.begin_update()
+    for bucket in buckets:
+        _ENGINE.load_bucket(bucket)
+    _ENGINE.finish_update(version, checksum)
+
+
+def _updates() -> list[str]:
+    return _ENGINE.updates()
+
+
+def _fingerprint() -> dict[str, str]:
+    asked = _ENGINE._ask(lambda sampler: sampler._llm.collective_rpc("keel_fingerprint")[0])
+    return asked.result(timeout=DEADLINE_S)
 
 
 def _sample_across(items: Sequence[Item], version: int, buckets: Sequence[Any]) -> list[Group]:
@@ -207,6 +222,25 @@ class RemoteEngine:
         buckets = list(pack_buckets(tensors.items(), bucket))
         self.process.submit(_update, version, buckets).result(timeout=DEADLINE_S)
 
+    def update_in_place(
+        self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
+    ) -> None:
+        """From this process's memory of the GPU that the engine is on too."""
+        on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
+        checksum, blocks = Checksum(), list(pack_blocks(on_gpu, bucket))
+        for _, block in blocks:
+            checksum.add(block)
+        buckets = [Bucket(entries=entries, data=share(block)) for entries, block in blocks]
+        done = self.process.submit(_update, version, buckets, checksum.value())
+        done.result(timeout=DEADLINE_S)
+
+    def updates(self) -> list[str]:
+        return self.process.submit(_updates).result(timeout=DEADLINE_S)
+
+    def fingerprint(self) -> dict[str, str]:
+        """A hash of each parameter."""
+        return self.process.submit(_fingerprint).result(timeout=DEADLINE_S)
+
     def sleep(self) -> None:
         self.process.submit(_sleep).result(timeout=DEADLINE_S)
 
@@ -245,7 +279,8 @@ def running_engine(
 
     `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
     added to the environment. On a CPU, `kind` may be "short" (the V1 recorder with the scheduler
-    of the packed one) or the name of a recorder for GPUs, whose kernels are then interpreted.
+    of the packed one), the name of a recorder for GPUs, whose kernels are then interpreted, or
+    "plain" (tests/plain_weights.py).
     """
     saved = dict(os.environ)
     # Read by torch and vLLM when they are imported there.

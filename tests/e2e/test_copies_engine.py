@@ -1,0 +1,39 @@
+"""Updates by copies in real engines, whose weights are left as they would be on a GPU.
+
+On a CPU as it is, vLLM packs weights, and its loader does every update.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recorders.remote_engine import OPEN, engine_spec, prompts, running_engine
+from tests.recorders.tiny_model import make_model
+from tests.recorders.updates import Model, change, check, check_probabilities, make
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("of", ["experts", "dense", "latent"])
+def test_updates_by_copies(tmp_path: Path, of: Model) -> None:
+    check(tmp_path, of, sleeps=False, gpu=False, kind="plain")
+
+
+def test_packed_weights_are_left_to_the_loader(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    with running_engine(engine_spec(tmp_path), gpu=False) as engine:
+        for version in (1, 2):
+            engine.update(version, change(model, version))
+            (why,) = engine.updates()
+            assert "reads a loaded tensor" in why
+
+
+def test_a_tied_head_that_is_packed_follows_its_embedding(tmp_path: Path) -> None:
+    model = make(tmp_path, "dense")
+    with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
+        for version in (1, 2):
+            engine.update(version, change(model, version))
+            groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
+            check_probabilities(model, groups, version)

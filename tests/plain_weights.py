@@ -1,0 +1,45 @@
+"""vLLM on a CPU with weights as they are on a GPU: in the tensors that they were loaded into.
+
+Its CPU build packs them for oneDNN and for its experts' kernel, which no copy refreshes. Slow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def install() -> None:
+    """Call it before an engine is built."""
+    import vllm.model_executor.layers.utils as layers  # noqa: PLC0415
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: PLC0415
+        CPUUnquantizedExperts,
+    )
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layers.dispatch_cpu_unquantized_gemm = keep  # type: ignore[assignment]
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # type: ignore[method-assign]
+    CPUUnquantizedExperts.apply = _experts  # type: ignore[method-assign]
+
+
+def _experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    **_: Any,
+) -> None:
+    """`output` [T, H] from hidden states [T, H], w1 [E, 2I, H], w2 [E, H, I]; the others [T, K]."""
+    output.zero_()
+    for expert in range(len(w1)):
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = (hidden_states[token] @ w1[expert].t()).chunk(2, -1)
+        result = (torch.nn.functional.silu(gate) * up) @ w2[expert].t()
+        output.index_add_(0, token, (result * topk_weights[token, slot, None]).to(output.dtype))
