@@ -59,7 +59,13 @@ JOBS = (
         module="pytest",
         arguments="-q -m gpu -p no:cacheprovider tests/gpu --deselect tests/gpu/test_cold_start.py "
         "--ignore tests/gpu/test_recorders_native.py --ignore tests/gpu/test_sleep.py "
-        "--ignore tests/gpu/test_draw.py",
+        "--ignore tests/gpu/test_draw.py --ignore tests/gpu/test_copies.py",
+        seconds=400,
+    ),
+    Job(
+        name="tests-copies",
+        module="pytest",
+        arguments="-q -m gpu -p no:cacheprovider tests/gpu/test_copies.py",
         seconds=400,
     ),
     Job(
@@ -134,14 +140,20 @@ JOBS = (
         name="transfer-ipc",
         module="benchmarks.transfer",
         arguments="--json {out}.json",
-        seconds=220,
+        seconds=300,
     ),
     Job(
         name="transfer-nccl",
         module="benchmarks.transfer",
         arguments="--gpus 2 --json {out}.json",
         gpus=2,
-        seconds=220,
+        seconds=300,
+    ),
+    Job(
+        name="transfer-experts",
+        module="benchmarks.transfer",
+        arguments="--experts 256 --width 128 --rounds 3 --json {out}.json",
+        seconds=300,
     ),
     Job(
         name="two-gpus-async",

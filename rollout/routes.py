@@ -86,12 +86,12 @@ class RoutesExtension(WeightsExtension):
         theirs = runner.aux_output_connector
         captured = theirs._capturer.device_buffer
         theirs.close()
-        self._keel_block = groups[0].kv_cache_spec.block_size
+        self._keel_block_size = groups[0].kv_cache_spec.block_size
         runner.aux_output_connector = SlotRoutes(
             captured,
             runner.block_tables.slot_mappings[0],
             [moe.layer_id for moe in moe_runners(runner.get_model())],
-            runner.kv_cache_config.num_blocks * self._keel_block,
+            runner.kv_cache_config.num_blocks * self._keel_block_size,
         )
 
     def keel_sampler(self) -> None:
@@ -111,5 +111,5 @@ class RoutesExtension(WeightsExtension):
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
 
     def _keel_slots(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        first = np.asarray(blocks, np.int64) * self._keel_block
-        return (first[:, None] + np.arange(self._keel_block)).ravel()
+        first = np.asarray(blocks, np.int64) * self._keel_block_size
+        return (first[:, None] + np.arange(self._keel_block_size)).ravel()
