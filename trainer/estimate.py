@@ -6,7 +6,7 @@ beside it; docs/scaling.md compares with what has been measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema import Config
 from model.load import ModelFacts
@@ -49,13 +49,18 @@ class Rates:
     ones of 1,024."""
     layer_moves: float = 4.9
     """Trainer: how often a pass moves each number that a layer keeps for the backward pass (as
-    `layer_numbers` counts them) between GPU and memory: norms, rotary embedding, residuals,
-    activations. Fitted, with Keel's fused norms."""
+    `layer_numbers` counts them with fused norms) between GPU and memory: norms, rotary embedding,
+    residuals, activations. Fitted, as are the four below, by benchmarks/scaling_fit.py."""
+    stock_moves: float = 8.7
+    """The same where norms are not one kernel each."""
     compiled_moves: float = 2.4
-    """The same with `trainer.compile`. Fitted."""
-    expert_moves: float = 12.2
-    """The same for tokens on their way to experts and back, compiled or not. Fitted to the experts
-    of transformers; Keel's own (where experts are not spread over ranks) have not been timed."""
+    """The same with `trainer.compile`, whatever the norms."""
+    expert_moves: float = 3.0
+    """The same for tokens at their experts (as `expert_numbers` counts them), compiled or not: with
+    Keel's own experts (model/fused.py)."""
+    stock_expert_moves: float = 8.0
+    """The same with other experts, and where experts are spread over ranks, which nobody has
+    timed."""
     optimizer_bytes: float = 65.0
     """Moved for each parameter of a rank's share and each optimizer step, at the memory's full
     rate: AdamW, norm and clipping. Measured as a part of the step."""
@@ -86,11 +91,15 @@ class Rates:
     compiled_pass_s: float = 1.15e-3
     """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
     GPU idle: one, and two with `trainer.compile`."""
+    expert_pass_s: float = 0.65e-3
+    """The same on top for a layer with experts, which `trainer.compile` leaves as they are. From two
+    steps that left the GPU idle, not compiled."""
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         """What a trainer rank's host takes to start a step's kernels, while its GPU works."""
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
-        return each * facts.layers * passes(config) * micro_batches
+        layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
+        return layers * passes(config) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         """One step of an engine's host."""
@@ -232,9 +241,13 @@ def compute_seconds(
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
     products = 2 * body_parameters(facts) / rates.product_share + attention / rates.attention_share
-    moves = rates.compiled_moves if trainer.compile else rates.layer_moves
-    moved = moves * facts.layers * layer_numbers(facts)
-    moved += rates.expert_moves * facts.moe_layers * expert_numbers(facts)
+    fused = facts.fused_experts and trainer.expert_parallel == 1
+    counted = replace(facts, fused_norms=True, fused_experts=fused)
+    moves = rates.layer_moves if facts.fused_norms else rates.stock_moves
+    moved = rates.compiled_moves if trainer.compile else moves
+    moved *= facts.layers * layer_numbers(counted)
+    expert_moves = rates.expert_moves if fused else rates.stock_expert_moves
+    moved += expert_moves * facts.moe_layers * expert_numbers(counted)
     body = (
         share * passes(config) * (products / machine.flops + moved * width / machine.memory_bytes)
     )
