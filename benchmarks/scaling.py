@@ -28,7 +28,14 @@ from configs.schema import (
 )
 from model.load import ModelFacts, facts_of
 from trainer.estimate import Machine, Rates, StepTime, compute_seconds, seconds, step_time
-from trainer.memory import BYTES, GIB, engine_sequences, key_width, support_head_bytes
+from trainer.memory import (
+    BYTES,
+    GIB,
+    TRAINER_CUDA_GIB,
+    engine_sequences,
+    key_width,
+    support_head_bytes,
+)
 from trainer.placement import Node, place
 from trainer.plan import Plan, count, make_plan
 
@@ -306,6 +313,17 @@ def check_lines() -> Iterator[str]:
         got = step_time(step, facts_of(QWEN3_06B), micro_batches=micro_batches).compute
         what = f"training, the same, compiled, micro-batches of {size:,}"
         rows.append((what, "benchmarks/training.py --peers", measured, got, "s", kind))
+    turns = Case(
+        shape="qwen3-0.6b",
+        length=1152,
+        micro_batch_tokens=14_976,
+        step_tokens=147_456,
+        compiled=True,
+        reference=True,
+    )
+    got = estimates(turns, facts_at(turns.shape), gpu=True)[1] / GIB - TRAINER_CUDA_GIB
+    what = "a rank's memory, the same, compiled, micro-batches of 14,976"
+    rows.append((what, by, 26.86, got, "GiB", "checked"))
     yield "| what | measured by | measured | model | off by | |"
     yield "|---|---|---|---|---|---|"
     for what, by, measured, got, unit, kind in rows:

@@ -18,7 +18,7 @@ from benchmarks.training_cases import estimates, facts_at
 from benchmarks.training_rows import MEASURED, Measured
 from trainer.estimate import Rates
 
-FITTED = ("layer_moves", "stock_moves", "compiled_moves", "expert_moves", "stock_expert_moves")
+FITTED = ("layer_moves", "norm_moves", "compiled_moves", "expert_moves", "stock_expert_moves")
 NO_HOST = {"pass_s": 0.0, "compiled_pass_s": 0.0, "expert_pass_s": 0.0}
 NO_GPU = {
     "product_share": float("inf"),

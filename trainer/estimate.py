@@ -15,8 +15,11 @@ from trainer.memory import (
     context_tokens,
     engine_sequences,
     expert_numbers,
+    key_width,
     kv_token_bytes,
     layer_numbers,
+    mlp_width,
+    normed_numbers,
 )
 
 
@@ -47,18 +50,19 @@ class Rates:
     attention_share: float = 0.27
     """Trainer: of the peak, by the products of attention. From trajectories of 4,096 tokens beside
     ones of 1,024."""
-    layer_moves: float = 4.9
-    """Trainer: how often a pass moves each number that a layer keeps for the backward pass (as
-    `layer_numbers` counts them with fused norms) between GPU and memory: norms, rotary embedding,
-    residuals, activations. Fitted, as are the four below, by benchmarks/scaling_fit.py."""
-    stock_moves: float = 8.7
-    """The same where norms are not one kernel each."""
-    compiled_moves: float = 2.4
-    """The same with `trainer.compile`, whatever the norms."""
-    expert_moves: float = 3.0
-    """The same for tokens at their experts (as `expert_numbers` counts them), compiled or not: with
-    Keel's own experts (model/fused.py)."""
-    stock_expert_moves: float = 8.0
+    layer_moves: float = 2.9
+    """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
+    Fitted, as are the four below, by benchmarks/scaling_fit.py."""
+    norm_moves: float = 26.9
+    """On top, for each number that a norm takes (`normed_numbers`), where norms are not one kernel
+    each and layers not compiled."""
+    compiled_moves: float = 4.4
+    """With `trainer.compile`: how often a pass moves each number that a layer then keeps
+    (`layer_numbers`)."""
+    expert_moves: float = 3.2
+    """How often a pass moves each number that tokens keep at their experts (`expert_numbers`),
+    compiled or not: with Keel's own experts (model/fused.py)."""
+    stock_expert_moves: float = 11.9
     """The same with other experts, and where experts are spread over ranks, which nobody has
     timed."""
     optimizer_bytes: float = 65.0
@@ -241,13 +245,16 @@ def compute_seconds(
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
     products = 2 * body_parameters(facts) / rates.product_share + attention / rates.attention_share
-    fused = facts.fused_experts and trainer.expert_parallel == 1
-    counted = replace(facts, fused_norms=True, fused_experts=fused)
-    moves = rates.layer_moves if facts.fused_norms else rates.stock_moves
-    moved = rates.compiled_moves if trainer.compile else moves
-    moved *= facts.layers * layer_numbers(counted)
-    expert_moves = rates.expert_moves if fused else rates.stock_expert_moves
-    moved += expert_moves * facts.moe_layers * expert_numbers(counted)
+    if trainer.expert_parallel > 1:
+        facts = replace(facts, fused_experts=False)
+    if trainer.compile:
+        moved = rates.compiled_moves * layer_numbers(facts, compiled=True)
+    else:
+        moved = rates.layer_moves * elementwise_numbers(facts)
+        moved += 0.0 if facts.fused_norms else rates.norm_moves * normed_numbers(facts)
+    moved *= facts.layers
+    expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
+    moved += expert_moves * facts.moe_layers * expert_numbers(facts)
     body = (
         share * passes(config) * (products / machine.flops + moved * width / machine.memory_bytes)
     )
@@ -263,6 +270,15 @@ def compute_seconds(
         * config.algorithm.updates_per_batch
     )
     return body + head / (machine.flops * rates.head_mfu) + weights / machine.memory_bytes
+
+
+def elementwise_numbers(facts: ModelFacts) -> float:
+    """What the kernels between the products of a mean layer read and write for each token in a
+    forward pass, without tokens at their experts: two norms and two sums with the residual (10 hidden
+    sizes); norms and rotary embedding of queries and keys (12 widths of each); activation and product
+    of the MLP (5 widths)."""
+    heads = facts.attention_width + key_width(facts)
+    return 10 * facts.hidden_size + 12 * heads + 5 * mlp_width(facts)
 
 
 def passes(config: Config) -> int:

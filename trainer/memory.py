@@ -270,8 +270,13 @@ def layer_numbers(facts: ModelFacts, *, compiled: bool = False) -> float:
     if compiled:
         inputs = facts.moe_layers / facts.layers * hidden
         return 2 * hidden + inputs + attention + 2 * mlp_width(facts)
-    copies = 0 if facts.fused_norms else 2 * (2 * hidden + heads + keys)
+    copies = 0 if facts.fused_norms else 2 * normed_numbers(facts)
     return 4 * hidden + attention + 4 * mlp_width(facts) + copies
+
+
+def normed_numbers(facts: ModelFacts) -> float:
+    """What a mean layer's norms take of each token: the residual stream twice, queries and keys."""
+    return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
 def expert_numbers(facts: ModelFacts) -> float:
