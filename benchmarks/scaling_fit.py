@@ -3,8 +3,8 @@
     python -m benchmarks.scaling_fit          # no GPU, seconds
 
 Least squares of relative errors over benchmarks/training_rows.py. Five constants of `Rates` are
-fitted; those that a profile or a part of a step gives are kept. The time is linear in all five, where
-it is the GPU's: steps that wait for the host say nothing about them.
+fitted; those that a profile or a part of a step gives are kept. The time is linear in all five,
+where it is the GPU's: steps that wait for the host say nothing about them.
 """
 
 from __future__ import annotations

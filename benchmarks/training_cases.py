@@ -196,9 +196,7 @@ def estimates(
     row = case.row(facts.vocab_size)
     config = made_config(row, case.trainer(), reference=case.reference)
     used = rates or Rates()
-    compute = compute_seconds(
-        config, facts, case.step_tokens, case.micro_batches, Machine(), used
-    )
+    compute = compute_seconds(config, facts, case.step_tokens, case.micro_batches, Machine(), used)
     launch = used.launch_seconds(config, facts, case.micro_batches)
     seconds = max(compute, launch)
     seconds += traffic_seconds(config, facts, case.micro_batches, Machine())

@@ -21,7 +21,7 @@ class Measured:
     stock: bool = False
     """Norms and experts of transformers instead of Keel's."""
     earlier: bool = False
-    """At commit 60b498b, where attention's keys and values were repeated for every query's head, and
+    """At commit 60b498b, where keys and values were repeated for every head of the query, and
     compiled layers kept results of elementwise operations."""
 
     def __str__(self) -> str:
@@ -100,13 +100,13 @@ MEASURED = (
     row("qwen3-1.7b", 0.766, 57.3, step_tokens=131072, ranks=4, earlier=True),
     row("qwen3-1.7b", 0.796, 59.6, step_tokens=131072, ranks=4, zero_stage=2, earlier=True),
 )
-"""H200s, torch 2.11 (CUDA 13.0). The first fourteen at commit 7716cf7, on an otherwise idle host, by
+"""H200s, torch 2.11 (CUDA 13.0). The first fourteen at commit 7716cf7 by
 
     python3 -m benchmarks.training --out DIR --profile --rounds 2 --seconds 200 \\
         --shapes 30b-a3b-slice,moe-1.6b,qwen3-1.7b
 
-and the earlier ones at 60b498b: those of Qwen3-0.6B with `--profile --rounds 2 --seconds 170` while other
-work ran on the host's other GPUs; those that are `stock` with
-`--stock --shapes moe-1.6b,30b-a3b-slice,qwen3-1.7b`, except for the compiled one: there Keel's experts
-failed under transformers 5.17 and stock layers stood in. The last six, of 131,072 tokens, with
-`--ranks 1,2,4 --seconds 140` on four GPUs."""
+and the earlier ones at 60b498b: those of Qwen3-0.6B with `--profile --rounds 2 --seconds 170` while
+other work ran on the host's other GPUs; those that are `stock` with
+`--stock --shapes moe-1.6b,30b-a3b-slice,qwen3-1.7b`, except for the compiled one: there Keel's
+experts failed under transformers 5.17 and stock layers stood in. The last six, of 131,072 tokens,
+with `--ranks 1,2,4 --seconds 140` on four GPUs."""

@@ -43,7 +43,9 @@ def use_fused_layers(model: PreTrainedModel) -> None:
 
 def fuses_norms(model: nn.Module) -> bool:
     """Whether each of `model`'s RMS norms is, or becomes, one kernel. On the meta device too."""
-    norms = {type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__}
+    norms = {
+        type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__
+    }
     return all(isinstance(norm, nn.RMSNorm) or _is_rms_norm(norm) for norm in norms.values())
 
 

@@ -96,8 +96,8 @@ class Rates:
     """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
     GPU idle: one, and two with `trainer.compile`."""
     expert_pass_s: float = 0.65e-3
-    """The same on top for a layer with experts, which `trainer.compile` leaves as they are. From two
-    steps that left the GPU idle, not compiled."""
+    """On top for a layer with experts, which `trainer.compile` leaves as they are. From two steps
+    that left the GPU idle, not compiled."""
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         """What a trainer rank's host takes to start a step's kernels, while its GPU works."""
@@ -274,9 +274,11 @@ def compute_seconds(
 
 def elementwise_numbers(facts: ModelFacts) -> float:
     """What the kernels between the products of a mean layer read and write for each token in a
-    forward pass, without tokens at their experts: two norms and two sums with the residual (10 hidden
-    sizes); norms and rotary embedding of queries and keys (12 widths of each); activation and product
-    of the MLP (5 widths)."""
+    forward pass, without tokens at their experts.
+
+    Two norms and two sums with the residual (10 hidden sizes); norms and rotary embedding of
+    queries and keys (12 widths of each); activation and product of the MLP (5 widths).
+    """
     heads = facts.attention_width + key_width(facts)
     return 10 * facts.hidden_size + 12 * heads + 5 * mlp_width(facts)
 

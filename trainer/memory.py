@@ -20,10 +20,10 @@ ENGINE_PROCESS_GIB = 1.3
 TRAINER_PROCESS_GIB = 1.2
 """Resident size of an actor that has loaded DeepSpeed on a CPU, without a model."""
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
-"""GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank: what
-the driver had given away beside PyTorch's allocator, the same in every step of docs/scaling.md."""
+"""GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank
+what the driver had given away beside PyTorch's allocator, the same in every measured step."""
 TRAINER_UNUSED_GIB = 1.5
-"""What PyTorch's allocator holds beside a step's tensors: 0.2 to 2.4 in the same steps."""
+"""What PyTorch's allocator holds at most beside a step's tensors: 0.2 to 2.4 in the same steps."""
 SAMPLER_BYTES = 20
 """An engine, for each id of the vocabulary and each sequence: logits, probabilities, and both
 sorted with their ids."""
@@ -133,7 +133,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     if not gpu:  # there transformers' own norms and experts run
         facts = replace(facts, fused_norms=False, fused_experts=False)
-    elif trainer.expert_parallel > 1:
+    elif trainer.expert_parallel > 1 or not mixed:
         facts = replace(facts, fused_experts=False)
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
     experts = kept_layers * expert_numbers(facts) if facts.moe_layers else 0.0
@@ -187,7 +187,9 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     rollout = config.rollout
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
-        stays = TRAINER_CUDA_GIB + (0.0 if config.trainer.park else held_bytes(config, memory) / GIB)
+        stays = TRAINER_CUDA_GIB + (
+            0.0 if config.trainer.park else held_bytes(config, memory) / GIB
+        )
         most = 1 - stays / gpu_gib
         if rollout.gpu_memory > most:
             cure = "" if config.trainer.park else ", or set trainer.park"
@@ -216,9 +218,9 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
 
 
 def held_bytes(config: Config, memory: Memory) -> float:
-    """What a rank holds on its GPU between two steps, once its engine may have the rest
-    (`rollout.sleep`); with `trainer.park` it waits in host memory. Gradients of bfloat16 under ZeRO-1
-    are zeros then, and given back (trainer/parking.py)."""
+    """What a rank holds on its GPU between two steps, while an engine may have the rest
+    (`rollout.sleep`); with `trainer.park` it waits in host memory. DeepSpeed's float32 sums of
+    gradients, in bfloat16 under ZeRO-1, are zeros then and given back (trainer/parking.py)."""
     trainer = config.trainer
     summed_apart = config.model.dtype == "bfloat16" and trainer.zero_stage <= 1
     names = ["weights", "optimizer", "reference"]
@@ -288,8 +290,8 @@ def expert_numbers(facts: ModelFacts) -> float:
 
 
 def key_width(facts: ModelFacts) -> float:
-    """Numbers of a token's keys in a layer, as attention takes them; of its values as many. A latent
-    cache is spread to all heads first."""
+    """Numbers of a token's keys in a layer, as attention takes them; of its values as many. What a
+    latent cache holds is spread to all heads first."""
     return facts.attention_width if facts.kv_heads == 1 else facts.kv_width / 2
 
 

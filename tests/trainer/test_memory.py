@@ -81,8 +81,8 @@ def test_zero_shards_what_its_stage_says(stage: Any, state: list[float]) -> None
 
 MLP = (1e9 - 2e8 - 4e7) / 10 / 3000
 WHOLE = 4 * 1000 + 3 * 1000 + 3 * 256 + 4 * MLP
-"""Numbers that a layer of `DENSE` keeps for a token: residual and norms, queries and attention's output,
-keys and values, MLP."""
+"""Numbers that a layer of `DENSE` keeps for a token: residual and norms, queries and attention's
+output, keys and values, MLP."""
 FLOWING = 2 * MLP + 1000
 """Gradients inside a layer."""
 
@@ -235,6 +235,6 @@ def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
 def test_what_stays_beside_an_engine_that_is_awake(
     options: dict[str, Any], bytes_each: int
 ) -> None:
-    """Sums of gradients that DeepSpeed has cleared are given back under ZeRO-1 (trainer/parking.py)."""
+    """Sums of gradients that DeepSpeed has cleared are given back under ZeRO-1."""
     config = recipe(micro_batch_tokens=8000, **options)
     assert held_bytes(config, plan(config).trainer) == pytest.approx(bytes_each * 1e9)

@@ -52,7 +52,8 @@ def test_the_constants_are_those_of_the_fit() -> None:
 
 
 def test_steps_that_wait_for_the_host_are_not_fitted() -> None:
-    """The GPU was idle for 30 % and 34 % of these two, and for 12 % or less of the others."""
+    """In profiles the GPU was idle for 30 % and 34 % of these two, and for 12 % at most of others of
+    the same commit."""
     cases = [str(row) for row in MEASURED if waits_for_host(row)]
     assert cases == ["moe-1.6b, 1024x16", "moe-1.6b, 1024x16, recompute"]
 
