@@ -52,8 +52,8 @@ def test_the_constants_are_those_of_the_fit() -> None:
 
 
 def test_steps_that_wait_for_the_host_are_not_fitted() -> None:
-    """In profiles the GPU was idle for 30 % and 34 % of these two, and for 12 % at most of others of
-    the same commit."""
+    """In profiles the GPU was idle for 30 % and 34 % of these two, and for 12 % at most of the
+    others of that commit."""
     cases = [str(row) for row in MEASURED if waits_for_host(row)]
     assert cases == ["moe-1.6b, 1024x16", "moe-1.6b, 1024x16, recompute"]
 
