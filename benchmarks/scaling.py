@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from benchmarks.models import DEEPSEEK_V3, QWEN3_06B, QWEN3_30B_A3B, REPLAY
 from benchmarks.rows import SOURCE
-from benchmarks.training_cases import STOCK, estimates, facts_at
+from benchmarks.training_cases import Case, estimates, facts_at, with_stock_layers
 from benchmarks.training_rows import MEASURED
 from configs.schema import (
     AlgorithmConfig,
@@ -28,7 +28,14 @@ from configs.schema import (
 )
 from model.load import ModelFacts, facts_of
 from trainer.estimate import Machine, Rates, StepTime, compute_seconds, seconds, step_time
-from trainer.memory import GIB, engine_sequences, support_head_bytes
+from trainer.memory import (
+    BYTES,
+    GIB,
+    TRAINER_CUDA_GIB,
+    engine_sequences,
+    key_width,
+    support_head_bytes,
+)
 from trainer.placement import Node, place
 from trainer.plan import Plan, count, make_plan
 
@@ -230,13 +237,20 @@ def training_lines() -> Iterator[str]:
         "|---|---|---|---|---|---|---|"
     )
     for each in MEASURED:
-        rates = STOCK if each.stock else Rates()
-        took, held = estimates(each.case, facts_at(each.case.shape), gpu=True, rates=rates)
-        held /= GIB
+        facts = facts_at(each.case.shape, stock=each.stock)
+        took, held = estimates(each.case, facts, gpu=True)
+        held = (held + (repeated_bytes(each.case, facts) if each.earlier else 0.0)) / GIB
         yield (
             f"| {each} | {each.seconds:.3f} | {took:.3f} | {took / each.seconds - 1:+.0%} "
             f"| {each.gib:.1f} | {held:.1f} | {held / each.gib - 1:+.0%} |"
         )
+
+
+def repeated_bytes(case: Case, facts: ModelFacts) -> float:
+    """Of keys and values for the query heads that share them: kept at an earlier commit."""
+    layers = 1 if case.recompute else facts.layers
+    more = 2 * (facts.attention_width - key_width(facts))
+    return layers * more * BYTES["bfloat16"] * case.micro_batch_tokens
 
 
 def check_lines() -> Iterator[str]:
@@ -253,7 +267,7 @@ def check_lines() -> Iterator[str]:
     whole = replace(one, rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=896)))
     rows: list[tuple[str, str, float, float, str, str]] = []
     for name, config, measured in (("kept sets", one, 0.822), ("whole vocabulary", whole, 0.928)):
-        got = compute_seconds(config, facts, 65_536, 4, H200, STOCK)
+        got = compute_seconds(config, with_stock_layers(facts), 65_536, 4, H200, Rates())
         what = f"training step, 65,536 tokens, {name}"
         rows.append((what, "benchmarks/replay.py", measured, got, "s", "checked"))
     for vocabulary, hidden, measured in (
@@ -299,6 +313,17 @@ def check_lines() -> Iterator[str]:
         got = step_time(step, facts_of(QWEN3_06B), micro_batches=micro_batches).compute
         what = f"training, the same, compiled, micro-batches of {size:,}"
         rows.append((what, "benchmarks/training.py --peers", measured, got, "s", kind))
+    turns = Case(
+        shape="qwen3-0.6b",
+        length=1152,
+        micro_batch_tokens=14_976,
+        step_tokens=147_456,
+        compiled=True,
+        reference=True,
+    )
+    got = estimates(turns, facts_at(turns.shape), gpu=True)[1] / GIB - TRAINER_CUDA_GIB
+    what = "a rank's memory, the same, compiled, micro-batches of 14,976"
+    rows.append((what, by, 26.86, got, "GiB", "checked"))
     yield "| what | measured by | measured | model | off by | |"
     yield "|---|---|---|---|---|---|"
     for what, by, measured, got, unit, kind in rows:

@@ -25,9 +25,6 @@ SHAPES: Mapping[str, PreTrainedConfig] = {
 }
 """Qwen3-0.6B and 1.7B; the mixture of experts of benchmarks/replay.py; and the first `SLICE_LAYERS`
 layers of Qwen3-30B-A3B, with its 128 experts of which a token meets 8, and its vocabulary."""
-STOCK = Rates(layer_moves=8.7)
-"""Norms of transformers, not of Keel: fitted, as are the constants of `Rates`, by
-benchmarks/scaling_fit.py."""
 COMPILED = ("qwen3-1.7b", "30b-a3b-slice")
 """Compiled as well, in the time that is left."""
 SMALL = {
@@ -122,9 +119,15 @@ def model_of(shape: str, *, small: bool) -> PreTrainedConfig:
 
 
 @cache
-def facts_at(shape: str) -> ModelFacts:
-    """Of the shape at its full size."""
-    return facts_of(model_of(shape, small=False))
+def facts_at(shape: str, *, stock: bool = False) -> ModelFacts:
+    """Of the shape at its full size; `stock`: with norms and experts of transformers."""
+    facts = facts_of(model_of(shape, small=False))
+    return with_stock_layers(facts) if stock else facts
+
+
+def with_stock_layers(facts: ModelFacts) -> ModelFacts:
+    """The same model with norms and experts of transformers, not of Keel."""
+    return replace(facts, fused_norms=False, fused_experts=False)
 
 
 def one_gpu(shapes: Sequence[str], *, small: bool) -> Iterator[Case]:
@@ -138,13 +141,16 @@ def one_gpu(shapes: Sequence[str], *, small: bool) -> Iterator[Case]:
         yield replace(case, recompute=True)
     for shape in shapes:
         if shape in COMPILED:
-            yield Case(
+            case = Case(
                 shape=shape,
                 length=unit,
                 micro_batch_tokens=16 * unit,
                 step_tokens=64 * unit,
                 compiled=True,
             )
+            yield case
+            if hasattr(SHAPES[shape], "num_experts"):
+                yield replace(case, micro_batch_tokens=32 * unit)
 
 
 def peers(*, small: bool) -> Iterator[Case]:
@@ -189,8 +195,9 @@ def estimates(
     """What `keel check` would say: seconds of the step, and bytes of a rank's GPU."""
     row = case.row(facts.vocab_size)
     config = made_config(row, case.trainer(), reference=case.reference)
-    seconds = compute_seconds(
-        config, facts, case.step_tokens, case.micro_batches, Machine(), rates or Rates()
-    )
+    used = rates or Rates()
+    compute = compute_seconds(config, facts, case.step_tokens, case.micro_batches, Machine(), used)
+    launch = used.launch_seconds(config, facts, case.micro_batches)
+    seconds = max(compute, launch)
     seconds += traffic_seconds(config, facts, case.micro_batches, Machine())
     return seconds, trainer_memory(config, facts, gpu=gpu).total

@@ -22,12 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.made import MadeEngine, draw_micro_batch, with_even_routes
 from benchmarks.profiles import covered, own_time, spent, table
 from benchmarks.rows import KL_COEF, Row, made_config
-from benchmarks.training_cases import STOCK, Case, estimates, model_of
+from benchmarks.training_cases import Case, estimates, model_of, with_stock_layers
 from model.fused import use_fused_layers
 from model.load import ModelFacts, facts_of
 from rl.packing import TrainBatch
 from trainer import compiled, policy
-from trainer.estimate import Machine, Rates, body_parameters
+from trainer.estimate import Machine, body_parameters
 from trainer.memory import GIB
 from trainer.policy import Inputs
 
@@ -186,8 +186,8 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
     flops = step_flops(case, row, facts, len(kept.ids))
     policy_flops = flops["body"] + flops["attention"] + flops["head"]
     stock = policy.use_fused_layers is not use_fused_layers
-    rates = STOCK if stock else Rates()
-    estimate, planned = estimates(case, facts, gpu=device.type == "cuda", rates=rates)
+    known = with_stock_layers(facts) if stock else facts
+    estimate, planned = estimates(case, known, gpu=device.type == "cuda")
     planned /= GIB
     rate = case.ranks * H200.flops * seconds
     return {

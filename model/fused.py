@@ -36,10 +36,23 @@ def use_fused_layers(model: PreTrainedModel) -> None:
             known[kind] = _is_rms_norm(module)
         if known[kind]:
             module.__class__ = _fused_norm(kind)
-    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
-    if experts and all(map(_is_plain, experts)):
+    if fuses_experts(model):
         ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
         model.set_experts_implementation(EXPERTS)
+
+
+def fuses_norms(model: nn.Module) -> bool:
+    """Whether each of `model`'s RMS norms is, or becomes, one kernel. On the meta device too."""
+    norms = {
+        type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__
+    }
+    return all(isinstance(norm, nn.RMSNorm) or _is_rms_norm(norm) for norm in norms.values())
+
+
+def fuses_experts(model: nn.Module) -> bool:
+    """Whether `model` has experts, and all are such as `fused_experts` computes."""
+    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
+    return bool(experts) and all(map(_is_plain, experts))
 
 
 def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -134,7 +147,10 @@ def _is_rms_norm(module: nn.Module) -> bool:
         return False
     if not isinstance(weight, Tensor) or weight.ndim != 1 or len(list(module.parameters())) != 1:
         return False
-    probe: Any = deepcopy(module).to("cpu", torch.float32)
+    probe: Any = deepcopy(module)
+    if weight.is_meta:
+        probe = probe.to_empty(device="cpu")
+    probe = probe.to("cpu", torch.float32)
     size = len(weight)
     probe.weight.data = torch.linspace(0.5, 1.5, size)
     hidden = torch.linspace(-2, 3, 2 * size).view(2, size)

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import ConfigError
+from model.fused import fuses_experts, fuses_norms
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -61,6 +62,10 @@ class ModelFacts:
     them holds whole."""
     full_attention: bool = True
     """See the function `full_attention`."""
+    fused_norms: bool = True
+    """RMS norms are one kernel each on a GPU (model/fused.py)."""
+    fused_experts: bool = True
+    """Experts are Keel's own on a GPU; without meaning for a dense model."""
 
     @property
     def moe_layers(self) -> int:
@@ -188,6 +193,8 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         kv_width=kv_width,
         kv_heads=kv_heads,
         full_attention=full_attention(text),
+        fused_norms=fuses_norms(model),
+        fused_experts=fuses_experts(model),
     )
 
 

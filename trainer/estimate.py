@@ -6,7 +6,7 @@ beside it; docs/scaling.md compares with what has been measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema import Config
 from model.load import ModelFacts
@@ -15,8 +15,11 @@ from trainer.memory import (
     context_tokens,
     engine_sequences,
     expert_numbers,
+    key_width,
     kv_token_bytes,
     layer_numbers,
+    mlp_width,
+    normed_numbers,
 )
 
 
@@ -47,15 +50,21 @@ class Rates:
     attention_share: float = 0.27
     """Trainer: of the peak, by the products of attention. From trajectories of 4,096 tokens beside
     ones of 1,024."""
-    layer_moves: float = 4.9
-    """Trainer: how often a pass moves each number that a layer keeps for the backward pass (as
-    `layer_numbers` counts them) between GPU and memory: norms, rotary embedding, residuals,
-    activations. Fitted, with Keel's fused norms."""
-    compiled_moves: float = 2.4
-    """The same with `trainer.compile`. Fitted."""
-    expert_moves: float = 12.2
-    """The same for tokens on their way to experts and back, compiled or not. Fitted to the experts
-    of transformers; Keel's own (where experts are not spread over ranks) have not been timed."""
+    layer_moves: float = 2.9
+    """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
+    Fitted, as are the four below, by benchmarks/scaling_fit.py."""
+    norm_moves: float = 26.9
+    """On top, for each number that a norm takes (`normed_numbers`), where norms are not one kernel
+    each and layers not compiled."""
+    compiled_moves: float = 4.4
+    """With `trainer.compile`: how often a pass moves each number that a layer then keeps
+    (`layer_numbers`)."""
+    expert_moves: float = 3.2
+    """How often a pass moves each number that tokens keep at their experts (`expert_numbers`),
+    compiled or not: with Keel's own experts (model/fused.py)."""
+    stock_expert_moves: float = 11.9
+    """The same with other experts, and where experts are spread over ranks, which nobody has
+    timed."""
     optimizer_bytes: float = 65.0
     """Moved for each parameter of a rank's share and each optimizer step, at the memory's full
     rate: AdamW, norm and clipping. Measured as a part of the step."""
@@ -86,11 +95,15 @@ class Rates:
     compiled_pass_s: float = 1.15e-3
     """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
     GPU idle: one, and two with `trainer.compile`."""
+    expert_pass_s: float = 0.65e-3
+    """On top for a layer with experts, which `trainer.compile` leaves as they are. From two steps
+    that left the GPU idle, not compiled."""
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         """What a trainer rank's host takes to start a step's kernels, while its GPU works."""
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
-        return each * facts.layers * passes(config) * micro_batches
+        layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
+        return layers * passes(config) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         """One step of an engine's host."""
@@ -232,9 +245,16 @@ def compute_seconds(
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
     products = 2 * body_parameters(facts) / rates.product_share + attention / rates.attention_share
-    moves = rates.compiled_moves if trainer.compile else rates.layer_moves
-    moved = moves * facts.layers * layer_numbers(facts)
-    moved += rates.expert_moves * facts.moe_layers * expert_numbers(facts)
+    if trainer.expert_parallel > 1:
+        facts = replace(facts, fused_experts=False)
+    if trainer.compile:
+        moved = rates.compiled_moves * layer_numbers(facts, compiled=True)
+    else:
+        moved = rates.layer_moves * elementwise_numbers(facts)
+        moved += 0.0 if facts.fused_norms else rates.norm_moves * normed_numbers(facts)
+    moved *= facts.layers
+    expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
+    moved += expert_moves * facts.moe_layers * expert_numbers(facts)
     body = (
         share * passes(config) * (products / machine.flops + moved * width / machine.memory_bytes)
     )
@@ -250,6 +270,17 @@ def compute_seconds(
         * config.algorithm.updates_per_batch
     )
     return body + head / (machine.flops * rates.head_mfu) + weights / machine.memory_bytes
+
+
+def elementwise_numbers(facts: ModelFacts) -> float:
+    """What the kernels between the products of a mean layer read and write for each token in a
+    forward pass, without tokens at their experts.
+
+    Two norms and two sums with the residual (10 hidden sizes); norms and rotary embedding of
+    queries and keys (12 widths of each); activation and product of the MLP (5 widths).
+    """
+    heads = facts.attention_width + key_width(facts)
+    return 10 * facts.hidden_size + 12 * heads + 5 * mlp_width(facts)
 
 
 def passes(config: Config) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema import Config, ConfigError
 from model.load import ModelFacts
@@ -19,13 +19,18 @@ ENGINE_PROCESS_GIB = 1.3
 """Resident size of an actor that has loaded vLLM on a CPU, without weights and KV cache."""
 TRAINER_PROCESS_GIB = 1.2
 """Resident size of an actor that has loaded DeepSpeed on a CPU, without a model."""
-ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 0.7
-"""GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed."""
+ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
+"""GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank
+what the driver had given away beside PyTorch's allocator, the same in every measured step."""
+TRAINER_UNUSED_GIB = 1.5
+"""What PyTorch's allocator holds at most beside a step's tensors: 0.2 to 2.4 in the same steps."""
 SAMPLER_BYTES = 20
 """An engine, for each id of the vocabulary and each sequence: logits, probabilities, and both
 sorted with their ids."""
 BUCKET_NUMBERS = 500_000_000
 """DeepSpeed reduces gradients in buckets of so many numbers (its default)."""
+ZERO_2_BUCKETS = 4
+"""Buckets' worth of memory under ZeRO-2: itself and its copies. Fitted to three measured steps."""
 LIVE_NUMBERS = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered at a time (DeepSpeed's default)."""
 KEPT_ID_BYTES = 60
@@ -77,7 +82,8 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         process = ENGINE_PROCESS_GIB * GIB
         return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
     sampler = SAMPLER_BYTES * rollout.max_concurrent * facts.vocab_size
-    layer = layer_numbers(facts) * width * rollout.max_batched_tokens / rollout.tensor_parallel
+    layer = layer_numbers(facts) + (expert_numbers(facts) if facts.moe_layers else 0.0)
+    layer *= width * rollout.max_batched_tokens / rollout.tensor_parallel
     cache = kv_token_bytes(config, facts) * context_tokens(config) * engine_sequences(config)
     return Memory(
         parts={
@@ -125,28 +131,36 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     # Adam's two moments, and from stage 1 up float32 master weights.
     state = 12 * shard if stage >= 1 else 8 * held
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
-    layer = layer_numbers(facts) * width * tokens
-    experts = expert_numbers(facts) * width * tokens
-    kept = 0 if trainer.activation_checkpointing else facts.layers - 1
-    kept_experts = 0 if trainer.activation_checkpointing else facts.moe_layers - 1
-    inputs = facts.layers * facts.hidden_size * width * tokens
+    if not gpu:  # there transformers' own norms and experts run
+        facts = replace(facts, fused_norms=False, fused_experts=False)
+    elif trainer.expert_parallel > 1 or not mixed:
+        facts = replace(facts, fused_experts=False)
+    kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
+    experts = kept_layers * expert_numbers(facts) if facts.moe_layers else 0.0
+    activations = activation_numbers(
+        facts, compiled=trainer.compile, recompute=trainer.activation_checkpointing
+    )
     parts = {
         "weights": width * (shard if stage == 3 else held),
         "gradients": 4 * (shard if stage >= 2 else held),
         "optimizer": state * (not (gpu and trainer.offload_optimizer)),
         "reference": width * with_reference * (shard if stage == 3 else held),
-        "activations": (1 + kept) * layer + (inputs if trainer.activation_checkpointing else 0),
-        "experts' tokens": (1 + kept_experts) * experts if facts.moe_layers else 0,
+        "activations": activations * width * tokens,
+        "experts' tokens": experts * width * tokens,
         "support head": support_head_bytes(config, facts, width),
     }
-    if stage >= 1 and ranks > 1:
-        parts["buckets"] = 4 * min(held, BUCKET_NUMBERS)
+    if stage == 2 or (stage >= 1 and ranks > 1):
+        buckets = ZERO_2_BUCKETS if stage == 2 else 1
+        parts["buckets"] = 4 * buckets * min(held, BUCKET_NUMBERS)
+    # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
+    largest = (count - routed) / facts.layers
+    largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
     if stage == 3 and ranks > 1:
-        # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
-        largest = (count - routed) / facts.layers
-        largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
         parts["gathered"] = width * (max(min(held, LIVE_NUMBERS), largest) + largest)
+    elif mixed:
+        parts["new gradients"] = width * largest  # of one layer, before they join the float32 sum
     if gpu:
+        parts["unused"] = TRAINER_UNUSED_GIB * GIB
         parts["CUDA"] = TRAINER_CUDA_GIB * GIB
     else:
         parts["process"] = TRAINER_PROCESS_GIB * GIB
@@ -173,7 +187,9 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     rollout = config.rollout
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
-        stays = TRAINER_CUDA_GIB + (0.0 if config.trainer.park else held_bytes(memory) / GIB)
+        stays = TRAINER_CUDA_GIB + (
+            0.0 if config.trainer.park else held_bytes(config, memory) / GIB
+        )
         most = 1 - stays / gpu_gib
         if rollout.gpu_memory > most:
             cure = "" if config.trainer.park else ", or set trainer.park"
@@ -201,10 +217,16 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     )
 
 
-def held_bytes(memory: Memory) -> float:
-    """What a rank holds between two steps; with `trainer.park` it waits in host memory while
-    engines sample."""
-    return sum(memory.parts[n] for n in ("weights", "gradients", "optimizer", "reference"))
+def held_bytes(config: Config, memory: Memory) -> float:
+    """What a rank holds on its GPU between two steps, while an engine may have the rest
+    (`rollout.sleep`); with `trainer.park` it waits in host memory. DeepSpeed's float32 sums of
+    gradients, in bfloat16 under ZeRO-1, are zeros then and given back (trainer/parking.py)."""
+    trainer = config.trainer
+    summed_apart = config.model.dtype == "bfloat16" and trainer.zero_stage <= 1
+    names = ["weights", "optimizer", "reference"]
+    if not summed_apart or trainer.offload_optimizer:
+        names.append("gradients")
+    return sum(memory.parts[name] for name in names)
 
 
 def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
@@ -216,27 +238,77 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     return gradients + HEAD_CHUNK_BYTES * facts.vocab_size
 
 
-def mlp_width(facts: ModelFacts) -> float:
-    """Intermediate numbers of a mean layer's MLP, or of the experts that a token is sent to."""
-    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
-    rest = facts.active_parameters - embeddings - facts.attention_parameters
-    return max(0.0, rest / facts.layers / (3 * facts.hidden_size))
+def activation_numbers(facts: ModelFacts, *, compiled: bool, recompute: bool) -> float:
+    """What all layers hold at most for each token, in units of the compute dtype, without tokens at
+    their experts.
 
-
-def layer_numbers(facts: ModelFacts) -> float:
-    """Kept for the backward pass, for each token of one layer, in units of the compute dtype.
-
-    Two norms with their float32 copies and the residual (10 hidden sizes); queries, keys and values
-    before and after the rotary embedding, and the attention's output (5 widths at most); gate, up,
-    activation and product of the MLP (4 widths). Tokens on their way to experts come on top.
+    That is at the start of the backward pass: what every layer keeps (`layer_numbers`), or with
+    recomputation the layers' inputs alone; all of the last layer's, once it is computed again; and
+    that layer's gradients, of which the MLP's two and the residual's exist at a time.
     """
-    return 10 * facts.hidden_size + 5 * facts.attention_width + 4 * mlp_width(facts)
+    whole = layer_numbers(facts)
+    gradients = 2 * mlp_width(facts) + facts.hidden_size
+    if recompute:
+        return facts.layers * facts.hidden_size + whole + gradients
+    kept = layer_numbers(facts, compiled=compiled)
+    return facts.layers * kept + (whole - kept) + gradients
+
+
+def layer_numbers(facts: ModelFacts, *, compiled: bool = False) -> float:
+    """Kept for the backward pass, for each token of a mean layer, in units of the compute dtype.
+
+    The residual stream before and after attention, and the norms' outputs (4 hidden sizes); queries
+    and keys before and after norm and rotary embedding, values, and attention's output (3 attention
+    widths and 3 times that of keys); gate, up, activation and product of the MLP (4 widths). Norms
+    that are not one kernel also keep a float32 copy of their input, and what they normalised.
+
+    compiled: the norms' outputs, activation and product are computed again, but a block of experts
+    is no part of the graph, so its input is kept.
+
+    Tokens on their way to experts come on top (`expert_numbers`).
+    """
+    hidden, heads, keys = facts.hidden_size, facts.attention_width, key_width(facts)
+    attention = 3 * heads + 3 * keys
+    if compiled:
+        inputs = facts.moe_layers / facts.layers * hidden
+        return 2 * hidden + inputs + attention + 2 * mlp_width(facts)
+    copies = 0 if facts.fused_norms else 2 * normed_numbers(facts)
+    return 4 * hidden + attention + 4 * mlp_width(facts) + copies
+
+
+def normed_numbers(facts: ModelFacts) -> float:
+    """What a mean layer's norms take of each token: the residual stream twice, queries and keys."""
+    return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
 def expert_numbers(facts: ModelFacts) -> float:
-    """Kept for the backward pass, for each token of one MoE layer, on its way to experts and back,
-    in units of the compute dtype."""
-    return 3 * facts.experts_per_token * facts.hidden_size
+    """Kept for the backward pass, for each token of a MoE layer at its experts, in units of the
+    compute dtype: its copies on the way there and back (2 hidden sizes for each expert); gate, up
+    and product, and with experts that are not Keel's the activation."""
+    back_and_forth = 2 * facts.experts_per_token * facts.hidden_size
+    return back_and_forth + (3 if facts.fused_experts else 4) * expert_width(facts)
+
+
+def key_width(facts: ModelFacts) -> float:
+    """Numbers of a token's keys in a layer, as attention takes them; of its values as many. What a
+    latent cache holds is spread to all heads first."""
+    return facts.attention_width if facts.kv_heads == 1 else facts.kv_width / 2
+
+
+def expert_width(facts: ModelFacts) -> float:
+    """Intermediate numbers of the routed experts that a token is sent to, in a MoE layer."""
+    if not facts.moe_layers:
+        return 0.0
+    each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
+    return facts.experts_per_token * each
+
+
+def mlp_width(facts: ModelFacts) -> float:
+    """Intermediate numbers of a mean layer's MLP, shared experts included and routed ones not."""
+    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
+    rest = facts.active_parameters - embeddings - facts.attention_parameters
+    dense = rest / (3 * facts.hidden_size) - facts.moe_layers * expert_width(facts)
+    return max(0.0, dense / facts.layers)
 
 
 def _largest_first(memory: Memory, but: str = "") -> str:

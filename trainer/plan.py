@@ -191,7 +191,7 @@ def describe(
 
 def sleep_line(config: Config, plan: Plan) -> str:
     """What a rank's state costs its node, or its GPU, while an engine has its turn there."""
-    size = gib(held_bytes(plan.trainer))
+    size = gib(held_bytes(config, plan.trainer))
     where = "wait in host memory" if config.trainer.park else "stay (trainer.park)"
     return f"  in turns with the engine (rollout.sleep): {size} of it then {where}"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.fused import EXPERTS, use_fused_layers
+from model.fused import EXPERTS, fuses_experts, fuses_norms, use_fused_layers
 from tests.model.families import build
 
 
@@ -28,6 +28,7 @@ def test_experts_are_taken_where_they_are_plain() -> None:
         use_fused_layers(model)
         chosen[family] = model.config._experts_implementation == EXPERTS
         assert EXPERTS not in str(model.config.to_dict())
+        assert fuses_experts(model) == chosen[family]
     assert chosen == {"qwen3_moe": True, "gpt_oss": False}  # the latter have biases
 
 
@@ -39,6 +40,9 @@ def test_norms_are_taken_that_are_plain(family: str, fused: bool) -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        without_weights = AutoModelForCausalLM.from_config(config)
+    assert fuses_norms(without_weights) == fused
     norms = [m for m in model.modules() if "RMSNorm" in type(m).__name__]
     kinds = [type(norm) for norm in norms]
     use_fused_layers(model)

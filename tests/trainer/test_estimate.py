@@ -88,10 +88,34 @@ def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
     flops = 6 * 1000 * (body_parameters(moe) + 16 * 1024 * 1024)
     assert got == pytest.approx(flops / (0.5 * machine.flops))
     rates = replace(rates, layer_moves=2.0, optimizer_bytes=10.0, gradient_bytes=1.0)
-    moved = 3 * 1000 * 2.0 * 16 * (10 * 1024 + 5 * 1024 + 4 * mlp_width(moe))
-    moved = moved * BYTES[config.model.dtype] + moe.parameters * (10 + 7)
+    assert mlp_width(moe) == pytest.approx(0, abs=50)  # the router and norms
+    layer = 10 * 1024 + 12 * (1024 + 256) + 5 * mlp_width(moe)
+    moved = 3 * 1000 * 2.0 * 16 * layer * BYTES[config.model.dtype] + moe.parameters * (10 + 7)
     more = compute_seconds(config, moe, 1000, 7, machine, rates) - got
     assert more == pytest.approx(moved / machine.memory_bytes)
+    at_experts = compute_seconds(config, moe, 1000, 7, machine, replace(rates, expert_moves=1.0))
+    moved = 3 * 1000 * 16 * 4 * (2 * 1024 + 3 * 768) * BYTES[config.model.dtype]
+    assert at_experts - got - more == pytest.approx(moved / machine.memory_bytes)
+
+
+def test_layers_that_are_not_fused_take_longer(moe: ModelFacts) -> None:
+    assert compute(moe) < compute(replace(moe, fused_norms=False))
+    assert compute(moe) < compute(replace(moe, fused_experts=False))
+    compiled = compute(moe, compile=True)
+    assert compute(replace(moe, fused_norms=False), compile=True) == compiled
+    spread = compute(moe, ranks=4, expert_parallel=4)
+    assert spread == compute(replace(moe, fused_experts=False), ranks=4, expert_parallel=4)
+
+
+def test_layers_with_experts_take_the_host_longer(moe: ModelFacts) -> None:
+    rates = Rates()
+    dense = replace(moe, moe_layer_ids=())
+    more = [
+        rates.launch_seconds(recipe(compile=compiled), moe, 4)
+        - rates.launch_seconds(recipe(compile=compiled), dense, 4)
+        for compiled in (False, True)
+    ]
+    assert more == pytest.approx([rates.expert_pass_s * 16 * 3 * 4] * 2)
 
 
 def test_what_makes_a_step_longer(moe: ModelFacts) -> None:

@@ -79,13 +79,47 @@ def test_zero_shards_what_its_stage_says(stage: Any, state: list[float]) -> None
     assert billions(config, "weights", "gradients", "optimizer", "reference") == state
 
 
-def test_checkpointing_keeps_one_layer_and_the_inputs_of_all() -> None:
-    (kept,) = billions(recipe(micro_batch_tokens=8000), "activations")
-    (recomputed,) = billions(
-        recipe(micro_batch_tokens=8000, activation_checkpointing=True), "activations"
-    )
-    layer, inputs = kept / 10, 10 * 1000 * 2 * 8000 / 1e9
-    assert recomputed == pytest.approx(layer + inputs)
+MLP = (1e9 - 2e8 - 4e7) / 10 / 3000
+WHOLE = 4 * 1000 + 3 * 1000 + 3 * 256 + 4 * MLP
+"""Numbers that a layer of `DENSE` keeps for a token: residual and norms, queries and attention's
+output, keys and values, MLP."""
+FLOWING = 2 * MLP + 1000
+"""Gradients inside a layer."""
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({}, 10 * WHOLE + FLOWING),
+        ({"activation_checkpointing": True}, 10 * 1000 + WHOLE + FLOWING),
+        ({"compile": True}, 10 * WHOLE - 9 * (2 * 1000 + 2 * MLP) + FLOWING),
+        ({"compile": True, "activation_checkpointing": True}, 10 * 1000 + WHOLE + FLOWING),
+    ],
+)
+def test_what_layers_keep(options: dict[str, Any], numbers: float) -> None:
+    """Compiled layers compute norms, activation and product again, one layer at a time."""
+    (kept,) = billions(recipe(micro_batch_tokens=8000, **options), "activations")
+    assert kept == pytest.approx(numbers * 2 * 8000 / 1e9)
+
+
+def test_norms_that_are_not_one_kernel_keep_copies() -> None:
+    config = recipe(micro_batch_tokens=8000)
+    fused = plan(config).trainer.parts["activations"]
+    copies = plan(config, replace(DENSE, fused_norms=False)).trainer.parts["activations"] - fused
+    assert copies == pytest.approx(10 * 2 * (2 * 1000 + 1000 + 256) * 2 * 8000)
+
+
+@pytest.mark.parametrize(("fused", "widths"), [(True, 3), (False, 4)])
+@pytest.mark.parametrize(("recompute", "layers"), [(False, 10), (True, 1)])
+def test_what_tokens_keep_at_their_experts(
+    fused: bool, widths: int, recompute: bool, layers: int
+) -> None:
+    """Copies of the token on the way there and back, and what is between the products."""
+    experts = {"experts": 8, "experts_per_token": 2, "expert_parameters": 10 * 8 * 3 * 1000 * 500}
+    moe = replace(DENSE, moe_layer_ids=tuple(range(10)), fused_experts=fused, **experts)
+    config = recipe(micro_batch_tokens=8000, activation_checkpointing=recompute)
+    kept = plan(config, moe).trainer.parts["experts' tokens"]
+    assert kept == pytest.approx(layers * 2 * (2 * 1000 + widths * 500) * 2 * 8000)
 
 
 def test_the_cache_is_for_every_sequence_at_full_length() -> None:
@@ -179,7 +213,7 @@ def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
     trainer = {"micro_batch_tokens": 8000, "park": False}
     config = recipe(**trainer, rollout={"gpu_memory": 0.9, "sleep": True})
     memory = plan(config).trainer
-    need, held = memory.total / GIB, held_bytes(memory) / GIB
+    need, held = memory.total / GIB, held_bytes(config, memory) / GIB
     gpu_gib = need + 2
     with pytest.raises(ConfigError, match=r"gpu_memory = 0\.9: .* or set trainer\.park") as raised:
         plan(config, gpu_gib=gpu_gib, shared=True)
@@ -187,3 +221,20 @@ def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
     share = (need - held) / gpu_gib
     modest = replace(config, rollout=replace(config.rollout, gpu_memory=share))
     plan(modest, gpu_gib=gpu_gib, shared=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_each"),
+    [  # weights, gradients, master weights and moments of one rank
+        ({"zero_stage": 0}, 2 + 12),
+        ({"zero_stage": 1}, 2 + 12),
+        ({"zero_stage": 1, "offload_optimizer": True}, 2 + 4),
+        ({"zero_stage": 2}, 2 + 4 + 12),
+    ],
+)
+def test_what_stays_beside_an_engine_that_is_awake(
+    options: dict[str, Any], bytes_each: int
+) -> None:
+    """Sums of gradients that DeepSpeed has cleared are given back under ZeRO-1."""
+    config = recipe(micro_batch_tokens=8000, **options)
+    assert held_bytes(config, plan(config).trainer) == pytest.approx(bytes_each * 1e9)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling import STUDIES, tables
-from benchmarks.scaling_fit import FITTED, fit
-from benchmarks.training_cases import STOCK
+from benchmarks.scaling_fit import FITTED, fit, in_use, waits_for_host
 from benchmarks.training_rows import MEASURED, row
-from trainer.estimate import Rates
 
 DOC = Path(__file__).parents[2] / "docs" / "scaling.md"
 
@@ -29,21 +27,35 @@ def test_the_tables_are_what_the_benchmark_prints(made: dict[str, str]) -> None:
         assert table in text, f"{title}: run benchmarks/scaling.py and copy its table"
 
 
-def test_the_model_is_within_a_fifth_of_every_measured_figure(made: dict[str, str]) -> None:
-    for title, rows, columns in (
-        ("Training steps, measured and modelled", len(MEASURED), 2),
-        ("Other measured figures", 13, 1),
-    ):
-        errors = [re.findall(r"([+-]\d+)%", line) for line in made[title].splitlines()[2:]]
-        assert len(errors) == rows
-        assert all(len(line) == columns for line in errors)
-        assert max(abs(int(error)) for line in errors for error in line) <= 20, title
+def errors(table: str) -> list[list[int]]:
+    """Per cent, by row."""
+    return [[int(e) for e in re.findall(r"([+-]\d+)%", row)] for row in table.splitlines()[2:]]
+
+
+def test_the_model_is_within_a_tenth_of_every_measured_step(made: dict[str, str]) -> None:
+    """And memory is not underestimated by more than 3 %: what `keel check` accepts has to fit."""
+    steps = errors(made["Training steps, measured and modelled"])
+    assert len(steps) == len(MEASURED)
+    for took, held in steps:
+        assert -10 <= took <= 10 and -3 <= held <= 10
+
+
+def test_the_model_is_within_a_sixth_of_other_measured_figures(made: dict[str, str]) -> None:
+    others = errors(made["Other measured figures"])
+    assert len(others) == 14
+    assert all(-15 <= error <= 15 for (error,) in others)
 
 
 def test_the_constants_are_those_of_the_fit() -> None:
-    used = [Rates().layer_moves, STOCK.layer_moves, Rates().compiled_moves, Rates().expert_moves]
-    for name, got, value in zip(FITTED, fit(MEASURED), used, strict=True):
-        assert abs(got - value) < 0.06, f"{name}: run benchmarks/scaling_fit.py"
+    for name, got, value in zip(FITTED, fit(MEASURED), in_use(), strict=True):
+        assert got == pytest.approx(value, rel=0.02), f"{name}: run benchmarks/scaling_fit.py"
+
+
+def test_steps_that_wait_for_the_host_are_not_fitted() -> None:
+    """In profiles the GPU was idle for 30 % and 34 % of these two, and for 12 % at most of the
+    others of that commit."""
+    cases = [str(row) for row in MEASURED if waits_for_host(row)]
+    assert cases == ["moe-1.6b, 1024x16", "moe-1.6b, 1024x16, recompute"]
 
 
 def test_a_row_is_written_as_it_is_read() -> None:
