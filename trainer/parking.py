@@ -169,9 +169,13 @@ def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
         inside = list(thing)
     elif isinstance(thing, torch.optim.Optimizer):
         inside = (thing.param_groups, thing.state)
-    elif type(thing).__module__.startswith("deepspeed") and not isinstance(thing, nn.Module):
+    elif _of_deepspeed(type(thing)) and not isinstance(thing, nn.Module):
         inside = list(getattr(thing, "__dict__", {}).values())
     else:
         inside = ()
     for part in inside:
         yield from _tensors(part, seen)
+
+
+def _of_deepspeed(kind: type) -> bool:
+    return any(base.__module__.startswith("deepspeed") for base in kind.__mro__)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from configs.schema import TrainerConfig
 from trainer.experts import autoep_config, by_expert_group
+from trainer.sums import sum_in_one_pass
 
 
 def initialize(
@@ -46,6 +47,7 @@ def initialize(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
+    sum_in_one_pass(engine.optimizer)
     return engine
 
 

@@ -139,6 +139,12 @@ def test_parking_changes_nothing_in_bfloat16(results: dict[str, Any], stage: int
         assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)
 
 
+def test_gradients_add_up_as_in_deepspeed(results: dict[str, Any]) -> None:
+    ours, theirs = (results["bfloat16 1"][key] for key in ("awake", "theirs"))
+    assert (ours["optimizer"], theirs["optimizer"]) == ("SummingOptimizer", "BF16_Optimizer")
+    same(ours["after"], theirs["after"], atol=0)
+
+
 @pytest.mark.parametrize("name", ["0", "3", "1 parked", "3 parked"])
 def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: str) -> None:
     first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])

@@ -227,23 +227,30 @@ def skipping(stage: int) -> Scenario:
 
 
 def in_bfloat16(stage: int) -> Scenario:
-    """As on a GPU, where DeepSpeed has other optimizers for it: awake, and parked after each step,
-    as a whole or the gradients alone."""
+    """As on a GPU, where DeepSpeed has other optimizers for it: awake, with gradients added up by
+    DeepSpeed ("theirs"), and parked after each step, as a whole or the gradients alone."""
 
     def run(ranks: Ranks) -> Result:
         from trainer import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from trainer import zero  # noqa: PLC0415
 
         on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
+        ours = zero.sum_in_one_pass
         result: Result = {}
-        for key in ("awake", "parked", "stays"):
-            sleep, park = key != "awake", key != "stays"
+        for key in ("awake", "theirs", "parked", "stays"):
+            sleep, park = key in ("parked", "stays"), key != "stays"
+            zero.sum_in_one_pass = (lambda _: None) if key == "theirs" else ours
             config = make_config(
                 ranks.world_size, stage, dtype="bfloat16", tokens=TIGHT, sleep=sleep, park=park
             )
             engine = ranks.engine(config)
             metrics = ranks.train(engine, config, range(STEPS))
-            result[key] = {"after": ranks.published(engine), "metrics": metrics}
-        module.compute_dtype = on_cpu
+            result[key] = {
+                "after": ranks.published(engine),
+                "metrics": metrics,
+                "optimizer": type(engine._engine.optimizer).__name__,
+            }
+        module.compute_dtype, zero.sum_in_one_pass = on_cpu, ours
         return result
 
     return run

@@ -1,0 +1,33 @@
+"""Gradients into their float32 sums by the kernel that does it on GPUs.
+
+It runs on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import interpreted
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+
+pytestmark = KERNELS
+
+
+@pytest.mark.parametrize("count", [1, 4096, 10_007])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_are_those_of_float32(count: int, dtype: torch.dtype) -> None:
+    if INTERPRETED:
+        interpreted.lend_triton()
+    from trainer.sum_kernels import add  # noqa: PLC0415
+
+    around = 5  # as in DeepSpeed's flat buffers, where neighbours must stay as they are
+    flat = torch.randn(count + 2 * around, device=DEVICE)
+    before, sums = flat.clone(), flat[around : around + count]
+    gradients = torch.randn(count, device=DEVICE).to(dtype)
+    for times in (1, 2):
+        add(sums, gradients)
+        expected = before.clone()
+        for _ in range(times):
+            expected[around : around + count] += gradients.float()
+        assert torch.equal(flat, expected)

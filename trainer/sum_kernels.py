@@ -1,0 +1,26 @@
+"""Gradients added to their float32 sums, in one pass over memory."""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# (Triton types neither the launch options of a kernel nor arithmetic inside one.)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+@triton.jit
+def _add_kernel(sums, gradients, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    gradient = tl.load(gradients + at, mask=live).to(tl.float32)
+    tl.store(sums + at, tl.load(sums + at, mask=live) + gradient, mask=live)
+
+
+def add(sums: Tensor, gradients: Tensor) -> None:
+    """`sums` (float32) += `gradients`, both without gaps and of equal size."""
+    count = sums.numel()
+    _add_kernel[(triton.cdiv(count, BLOCK),)](sums, gradients, count, BLOCK=BLOCK, num_warps=8)
