@@ -116,6 +116,12 @@ def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
     return sequences
 
 
+def stage_in_use(config: Config, *, gpu: bool) -> int:
+    """ZeRO's; `trainer.zero.zero_stage`, without its imports."""
+    mixed = gpu and config.model.dtype == "bfloat16"
+    return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
+
+
 def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     """One rank. ZeRO shards optimizer state from stage 1, gradients from 2, parameters from 3;
     expert parallelism shards the experts at every stage, sequence parallelism a micro-batch's
@@ -123,7 +129,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     trainer, count = config.trainer, facts.parameters
     ranks, tokens = trainer.ranks, trainer.micro_batch_tokens / trainer.sequence_parallel
     mixed = gpu and config.model.dtype == "bfloat16"
-    stage = max(1, trainer.zero_stage) if mixed else trainer.zero_stage
+    stage = stage_in_use(config, gpu=gpu)
     width = BYTES[config.model.dtype] if gpu else 4
     routed = facts.expert_parameters
     held = count - routed * (1 - 1 / trainer.expert_parallel)

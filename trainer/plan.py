@@ -18,9 +18,9 @@ from trainer.memory import (
     engine_sequences,
     gib,
     held_bytes,
+    stage_in_use,
     trainer_memory,
 )
-from trainer.placement import kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,6 @@ class Plan:
     optimizer_steps: int
     engine: Memory
     trainer: Memory
-    gpus: int
     cached: int | None
     """Trajectories of full length that an engine's KV cache holds; None: not known."""
     time: StepTime | None
@@ -102,7 +101,6 @@ def make_plan(
         optimizer_steps=config.run.steps * algorithm.updates_per_batch,
         engine=engine,
         trainer=rank,
-        gpus=sum(kind.count * kind.gpus for kind in kinds(config)) * gpu,
         cached=cached,
         time=time,
     )
@@ -121,7 +119,6 @@ def describe(
     sits where, one line a node."""
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
-    device = f"{plan.gpus} GPUs" if gpu else "CPU"
     experts = (
         f", {facts.moe_layers} MoE layers of {facts.experts} experts "
         f"({facts.experts_per_token} a token)"
@@ -167,14 +164,15 @@ def describe(
         ),
         (
             "actors",
-            f"{r.engines} vLLM engine(s), {t.ranks} trainer rank(s) with ZeRO {t.zero_stage}"
+            f"{r.engines} vLLM engine(s), {t.ranks} trainer rank(s) with ZeRO "
+            f"{stage_in_use(config, gpu=gpu)}"
             + (f", expert parallelism {t.expert_parallel}" if t.expert_parallel > 1 else "")
             + (f", sequence parallelism {t.sequence_parallel}" if t.sequence_parallel > 1 else "")
             + ", optimizer in host memory" * t.offload_optimizer
             + ", compiled" * t.compile
             + (f", the judge's vLLM server of {judge.model}" if judge.serve else ""),
         ),
-        ("", f"on {device}"),
+        *([] if gpu else [("", "on CPU")]),
         *(("placement" if not i else "", line) for i, line in enumerate(seats)),
         ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
         *(("", line) for line in [cache_line(config, plan)] if line),

@@ -15,8 +15,6 @@ from torch import Tensor
 
 PARAMETERS = ["self", "lp", "group_idx", "param_idx", "clear_lp_grads"]
 """Of the method that is replaced, in DeepSpeed 0.19."""
-
-
 LARGE = 2**16
 """Numbers; for fewer, PyTorch's slower kernel is the quicker one to start."""
 

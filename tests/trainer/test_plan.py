@@ -106,11 +106,10 @@ def test_expert_parallelism_splits_the_experts_memory_and_nothing_else() -> None
     )
 
 
-def test_a_judge_that_the_run_serves_is_an_actor_with_its_gpus() -> None:
-    plain = config()
-    served = replace(plain, rewards=RewardsConfig(judge=JudgeConfig(model="a/judge", serve=True)))
+def test_a_judge_that_the_run_serves_is_an_actor() -> None:
+    judge = JudgeConfig(model="a/judge", serve=True)
+    served = replace(config(), rewards=RewardsConfig(judge=judge))
     plan = make_plan(served, MOE, gpu=True)
-    assert plan.gpus == make_plan(plain, MOE, gpu=True).gpus + 1
     assert "the judge's vLLM server of a/judge\n" in describe(served, MOE, plan, [], gpu=True)
 
 
@@ -133,3 +132,12 @@ def test_an_offloaded_optimizer_is_not_on_the_gpu() -> None:
     assert plan.trainer.parts["optimizer"] == 0
     assert make_plan(recipe, MOE, gpu=False).trainer.parts["optimizer"] == 12 * MOE.parameters
     assert "optimizer in host memory" in describe(recipe, MOE, plan, [], gpu=True)
+
+
+def test_the_stage_of_zero_that_is_used_is_shown() -> None:
+    recipe = config()
+    for dtype, gpu, stage in (("bfloat16", True, 1), ("bfloat16", False, 0), ("float32", True, 0)):
+        used = replace(recipe, model=replace(recipe.model, dtype=dtype))
+        text = describe(used, MOE, make_plan(used, MOE, gpu=gpu), [], gpu=gpu)
+        assert f"trainer rank(s) with ZeRO {stage}\n" in text
+        assert ("on CPU" in text) != gpu
