@@ -48,6 +48,8 @@ class Job:
 
 RUN = "run.dir={out}/run model.embedded.cache_dir={out}/../cache"
 SHARED = "model.dtype=bfloat16 rollout.engines=1 run.device=gpu run.eval_every=0 run.steps=12"
+BRIEFLY = "model.embedded.cold_start.steps=150"
+"""For runs that are to show that they run, and how fast."""
 RECORDERS = (
     "-q -m gpu -p no:cacheprovider tests/gpu/test_recorders_native.py tests/gpu/test_sleep.py"
 )
@@ -158,14 +160,15 @@ JOBS = (
     Job(
         name="two-gpus-async",
         module="trainer.cli",
-        arguments=f"train gpu2-async {RUN} run.steps=20 run.eval_every=0",
+        arguments=f"train gpu2-async {RUN} {BRIEFLY} run.steps=20 run.eval_every=0",
         gpus=2,
         seconds=400,
     ),
     Job(
         name="two-gpus-colocated",
         module="trainer.cli",
-        arguments=f"train embedded-100m {RUN} run.steps=10 run.eval_every=0 trainer.ranks=2 "
+        arguments=f"train embedded-100m {RUN} {BRIEFLY} run.steps=10 run.eval_every=0 "
+        "trainer.ranks=2 "
         "trainer.zero_stage=2 rollout.engines=2 rollout.colocated=true rollout.sleep=true "
         "rollout.gpu_memory=0.8",
         gpus=2,
@@ -201,7 +204,7 @@ JOBS = (
     Job(
         name="four-gpus-experts",
         module="trainer.cli",
-        arguments=f"train gpu4-expert-parallel {RUN} run.steps=10 run.eval_every=0",
+        arguments=f"train gpu4-expert-parallel {RUN} {BRIEFLY} run.steps=10 run.eval_every=0",
         gpus=4,
         seconds=400,
     ),
