@@ -72,6 +72,8 @@ class Learner:
             )
             for rank in range(ranks)
         ]
+        for rank in self._ranks:
+            rank.prepare.remote()
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
         self._whereabouts: list[Whereabouts] = []

@@ -70,6 +70,12 @@ class TrainerWorker:
         self._store: Store | None = None
         self._sender: Sender | None = None
 
+    def prepare(self) -> None:
+        """Import what `start` needs, which takes a while and no memory of a GPU: the rank can do it
+        while the engine that it shares a GPU with still starts."""
+        import trainer.engine  # noqa: PLC0415  (loads DeepSpeed)
+        import trainer.sender  # noqa: F401, PLC0415
+
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")
         log = os.readlink(stderr) if stderr.exists() else ""

@@ -307,7 +307,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each arm")
     parser.add_argument("--warmup", type=int, default=1, help="steps before those (at least 1)")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for all arms")
-    parser.add_argument("--arm-s", type=float, default=240.0, help="seconds for one arm")
+    parser.add_argument("--arm-s", type=float, default=300.0, help="seconds for one arm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sharpness", type=float, default=0.0, help="spread of the logits, nats")
     parser.add_argument(

@@ -151,6 +151,14 @@ def test_slower_or_larger_misses_the_goal(seconds: float, peak: float) -> None:
     assert "no verdict" in verdict(summarize(runs[:1]))
 
 
+def test_the_verdict_is_of_the_fastest_arm_that_fits() -> None:
+    runs = [arm("trl", [11.0], 100.0), arm("keel", [6.0], 30.0), arm("keel-turns", [5.0], 39.0)]
+    assert verdict(summarize(runs)).startswith("keel-turns has 2.20 times")
+    runs.append(arm("keel-fast", [4.0], 60.0))
+    assert verdict(summarize(runs)).startswith("keel-turns")
+    assert "keel-fast" in verdict(summarize([runs[0], runs[3]]))
+
+
 def test_an_arm_cut_short_counts_with_the_steps_it_has() -> None:
     short = replace(arm("trl", [11.0], 100.0), status="cut short")
     assert summarize([short])["trl"].steps == 1
