@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from configs.schema import RolloutConfig, SamplingConfig
 from model.channel import Meeting
@@ -34,6 +34,11 @@ class SamplerLike(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a step would get on with an answer."""
+        ...
+
+    @property
+    def open(self) -> bool:
+        """Whether answers can be begun: the weights are whole."""
         ...
 
     @property
@@ -59,13 +64,22 @@ class SamplerLike(Protocol):
     def finish_update(self, version: int, checksum: int | None) -> None: ...
 
 
+When = Literal["now", "idle", "open"]
+"""At once, once no answer is being sampled, or once the weights are whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Command:
     """Something to do on the engine's thread; the future gets its result or its error."""
 
     run: Callable[[SamplerLike], Any]
     future: Future[Any]
-    when_idle: bool = False
+    when: When = "now"
+
+    def due(self, sampler: SamplerLike) -> bool:
+        if self.when == "open":
+            return sampler.open
+        return self.when == "now" or not sampler.busy
 
 
 class Engine:
@@ -128,7 +142,9 @@ class Engine:
                 self._commands.put(_Command(lambda sampler: self._abort(sampler, job), Future()))
 
         future.add_done_callback(cancelled)
-        asked = self._ask(start)
+        # Calls of an actor may overtake each other: what was asked before a sleep or an update, and
+        # comes after it, begins when that is over.
+        asked = self._ask(start, when="open")
         asked.add_done_callback(lambda done: _pass_error(done, future))
         return future
 
@@ -170,8 +186,8 @@ class Engine:
             for job, group in act(sampler):
                 self._resolve(job, group)
 
-        draining = self._config.weight_updates == "drain"
-        self._wait(self._ask(interrupt, when_idle=draining), "running answers to pause or finish")
+        when = "idle" if self._config.weight_updates == "drain" else "now"
+        self._wait(self._ask(interrupt, when=when), "running answers to pause or finish")
 
     def load_bucket(self, bucket: Bucket) -> None:
         self._wait(self._ask(lambda sampler: sampler.load_bucket(bucket)), "a bucket of weights")
@@ -202,11 +218,11 @@ class Engine:
         if self._thread.is_alive():
             raise TimeoutError(f"the engine's thread did not stop within {STOP_S:.0f} s")
 
-    def _ask(self, run: Callable[[SamplerLike], Any], *, when_idle: bool = False) -> Future[Any]:
+    def _ask(self, run: Callable[[SamplerLike], Any], *, when: When = "now") -> Future[Any]:
         future: Future[Any] = Future()
         with self._gate:
             if self._ended is None:
-                self._commands.put(_Command(run, future, when_idle))
+                self._commands.put(_Command(run, future, when))
                 return future
         future.set_exception(self._ended)
         return future
@@ -251,20 +267,20 @@ class Engine:
     def _take_commands(self, sampler: SamplerLike, waiting: list[_Command]) -> bool:
         """Run what has been asked for; sleeps if there is nothing else to do. False: stop."""
         while True:
-            if not sampler.busy:
-                for command in waiting:
+            for command in list(waiting):
+                if command.due(sampler):
+                    waiting.remove(command)
                     _execute(command, sampler)
-                waiting.clear()
             try:
                 command = self._commands.get(block=not sampler.busy)
             except queue.Empty:
                 return True
             if command is None:
                 return False
-            if command.when_idle:
-                waiting.append(command)
-            else:
+            if command.due(sampler):
                 _execute(command, sampler)
+            else:
+                waiting.append(command)
 
     def _abort(self, sampler: SamplerLike, job: int) -> None:
         self._groups.pop(job, None)

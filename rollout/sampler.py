@@ -117,6 +117,11 @@ class Sampler:
         return bool(self._jobs) and not self._updating
 
     @property
+    def open(self) -> bool:
+        """Whether answers can be begun: the weights are whole."""
+        return not self._updating
+
+    @property
     def recordings(self) -> int:
         """Requests that the recorder holds something for."""
         return self._recorder.pending()

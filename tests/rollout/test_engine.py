@@ -35,7 +35,12 @@ class FakeSampler:
     def busy(self) -> bool:
         return bool(self.jobs) and not self.updating
 
+    @property
+    def open(self) -> bool:
+        return not self.updating
+
     def add(self, job: int, prompt: Prompt, **options: Any) -> None:
+        assert self.open
         self.jobs[job] = prompt
         if prompt.prompt_id == "long":
             raise ValueError("prompt long: does not fit")
@@ -105,6 +110,31 @@ def test_groups_that_come_together_share_a_batch(engine: Engine, sampler: FakeSa
     sampler.go.set()
     assert [future.result(5).prompt.prompt_id for future in futures] == ["a", "b", "c"]
     assert sampler.events == ["a+b+c"]
+
+
+def test_a_group_that_a_sleep_has_overtaken_begins_after_the_update(
+    engine: Engine, sampler: FakeSampler
+) -> None:
+    engine.sleep()
+    early, given_up = (engine.submit(prompt(name), group_size=1) for name in ("early", "late"))
+    given_up.cancel()
+    bad = engine.submit(prompt("long"), group_size=1)
+    engine.begin_update()
+    assert engine.stats()["groups"] == 0 and not early.done()
+    engine.finish_update(1)
+    assert early.result(5).prompt.prompt_id == "early"
+    with pytest.raises(ValueError, match="does not fit"):
+        bad.result(5)
+    assert sampler.events == ["asleep", "begin", "finish", "abort 2", "early"]
+
+
+def test_a_group_that_waits_for_weights_fails_with_its_engine(sampler: FakeSampler) -> None:
+    engine = Engine(lambda: sampler, config())
+    engine.sleep()
+    future = engine.submit(prompt("a"), group_size=1)
+    engine.close()
+    with pytest.raises(EngineError, match="stopped"):
+        future.result(5)
 
 
 def test_a_cancelled_group_is_aborted(engine: Engine, sampler: FakeSampler) -> None:
