@@ -76,11 +76,6 @@ class _Command:
     future: Future[Any]
     when: When = "now"
 
-    def due(self, sampler: SamplerLike) -> bool:
-        if self.when == "open":
-            return sampler.open
-        return self.when == "now" or not sampler.busy
-
 
 class Engine:
     """Samples groups and takes weights."""
@@ -96,6 +91,8 @@ class Engine:
         """Held to give a command and to say that no more are taken, so that none is lost."""
         self._ended: Exception | None = None
         self._busy_s = 0.0
+        self._failed = False
+        """Whether the last update did, so that the weights stay open for good."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="keel-engine", daemon=True
@@ -185,17 +182,29 @@ class Engine:
         def interrupt(sampler: SamplerLike) -> None:
             for job, group in act(sampler):
                 self._resolve(job, group)
+            self._failed = False
 
         when = "idle" if self._config.weight_updates == "drain" else "now"
         self._wait(self._ask(interrupt, when=when), "running answers to pause or finish")
 
     def load_bucket(self, bucket: Bucket) -> None:
-        self._wait(self._ask(lambda sampler: sampler.load_bucket(bucket)), "a bucket of weights")
+        asked = self._ask(self._part_of_update(lambda sampler: sampler.load_bucket(bucket)))
+        self._wait(asked, "a bucket of weights")
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Check that everything came; sample from the new weights from now on."""
-        asked = self._ask(lambda sampler: sampler.finish_update(version, checksum))
-        self._wait(asked, "the new weights")
+        finish = self._part_of_update(lambda sampler: sampler.finish_update(version, checksum))
+        self._wait(self._ask(finish), "the new weights")
+
+    def _part_of_update(self, act: Callable[[SamplerLike], None]) -> Callable[[SamplerLike], None]:
+        def run(sampler: SamplerLike) -> None:
+            try:
+                act(sampler)
+            except BaseException:
+                self._failed = True
+                raise
+
+        return run
 
     def stats(self) -> dict[str, float]:
         """Sampled tokens and busy seconds so far; unfinished groups and recordings held now."""
@@ -268,7 +277,7 @@ class Engine:
         """Run what has been asked for; sleeps if there is nothing else to do. False: stop."""
         while True:
             for command in list(waiting):
-                if command.due(sampler):
+                if self._due(command, sampler):
                     waiting.remove(command)
                     _execute(command, sampler)
             try:
@@ -277,10 +286,15 @@ class Engine:
                 return True
             if command is None:
                 return False
-            if command.due(sampler):
+            if self._due(command, sampler):
                 _execute(command, sampler)
             else:
                 waiting.append(command)
+
+    def _due(self, command: _Command, sampler: SamplerLike) -> bool:
+        if command.when == "open":  # the sampler says what is wrong with weights that stay open
+            return sampler.open or self._failed
+        return command.when == "now" or not sampler.busy
 
     def _abort(self, sampler: SamplerLike, job: int) -> None:
         self._groups.pop(job, None)

@@ -40,7 +40,8 @@ class FakeSampler:
         return not self.updating
 
     def add(self, job: int, prompt: Prompt, **options: Any) -> None:
-        assert self.open
+        if not self.open:
+            raise RuntimeError("the weights are incomplete")
         self.jobs[job] = prompt
         if prompt.prompt_id == "long":
             raise ValueError("prompt long: does not fit")
@@ -72,6 +73,8 @@ class FakeSampler:
         return [(job, Group(prompt=self.jobs.pop(job), trajectories=()))]
 
     def load_bucket(self, bucket: Bucket) -> None:
+        if bucket == "bad":
+            raise ValueError("no such tensor")
         self.events.append(f"load {bucket}")
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
@@ -126,6 +129,20 @@ def test_a_group_that_a_sleep_has_overtaken_begins_after_the_update(
     with pytest.raises(ValueError, match="does not fit"):
         bad.result(5)
     assert sampler.events == ["asleep", "begin", "finish", "abort 2", "early"]
+
+
+def test_after_an_update_that_failed_groups_are_refused(engine: Engine) -> None:
+    engine.begin_update()
+    waiting = engine.submit(prompt("a"), group_size=1)
+    with pytest.raises(ValueError, match="no such tensor"):
+        engine.load_bucket("bad")  # type: ignore[arg-type]
+    for future in (waiting, engine.submit(prompt("b"), group_size=1)):
+        with pytest.raises(RuntimeError, match="incomplete"):
+            future.result(5)
+    engine.begin_update()
+    later = engine.submit(prompt("c"), group_size=1)
+    engine.finish_update(1)
+    assert later.result(5).prompt.prompt_id == "c"
 
 
 def test_a_group_that_waits_for_weights_fails_with_its_engine(sampler: FakeSampler) -> None:
