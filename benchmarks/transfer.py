@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
     learner = Learner(str(folder), config, gpu=not small, actor_options=lambda _: each)
     try:
         learner.start()
-        for suffix, copies in (("", True), ("_loader", False)):
+        for suffix, copies in (("", True), ("_loader", False))[: 1 if options.direct else None]:
             chosen = replace(config, rollout=replace(config.rollout, copy_weights=copies))
             times, row[f"updates{suffix}"] = timed(learner, chosen, each, options)
             if copies:
@@ -162,7 +162,7 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
                 middle = statistics.median(seconds)
                 row[f"{way}{suffix}_s"] = middle
                 row[f"{way}{suffix}_gb_s"] = options.engines * gigabytes / middle
-            if copies:
+            if "store" in times and copies:
                 pairs = zip(times["store"][1:], times["direct"][1:], strict=True)
                 row["store_to_direct"] = statistics.median(a / b for a, b in pairs)
             report(row)
@@ -180,7 +180,9 @@ def timed(
         startup_deadline_s=DEADLINE_S,
         options=lambda _: each,
     )
-    ways = {"direct": partial(lambda: learner.send), "store": learner.store}
+    ways: dict[str, Callable[[], Any]] = {"direct": partial(lambda: learner.send)}
+    if not options.direct:
+        ways["store"] = learner.store
     times: dict[str, list[float]] = {way: [] for way in ways}
     try:
         pool.start()
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--experts", type=int, help="of each layer")
     parser.add_argument("--width", type=int, help="of an expert")
+    parser.add_argument("--direct", action="store_true", help="neither object store nor loader")
     parser.add_argument("--small", action="store_true", help="CPUs and a model of 0.3 M parameters")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -24,6 +24,8 @@ from configs.schema import ConfigError
 from model.fused import fuses_experts, fuses_norms
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+Named = dict[str, Tensor]
+Whole = Callable[[Named], AbstractContextManager[Named]]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -114,23 +116,32 @@ def load_policy(
 
 
 def checkpoint_tensors(
-    model: PreTrainedModel,
-    *,
-    whole: Callable[[dict[str, Tensor]], AbstractContextManager[dict[str, Tensor]]] | None = None,
+    model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that `save_pretrained` would write, under the same name, detached.
 
     In memory a layer's experts are one tensor; in a checkpoint each expert has its own. They are
     taken apart one module at a time, so no more than one module's weights exist twice.
-    A tied weight comes once.
+    A tied weight comes once. `whole`: see `module_tensors`.
+    """
+    for own in module_tensors(model, whole=whole):
+        yield from as_checkpoint(model, own).items()
+
+
+def as_checkpoint(model: PreTrainedModel, own: Named) -> Named:
+    """One module's own tensors as `save_pretrained` would write them."""
+    return revert_weight_conversion(model, dict(own))
+
+
+def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
+    """The tensors of each module itself, detached, by full name; modules without any are left out.
 
     `whole`: for weights that are spread over ranks, a context that gives the tensors of one module
     whole and under transformers' names. Collective, so every rank must then iterate to the end.
     """
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
-            tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-            yield from revert_weight_conversion(model, tensors).items()
+            yield {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def model_facts(path: str) -> ModelFacts:
@@ -208,7 +219,7 @@ def full_attention(config: PreTrainedConfig) -> bool:
     return not latent and not getattr(text, "sliding_window", None)
 
 
-def _own_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _own_tensors(model: nn.Module) -> Iterator[Named]:
     """What each module itself adds to the state dict, by full name. Shared tensors come once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     """Where the tensor starts in the bucket, in bytes."""
+
+    @property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +114,8 @@ def unpack_block(entries: Iterable[TensorEntry], block: Tensor) -> Iterator[tupl
     """The named tensors of a block, as views of its bytes."""
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
-        count = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-        flat = block[entry.offset : entry.offset + count]
-        yield entry.name, (flat.view(dtype) if count else flat.to(dtype)).view(entry.shape)
+        flat = block[entry.offset : entry.offset + entry.count * dtype.itemsize]
+        yield entry.name, (flat.view(dtype) if entry.count else flat.to(dtype)).view(entry.shape)
 
 
 class Checksum:

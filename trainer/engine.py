@@ -26,10 +26,11 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from configs.schema import Config
-from model.load import checkpoint_tensors, load_policy
+from model.blocks import BlockPacker
+from model.load import checkpoint_tensors, load_policy, module_tensors
 from model.routing import replay_routes, router_modules
 from model.ulysses import Slice
-from model.weights import Block, Bucket, pack_blocks
+from model.weights import Block, Bucket
 from rl.losses import grpo_loss
 from rl.metrics import Mean, Metric, Sum, merge
 from rl.packing import MicroBatch, TrainBatch
@@ -126,6 +127,8 @@ class TrainerEngine:
             self._parking = Parking(
                 self._engine, frozen, self._device, stays=not config.trainer.park
             )
+        self._packers: dict[int, BlockPacker] = {}
+        """By the size of their blocks."""
         self._steps = self._version = self._skips_in_a_row = 0
 
     @property
@@ -318,15 +321,22 @@ class TrainerEngine:
             if wanted or self._gathers:
                 self._parking.unpark(rest=False)
             self._parking.park(weights=False)
-        weights = self.weights(self._config.engine_dtype)
         if wanted:
-            size = block_bytes or self._config.trainer.publish_bucket_mib * MIB
-            yield from pack_blocks(weights, size)
+            yield from self._packed(block_bytes or self._config.trainer.publish_bucket_mib * MIB)
         elif self._gathers:
-            for _ in weights:
+            for _ in module_tensors(self._network.model, whole=self._whole):
                 pass
         if self._parking:
             self._parking.park(weights=True)
+
+    def _packed(self, block_bytes: int) -> Iterator[Block]:
+        """The current weights, in blocks of this size."""
+        if block_bytes not in self._packers:
+            dtype = getattr(torch, self._config.engine_dtype)
+            self._packers[block_bytes] = BlockPacker(
+                self._network.model, dtype, block_bytes, whole=self._whole
+            )
+        return self._packers[block_bytes].blocks()
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """`blocks` in host memory: on rank 0, nothing elsewhere."""

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from model import blocks
+from model.blocks import BlockPacker
+from model.load import checkpoint_tensors
+from model.weights import Block, unpack_block
+from tests.model.test_load import CONFIGS
+
+SIZE = 6_000
+MOE = "qwen3_moe, one dense layer"
+
+
+def make(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[family])
+
+
+def change(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+
+
+def unpacked(packed: list[Block]) -> dict[str, Tensor]:
+    assert all(block.numel() <= SIZE or len(entries) == 1 for entries, block in packed)
+    named = [pair for entries, block in packed for pair in unpack_block(entries, block)]
+    assert len(dict(named)) == len(named)
+    return dict(named)
+
+
+def assert_current(packed: list[Block], model: PreTrainedModel, dtype: torch.dtype) -> None:
+    found, right = unpacked(packed), dict(checkpoint_tensors(model))
+    assert found.keys() == right.keys()
+    for name, tensor in right.items():
+        assert torch.equal(found[name], tensor.to(dtype)), name
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_pass_has_the_weights_of_its_time(family: str, dtype: torch.dtype) -> None:
+    model = make(family)
+    packer = BlockPacker(model, dtype, SIZE)
+    first = list(packer.blocks())
+    assert_current(first, model, dtype)
+    for _ in range(2):
+        change(model)
+        again = list(packer.blocks())
+        assert_current(again, model, dtype)
+        assert [entries for entries, _ in again] == [entries for entries, _ in first]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_later_passes_ask_transformers_for_nothing(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(family)
+    packer = BlockPacker(model, torch.float32, 10**9)
+    (first,) = packer.blocks()
+    monkeypatch.setattr(blocks, "as_checkpoint", None)
+    (again,) = packer.blocks()
+    assert torch.equal(first[1], again[1])
+    # Experts of a layer are copied together.
+    assert sum(map(len, packer._runs)) <= len(model.state_dict())
+
+
+@pytest.mark.parametrize("change_tensor", [Tensor.t, lambda tensor: 2 * tensor.t()], ids=str)
+def test_modules_that_transformers_computes_with_are_asked_again(
+    change_tensor: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, original = make(MOE), blocks.as_checkpoint
+
+    def computed(model: PreTrainedModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        named = original(model, own)
+        return {
+            name: change_tensor(tensor) if "down_proj" in name else tensor  # type: ignore[operator]
+            for name, tensor in named.items()
+        }
+
+    monkeypatch.setattr(blocks, "as_checkpoint", computed)
+    packer = BlockPacker(model, torch.bfloat16, SIZE)
+    for _ in range(3):
+        found = unpacked(list(packer.blocks()))
+        for name, tensor in checkpoint_tensors(model):
+            right = change_tensor(tensor) if "down_proj" in name else tensor  # type: ignore[operator]
+            assert torch.equal(found[name], right.bfloat16()), name
+        change(model)
+
+
+def test_every_pass_gathers_each_module_once_in_the_same_order() -> None:
+    """As ranks under ZeRO-3 must, which have empty tensors between two passes."""
+    model = make(MOE)
+    gathered: list[str] = []
+
+    @contextmanager
+    def whole(part: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        gathered.extend(part)
+        copies = {name: tensor.detach().clone() for name, tensor in part.items()}
+        yield copies
+        for tensor in copies.values():
+            tensor.data = torch.empty(0)
+
+    packer = BlockPacker(model, torch.float32, SIZE, whole=whole)
+    passes = []
+    for _ in range(3):
+        assert_current(list(packer.blocks()), model, torch.float32)
+        passes.append(gathered.copy())
+        gathered.clear()
+        change(model)
+    assert passes[0] == passes[1] == passes[2]
+    assert sorted(passes[0]) == sorted(dict(model.named_parameters()))
+
+
+def test_a_first_pass_that_was_given_up_is_begun_again() -> None:
+    model = make(MOE)
+    packer = BlockPacker(model, torch.float32, SIZE)
+    next(packer.blocks())
+    for _ in range(2):
+        assert_current(list(packer.blocks()), model, torch.float32)
