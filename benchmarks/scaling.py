@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from benchmarks.models import DEEPSEEK_V3, QWEN3_06B, QWEN3_30B_A3B, REPLAY
 from benchmarks.rows import SOURCE
 from benchmarks.training_cases import Case, estimates, facts_at, with_stock_layers
-from benchmarks.training_rows import MEASURED
+from benchmarks.training_rows import BEFORE, MEASURED
 from configs.schema import (
     AlgorithmConfig,
     Config,
@@ -27,7 +27,7 @@ from configs.schema import (
     TrainerConfig,
 )
 from model.load import ModelFacts, facts_of
-from trainer.estimate import Machine, Rates, StepTime, compute_seconds, seconds, step_time
+from trainer.estimate import Machine, StepTime, compute_seconds, seconds, step_time
 from trainer.memory import (
     BYTES,
     GIB,
@@ -238,7 +238,7 @@ def training_lines() -> Iterator[str]:
     )
     for each in MEASURED:
         facts = facts_at(each.case.shape, stock=each.stock)
-        took, held = estimates(each.case, facts, gpu=True)
+        took, held = estimates(each.case, facts, gpu=True, rates=each.rates)
         held = (held + (repeated_bytes(each.case, facts) if each.earlier else 0.0)) / GIB
         yield (
             f"| {each} | {each.seconds:.3f} | {took:.3f} | {took / each.seconds - 1:+.0%} "
@@ -267,7 +267,7 @@ def check_lines() -> Iterator[str]:
     whole = replace(one, rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=896)))
     rows: list[tuple[str, str, float, float, str, str]] = []
     for name, config, measured in (("kept sets", one, 0.822), ("whole vocabulary", whole, 0.928)):
-        got = compute_seconds(config, with_stock_layers(facts), 65_536, 4, H200, Rates())
+        got = compute_seconds(config, with_stock_layers(facts), 65_536, 4, H200, BEFORE)
         what = f"training step, 65,536 tokens, {name}"
         rows.append((what, "benchmarks/replay.py", measured, got, "s", "checked"))
     for vocabulary, hidden, measured in (
@@ -281,7 +281,7 @@ def check_lines() -> Iterator[str]:
         what = f"support head's extra memory, {vocabulary:,} × {hidden:,}"
         rows.append((what, "benchmarks/support_head.py", measured, got, "GiB", "checked"))
     host = recipe(replace(workload, prompts=32, answer_tokens=512), layout(1, 1, 1, 1, 1))
-    for recorder, measured in (("native", 11.48), ("packed", 4.14)):
+    for recorder, measured in (("native", 11.48), ("packed", 3.03)):
         config = replace(host, rollout=replace(host.rollout, recorder=recorder))
         got = 1e3 * step_time(config, facts, micro_batches=1).decode_step
         what = f"engine's step, 256 sequences, {recorder} recorder"
@@ -293,13 +293,13 @@ def check_lines() -> Iterator[str]:
         rollout=replace(small.rollout, recorder="native"),
         trainer=replace(small.trainer, micro_batch_tokens=9216),
     )
-    time = step_time(small, facts_of(QWEN3_06B), micro_batches=16)
+    time = step_time(small, facts_of(QWEN3_06B), micro_batches=16, rates=BEFORE)
     by = "benchmarks/peers"
     what = "Qwen3-0.6B shape, 128 × (128 + 1,024) tokens"
     rows.append((f"rollout, {what}", by, 6.91, time.rollout, "s", "fitted"))
     quick = replace(small, rollout=replace(small.rollout, recorder="packed"))
     got = step_time(quick, facts_of(QWEN3_06B), micro_batches=16).rollout
-    rows.append(("rollout, the same, packed recorder", by, 4.68, got, "s", "fitted"))
+    rows.append(("rollout, the same, packed recorder", by, 4.55, got, "s", "fitted"))
     what = "training, the same, recomputed, micro-batches of 9,216"
     rows.append((what, by, 3.89, time.training, "s", "checked"))
     kept = replace(small.trainer, compile=True, activation_checkpointing=False)
@@ -310,7 +310,8 @@ def check_lines() -> Iterator[str]:
         (18_432, 1.591, "checked"),
     ):
         micro_batches = 147_456 // size
-        got = step_time(step, facts_of(QWEN3_06B), micro_batches=micro_batches).compute
+        time = step_time(step, facts_of(QWEN3_06B), micro_batches=micro_batches, rates=BEFORE)
+        got = time.compute
         what = f"training, the same, compiled, micro-batches of {size:,}"
         rows.append((what, "benchmarks/training.py --peers", measured, got, "s", kind))
     turns = Case(

@@ -25,6 +25,7 @@ NO_GPU = {
     "attention_share": float("inf"),
     "optimizer_bytes": 0.0,
     "gradient_bytes": 0.0,
+    "summed_bytes": 0.0,
 }
 SHAPES = sorted({row.case.shape for row in MEASURED})
 MIXTURES = ("30b-a3b-slice", "moe-1.6b")
@@ -40,7 +41,7 @@ GROUPS: tuple[tuple[str, Callable[[Measured], bool]], ...] = (
 
 def predicted(row: Measured, constants: Sequence[float], **others: float) -> float:
     """Seconds of the step; `others`: constants that are not fitted."""
-    used = replace(Rates(), **dict(zip(FITTED, constants, strict=True)), **others)
+    used = replace(row.rates, **dict(zip(FITTED, constants, strict=True)), **others)
     return estimates(row.case, facts_at(row.case.shape, stock=row.stock), gpu=True, rates=used)[0]
 
 

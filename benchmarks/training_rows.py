@@ -6,7 +6,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from benchmarks.training_cases import Case
+from trainer.estimate import Rates
 
+BEFORE = replace(Rates(), summed_bytes=Rates().gradient_bytes)
+"""Where all gradients went through float32 copies."""
 USUAL = Case(shape="", length=1024, micro_batch_tokens=16_384, step_tokens=65_536)
 
 
@@ -20,14 +23,20 @@ class Measured:
     """Of the whole GPU, at most: `gpu_gib`."""
     stock: bool = False
     """Norms and experts of transformers instead of Keel's."""
+    copied: bool = False
+    """Before gradients were added in one pass."""
     earlier: bool = False
-    """At commit 60b498b, where keys and values were repeated for every head of the query, and
-    compiled layers kept results of elementwise operations."""
+    """At commit 60b498b, before that as well: keys and values were repeated for every head of the
+    query, and compiled layers kept results of elementwise operations."""
 
     def __str__(self) -> str:
         tokens = self.case.step_tokens
         more = f", {tokens:,} tokens" if tokens != USUAL.step_tokens else ""
         return f"{self.case}{more}" + ", stock" * self.stock + ", earlier" * self.earlier
+
+    @property
+    def rates(self) -> Rates:
+        return BEFORE if self.copied or self.earlier else Rates()
 
     def line(self) -> str:
         """As a line of `MEASURED`."""
@@ -37,7 +46,7 @@ class Measured:
             if getattr(self.case, field.name) != getattr(USUAL, field.name)
         }
         shape = changes.pop("shape")
-        changes |= {name: True for name in ("stock", "earlier") if getattr(self, name)}
+        changes |= {name: True for name in ("stock", "copied", "earlier") if getattr(self, name)}
         more = "".join(f", {name}={value}" for name, value in changes.items())
         return f'row("{shape}", {self.seconds:.3f}, {self.gib:.1f}{more}),'
 
@@ -48,29 +57,33 @@ def row(
     gib: float,
     *,
     stock: bool = False,
+    copied: bool = False,
     earlier: bool = False,
     **changes: Any,
 ) -> Measured:
     """`changes`: where the case is not `USUAL`."""
     case = replace(USUAL, shape=shape, **changes)
-    return Measured(case=case, seconds=seconds, gib=gib, stock=stock, earlier=earlier)
+    return Measured(
+        case=case, seconds=seconds, gib=gib, stock=stock, copied=copied, earlier=earlier
+    )
 
 
 MEASURED = (
-    row("qwen3-1.7b", 1.430, 69.2),
-    row("qwen3-1.7b", 1.382, 106.0, micro_batch_tokens=32768),
-    row("qwen3-1.7b", 1.655, 106.0, length=4096, micro_batch_tokens=32768),
-    row("qwen3-1.7b", 1.806, 36.1, recompute=True),
-    row("qwen3-1.7b", 1.180, 55.6, compiled=True),
-    row("moe-1.6b", 0.475, 41.6),
-    row("moe-1.6b", 0.357, 53.6, micro_batch_tokens=32768),
-    row("moe-1.6b", 0.432, 53.6, length=4096, micro_batch_tokens=32768),
-    row("moe-1.6b", 0.645, 29.6, recompute=True),
-    row("30b-a3b-slice", 0.564, 91.4),
-    row("30b-a3b-slice", 0.501, 105.3, micro_batch_tokens=32768),
-    row("30b-a3b-slice", 0.604, 105.3, length=4096, micro_batch_tokens=32768),
-    row("30b-a3b-slice", 0.706, 80.1, recompute=True),
-    row("30b-a3b-slice", 0.492, 91.1, compiled=True),
+    row("30b-a3b-slice", 0.523, 89.8),
+    row("30b-a3b-slice", 0.485, 103.6, micro_batch_tokens=32768),
+    row("30b-a3b-slice", 0.592, 103.6, length=4096, micro_batch_tokens=32768),
+    row("30b-a3b-slice", 0.672, 78.7, recompute=True),
+    row("30b-a3b-slice", 0.452, 89.3, compiled=True),
+    row("30b-a3b-slice", 0.420, 102.7, micro_batch_tokens=32768, compiled=True),
+    row("qwen3-1.7b", 1.430, 69.2, copied=True),
+    row("qwen3-1.7b", 1.382, 106.0, micro_batch_tokens=32768, copied=True),
+    row("qwen3-1.7b", 1.655, 106.0, length=4096, micro_batch_tokens=32768, copied=True),
+    row("qwen3-1.7b", 1.806, 36.1, recompute=True, copied=True),
+    row("qwen3-1.7b", 1.180, 55.6, compiled=True, copied=True),
+    row("moe-1.6b", 0.475, 41.6, copied=True),
+    row("moe-1.6b", 0.357, 53.6, micro_batch_tokens=32768, copied=True),
+    row("moe-1.6b", 0.432, 53.6, length=4096, micro_batch_tokens=32768, copied=True),
+    row("moe-1.6b", 0.645, 29.6, recompute=True, copied=True),
     row("qwen3-0.6b", 0.792, 36.6, earlier=True),
     row("qwen3-0.6b", 0.755, 60.9, micro_batch_tokens=32768, earlier=True),
     row("qwen3-0.6b", 0.998, 60.8, length=4096, micro_batch_tokens=32768, earlier=True),
@@ -100,7 +113,12 @@ MEASURED = (
     row("qwen3-1.7b", 0.766, 57.3, step_tokens=131072, ranks=4, earlier=True),
     row("qwen3-1.7b", 0.796, 59.6, step_tokens=131072, ranks=4, zero_stage=2, earlier=True),
 )
-"""H200s, torch 2.11 (CUDA 13.0). The first fourteen at commit 7716cf7 by
+"""H200s, torch 2.11 (CUDA 13.0). The first six at commit 32ab130 by
+
+    python3 -m benchmarks.training --out DIR --profile --rounds 2 --seconds 110 \\
+        --shapes 30b-a3b-slice
+
+those that are `copied` at 7716cf7 by
 
     python3 -m benchmarks.training --out DIR --profile --rounds 2 --seconds 200 \\
         --shapes 30b-a3b-slice,moe-1.6b,qwen3-1.7b

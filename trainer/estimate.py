@@ -6,6 +6,7 @@ beside it; docs/scaling.md compares with what has been measured.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from configs.schema import Config
@@ -20,7 +21,10 @@ from trainer.memory import (
     layer_numbers,
     mlp_width,
     normed_numbers,
+    summed_apart,
 )
+
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +57,16 @@ class Rates:
     layer_moves: float = 2.9
     """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
     Fitted, as are the four below, by benchmarks/scaling_fit.py."""
-    norm_moves: float = 26.9
+    norm_moves: float = 26.8
     """On top, for each number that a norm takes (`normed_numbers`), where norms are not one kernel
     each and layers not compiled."""
-    compiled_moves: float = 4.4
+    compiled_moves: float = 4.3
     """With `trainer.compile`: how often a pass moves each number that a layer then keeps
     (`layer_numbers`)."""
-    expert_moves: float = 3.2
+    expert_moves: float = 3.5
     """How often a pass moves each number that tokens keep at their experts (`expert_numbers`),
     compiled or not: with Keel's own experts (model/fused.py)."""
-    stock_expert_moves: float = 11.9
+    stock_expert_moves: float = 12.0
     """The same with other experts, and where experts are spread over ranks, which nobody has
     timed."""
     optimizer_bytes: float = 65.0
@@ -71,6 +75,11 @@ class Rates:
     gradient_bytes: float = 30.0
     """Moved for each parameter that a rank holds and each micro-batch, to add its gradient to the
     sum. From a profile."""
+    summed_bytes: float = 14.0
+    """The same where it is added in one pass (trainer/sums.py). From another profile."""
+    block_s: float = 5e-3
+    """For each block of weights on its way to the engines, beside its bytes: calls between
+    processes. Measured on one GPU (benchmarks/transfer.py)."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/support_head.py)."""
     prefill_mfu: float = 0.40
@@ -87,8 +96,8 @@ class Rates:
     """Host of an engine with the native recorder: a step takes `step_s` + `sequence_s` × sequences.
     Through two measured points, 6.7 ms at 128 and 11.5 ms at 256."""
     packed_step_s: float = 2.2e-3
-    packed_sequence_s: float = 7.6e-6
-    """The same with the packed recorder. Through one measured point, 4.1 ms at 256, of which 2.2 ms
+    packed_sequence_s: float = 3.2e-6
+    """The same with the packed recorder. Through one measured point, 3.0 ms at 256, of which 2.2 ms
     start kernels."""
 
     pass_s: float = 1.8e-3
@@ -187,14 +196,14 @@ def step_time(
     tokens = answers * context_tokens(config)
     compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
+    sent = facts.parameters * BYTES[config.engine_dtype]
     return StepTime(
         decode=rounds * rollout.sampling.max_tokens * max(host, device),
         prefill=2 * body_parameters(facts) * prefilled / (gpus * machine.flops * rates.prefill_mfu),
         compute=max(compute, launch),
         traffic=traffic_seconds(config, facts, micro_batches, machine),
-        weights=facts.parameters
-        * BYTES[config.engine_dtype]
-        / (machine.network_bytes if spread else machine.link_bytes),
+        weights=sent / (machine.network_bytes if spread else machine.link_bytes)
+        + math.ceil(sent / (config.trainer.publish_bucket_mib * MIB)) * rates.block_s,
         machine=machine.name,
         sequences=at_once,
         decode_step=max(host, device),
@@ -262,7 +271,8 @@ def compute_seconds(
     if not config.rollout.sampling.truncated:
         head = 2 * facts.vocab_size * facts.hidden_size * share * 3
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
-    weights = rates.gradient_bytes * held * micro_batches
+    one_pass = summed_apart(config.model.dtype, trainer)
+    weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
     weights += (
         rates.optimizer_bytes
         * facts.parameters

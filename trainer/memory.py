@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from configs.schema import Config, ConfigError
+from configs.schema import Config, ConfigError, TrainerConfig
 from model.load import ModelFacts
 
 GIB = 2**30
@@ -227,12 +227,15 @@ def held_bytes(config: Config, memory: Memory) -> float:
     """What a rank holds on its GPU between two steps, while an engine may have the rest
     (`rollout.sleep`); with `trainer.park` it waits in host memory. DeepSpeed's float32 sums of
     gradients, in bfloat16 under ZeRO-1, are zeros then and given back (trainer/parking.py)."""
-    trainer = config.trainer
-    summed_apart = config.model.dtype == "bfloat16" and trainer.zero_stage <= 1
     names = ["weights", "optimizer", "reference"]
-    if not summed_apart or trainer.offload_optimizer:
+    if not summed_apart(config.model.dtype, config.trainer):
         names.append("gradients")
     return sum(memory.parts[name] for name in names)
+
+
+def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
+    """Whether DeepSpeed's optimizer for bfloat16 adds gradients up in float32 (trainer/sums.py)."""
+    return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 
 def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
