@@ -88,7 +88,7 @@ class BlockPacker:
         for number, (entries, _) in enumerate(tables):
             for entry in entries:
                 module, source, start = origins[entry.name]
-                run = _Run(source, start, entry.count, number, entry.offset)
+                run = _Run(source, start, entry.numel, number, entry.offset)
                 _append(runs[module], run, getattr(torch, entry.dtype).itemsize)
         self._tables, self._runs, self._computed = tables, runs, computed
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, so that it can be viewed in place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
+    """A tuple, because a large update has tens of thousands of them on their way."""
+
     name: str
     """Name in the model's checkpoint format (per-expert names for experts)."""
     dtype: str
@@ -33,7 +34,7 @@ class TensorEntry:
     """Where the tensor starts in the bucket, in bytes."""
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         """How many numbers it has."""
         return prod(self.shape)
 
@@ -114,8 +115,8 @@ def unpack_block(entries: Iterable[TensorEntry], block: Tensor) -> Iterator[tupl
     """The named tensors of a block, as views of its bytes."""
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
-        flat = block[entry.offset : entry.offset + entry.count * dtype.itemsize]
-        yield entry.name, (flat.view(dtype) if entry.count else flat.to(dtype)).view(entry.shape)
+        flat = block[entry.offset : entry.offset + entry.numel * dtype.itemsize]
+        yield entry.name, (flat.view(dtype) if entry.numel else flat.to(dtype)).view(entry.shape)
 
 
 class Checksum:
