@@ -111,12 +111,8 @@ def _as_engine_errors(sent: Future[int]) -> Future[int]:
 
     def done(sent: Future[int]) -> None:
         error = sent.exception()
-        if isinstance(error, RayActorError):
-            error = EngineError(_reason(error))
-        elif isinstance(error, TimeoutError):
-            error = EngineError(str(error))
         if error is not None:
-            future.set_exception(error)
+            future.set_exception(_as_engine_error(error))
         else:
             future.set_result(sent.result())
 
@@ -127,7 +123,8 @@ def _as_engine_errors(sent: Future[int]) -> Future[int]:
 def as_future(ref: ObjectRef) -> Future[Any]:
     """The result of an actor's call. Cancelling the future cancels the call.
 
-    A dead actor is an `EngineError`; an exception of the call is passed on as it was raised.
+    A dead actor, or one that is late by its own clock, is an `EngineError`; any other exception of
+    the call is passed on as it was raised.
     """
     future: Future[Any] = Future()
 
@@ -137,14 +134,10 @@ def as_future(ref: ObjectRef) -> Future[Any]:
         error = inner.exception()
         if error is None:
             future.set_result(inner.result())
-        elif isinstance(error, RayActorError):
-            died = EngineError(_reason(error))
-            died.__cause__ = error
-            future.set_exception(died)
         elif isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-            future.set_exception(error.cause)
+            future.set_exception(_as_engine_error(error.cause))
         else:
-            future.set_exception(error)
+            future.set_exception(_as_engine_error(error))
 
     def cancelled(outer: Future[Any]) -> None:
         if outer.cancelled():
@@ -153,6 +146,19 @@ def as_future(ref: ObjectRef) -> Future[Any]:
     future.add_done_callback(cancelled)
     ref.future().add_done_callback(arrived)
     return future
+
+
+def _as_engine_error(error: BaseException) -> BaseException:
+    """The same, or an `EngineError` if it says that an engine died or is late."""
+    if isinstance(error, RayActorError):
+        reason = _reason(error)
+    elif isinstance(error, TimeoutError):
+        reason = str(error)
+    else:
+        return error
+    engine_error = EngineError(reason)
+    engine_error.__cause__ = error
+    return engine_error
 
 
 def _reason(error: RayActorError) -> str:

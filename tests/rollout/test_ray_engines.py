@@ -1,0 +1,53 @@
+"""What a failed call of an engine's actor means for the pool. Starts no Ray."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from rollout.ray_engines import as_future, deliver
+from rollout.spec import EngineError
+
+
+class Ref:
+    """A call that has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(self.error)
+        return future
+
+
+def raised(error: Exception) -> RayTaskError:
+    return RayTaskError("update", "traceback", error)
+
+
+def outcomes(error: Exception) -> list[BaseException | None]:
+    """Of a call of the pool, and of weights that a trainer's rank has sent."""
+    ref: Any = Ref(error)
+    cause: Exception = error.cause if isinstance(error, RayTaskError) else error  # type: ignore[assignment]
+    (sent,) = deliver(1, lambda engines: [Ref(cause).future()], [None])
+    return [as_future(ref).exception(timeout=5), sent.exception(timeout=5)]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ActorDiedError(), "died"),
+        (raised(TimeoutError("waited 60 s for running answers")), "waited 60 s"),
+    ],
+)
+def test_an_engine_that_died_or_is_late_can_be_replaced(error: Exception, reason: str) -> None:
+    for outcome in outcomes(error):
+        assert isinstance(outcome, EngineError) and reason in str(outcome)
+
+
+def test_what_the_pool_cannot_repair_is_passed_on() -> None:
+    for outcome in outcomes(raised(ValueError("no tensor 'x'"))):
+        assert isinstance(outcome, ValueError)
