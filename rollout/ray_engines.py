@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from configs.schema import SamplingConfig
 from model.weights import Bucket
@@ -150,7 +150,8 @@ def as_future(ref: ObjectRef) -> Future[Any]:
 
 def _as_engine_error(error: BaseException) -> BaseException:
     """The same, or an `EngineError` if it says that an engine died or is late."""
-    if isinstance(error, RayActorError):
+    # Ray's name for an actor that it killed, itself, because its machine ran out of memory.
+    if isinstance(error, RayActorError | OutOfMemoryError):
         reason = _reason(error)
     elif isinstance(error, TimeoutError):
         reason = str(error)
@@ -161,7 +162,7 @@ def _as_engine_error(error: BaseException) -> BaseException:
     return engine_error
 
 
-def _reason(error: RayActorError) -> str:
+def _reason(error: RayError) -> str:
     """Why an actor died, without the traceback of its constructor."""
     text = str(error)
     raised = [found.start() for found in _RAISED.finditer(text)]

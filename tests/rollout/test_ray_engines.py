@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from rollout.ray_engines import as_future, deliver
 from rollout.spec import EngineError
@@ -40,6 +40,7 @@ def outcomes(error: Exception) -> list[BaseException | None]:
     ("error", "reason"),
     [
         (ActorDiedError(), "died"),
+        (OutOfMemoryError("a worker was killed: the node runs low on memory"), "low on memory"),
         (raised(TimeoutError("waited 60 s for running answers")), "waited 60 s"),
     ],
 )
