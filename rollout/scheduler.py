@@ -91,6 +91,7 @@ class _Short(Scheduler):
         self._late: dict[str, list[int]] = {}
         """Settled tokens that the output processor has not seen."""
         self._stuck = False
+        """Requests wait, and vLLM's last step could begin none: not for want of a token budget."""
         groups = self.kv_cache_config.kv_cache_groups
         self._possible = (
             len(groups) == 1
@@ -118,7 +119,9 @@ class _Short(Scheduler):
         self.finished_blocks.clear()
         output = super().schedule(throttle_prefills)
         self._stuck = (
-            not output.scheduled_new_reqs
+            bool(self.waiting or self.kv_holding_waiting)
+            and output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+            and not output.scheduled_new_reqs
             and not output.scheduled_cached_reqs.resumed_req_ids
             and not output.preempted_req_ids
             and len(output.num_scheduled_tokens) == len(self.running)

@@ -265,6 +265,27 @@ def most_steps_of_a_quiet_engine_are_short(config: Any) -> None:
     assert play.scheduler.short_steps > 0.5 * steps
 
 
+def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: bool) -> None:
+    """A request comes while the prompt of another is read in parts, which may fill whole steps."""
+    kinds = (AsyncScheduler, AsyncShortScheduler) if ahead else (Scheduler, ShortScheduler)
+    for prompt in (64, 100, 128):
+        for before in range(6):
+            waited: list[int] = []
+            for kind in kinds:
+                play = Play(config, kind, ahead=ahead, blocks=400)
+                play.add("quiet0", prompt, 150)
+                for _ in range(before):
+                    play.step()
+                play.add("second", 20, 5)
+                steps = 0
+                while not play.answers["second"]:
+                    play.step()
+                    steps += 1
+                waited.append(steps)
+            plain, short = waited
+            assert short == plain, f"{short} steps instead of {plain}"
+
+
 class RoutedRunner(Runner):
     """Files (version of the weights, position) for each token where its keys are."""
 

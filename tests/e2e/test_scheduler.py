@@ -34,6 +34,13 @@ def test_most_steps_of_a_quiet_engine_are_short(checks: Any, config: Any) -> Non
 
 
 @pytest.mark.parametrize("ahead", [True, False])
+def test_nothing_waits_for_an_answer_to_end_while_there_is_room(
+    checks: Any, config: Any, ahead: bool
+) -> None:
+    checks.nothing_waits_for_an_answer_to_end_while_there_is_room(config, ahead)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("blocks", [18, 30])
 def test_every_row_is_of_the_weights_that_sampled_the_next_token(
     checks: Any, config: Any, ahead: bool, blocks: int
