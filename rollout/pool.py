@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
+from functools import partial
 from typing import Any
 
 from configs.schema import RolloutConfig, SamplingConfig
@@ -48,6 +49,9 @@ class RolloutPool:
         self._gate = threading.Lock()
         self._asked: list[Order] = []
         self._draws: Counter[str] = Counter()
+        """How often each prompt was asked for the current weights, and by orders still open."""
+        self._open: dict[int, Order] = {}
+        """Orders without an answer, by number."""
         self._update: Update | None = None
         self._asleep: Future[None] | None = None
         """Of the last `sleep`, until there are new weights."""
@@ -113,11 +117,12 @@ class RolloutPool:
                 orders.append(Order(number, prompt, group_size, how, purpose, draw, deadline))
             if (ended := self._ended) is None:
                 self._asked += orders
+                self._open |= {order.number: order for order in orders}
                 self._call()
         for order in orders:
             if ended is not None:
                 order.fail(ended)
-            order.answer.add_done_callback(self._noticed)
+            order.answer.add_done_callback(partial(self._noticed, order.number))
         return [order.answer for order in orders]
 
     def generate(
@@ -157,7 +162,10 @@ class RolloutPool:
                 )
             else:
                 if self._update is None or self._update.version != version:
-                    self._draws.clear()
+                    # What is open may be sampled by these weights yet, and its draw is taken then.
+                    orders = [o for o in self._open.values() if not o.answer.done()]
+                    names = {order.prompt.prompt_id for order in orders}
+                    self._draws = Counter({name: self._draws[name] for name in names})
                 self._update, self._asleep = update, None
                 self._call()
         return update.done
@@ -191,9 +199,10 @@ class RolloutPool:
     def _call(self) -> None:
         settle(self._called)
 
-    def _noticed(self, answer: Future[Group]) -> None:
-        if answer.cancelled():
-            with self._gate:
+    def _noticed(self, number: int, answer: Future[Group]) -> None:
+        with self._gate:
+            self._open.pop(number, None)
+            if answer.cancelled():
                 self._call()
 
     def _end(self, error: Exception) -> None:

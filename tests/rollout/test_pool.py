@@ -263,6 +263,24 @@ def test_a_prompt_that_comes_twice_is_not_answered_in_the_same_words() -> None:
     assert world.lives[0].draws == [("p", 0), ("q", 0), ("p", 1)] * 2
 
 
+def test_a_prompt_that_waits_for_new_weights_keeps_its_draw() -> None:
+    world = World(engines=1, max_concurrent=2, answer=lambda engine, name: None)
+    world.pool.start()
+    engine = world.lives[0]
+    world.pool.submit(prompt("q"), group_size=2)
+    first = world.pool.submit(prompt("p"), group_size=2)  # waits: the engine is full
+    eventually(lambda: "q" in engine.asked)
+    world.update_all(1)
+    engine.finish("q")
+    eventually(lambda: "p" in engine.asked)
+    engine.finish("p")
+    first.result(timeout=10)
+    world.pool.submit(prompt("p"), group_size=2)
+    eventually(lambda: len(engine.draws) == 3)
+    assert engine.draws == [("q", 0), ("p", 0), ("p", 1)]  # both of p by weights 1
+    assert [order.prompt.prompt_id for order in world.pool._open.values()] == ["p"]
+
+
 def test_only_training_is_recorded() -> None:
     world = World(engines=1)
     world.run(1)
