@@ -80,3 +80,9 @@ class EvalConfig:
         )
         require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
         require(self.top_k >= 0, "eval.top_k", self.top_k, "must not be negative")
+        require(
+            self.top_p == 1 or self.top_k > 0,
+            "eval.top_k",
+            self.top_k,
+            f"must be above 0 with eval.top_p = {self.top_p} (try 512)",
+        )

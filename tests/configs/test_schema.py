@@ -13,6 +13,7 @@ from configs.schema import (
     ConfigError,
     DataConfig,
     EmbeddedConfig,
+    EvalConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
@@ -69,6 +70,12 @@ def test_a_missing_replay_is_refused_unless_allowed(unsound: dict[str, Any], kno
 def test_unsound_settings_do_not_stretch_the_other_rules() -> None:
     with pytest.raises(ConfigError, match="updates_per_batch"):
         config(updates_per_batch=0, allow_unsound=True)
+
+
+def test_evaluation_is_refused_what_sampling_is() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.top_k = 0: must be above 0 with eval\.top_p"):
+        EvalConfig(top_p=0.9)
+    assert EvalConfig(top_p=0.9, top_k=20).top_k == 20
 
 
 @pytest.mark.parametrize("value", [0, -1])
