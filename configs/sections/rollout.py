@@ -24,10 +24,10 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         knob = "rollout.sampling"
         require(
-            0 < self.temperature <= 10,
+            0.01 <= self.temperature <= 10,  # vLLM takes lower ones for 0.01
             f"{knob}.temperature",
             self.temperature,
-            "must be in (0, 10]; greedy answers have no probability to learn from",
+            "must be in [0.01, 10]; greedy answers have no probability to learn from",
         )
         require(0 < self.top_p <= 1, f"{knob}.top_p", self.top_p, "must be in (0, 1]")
         require(self.top_k >= 0, f"{knob}.top_k", self.top_k, "must not be negative (0: keep all)")

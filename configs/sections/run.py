@@ -76,7 +76,10 @@ class EvalConfig:
     def __post_init__(self) -> None:
         require(self.samples >= 1, "eval.samples", self.samples, "must be at least 1")
         require(
-            0 < self.temperature <= 10, "eval.temperature", self.temperature, "must be in (0, 10]"
+            0.01 <= self.temperature <= 10,
+            "eval.temperature",
+            self.temperature,
+            "must be in [0.01, 10]",
         )
         require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
         require(self.top_k >= 0, "eval.top_k", self.top_k, "must not be negative")

@@ -78,6 +78,13 @@ def test_evaluation_is_refused_what_sampling_is() -> None:
     assert EvalConfig(top_p=0.9, top_k=20).top_k == 20
 
 
+@pytest.mark.parametrize("section", [SamplingConfig, EvalConfig])
+def test_temperatures_that_vllm_would_raise_are_refused(section: type[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"temperature = 0\.005: must be in \[0\.01, 10\]"):
+        section(temperature=0.005)
+    assert section(temperature=0.01).temperature == 0.01
+
+
 @pytest.mark.parametrize("value", [0, -1])
 def test_publish_every_is_at_least_one(value: int) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.publish_every = .*at least 1"):
