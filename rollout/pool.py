@@ -261,7 +261,7 @@ class RolloutPool:
             if not able:
                 return
             slot = min(able, key=lambda slot: (slot.load, slot.index))
-            order = self._waiting.pop(0)
+            order = self._waiting[0]  # and there still, to be failed, if the call raises
             future = slot.engine.generate(
                 order.prompt,
                 group_size=order.group_size,
@@ -269,6 +269,7 @@ class RolloutPool:
                 record=order.purpose == "train",
                 draw=order.draw,
             )
+            del self._waiting[0]
             self._flights[future] = (order, slot)
             slot.sequences += order.group_size
             slot.load += order.tokens

@@ -102,6 +102,17 @@ def test_what_an_engine_says_about_a_prompt_is_raised() -> None:
         World(answer=answer).run(1)
 
 
+def test_a_group_that_cannot_be_sent_fails_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: object, **__: object) -> Future[Group]:
+        raise TypeError("cannot be pickled")
+
+    monkeypatch.setattr(FakeEngine, "generate", raises)
+    world = World(engines=1)
+    world.pool.start()
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        world.pool.submit(prompt("p"), group_size=2).result(timeout=10)
+
+
 def test_an_engine_that_does_not_start_is_named() -> None:
     world = World(engines=1)
     world.start = lambda engine: Future()
