@@ -9,7 +9,7 @@ while the trainer works.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,14 +30,17 @@ class Feed:
         config: Config,
         *,
         draw: Callable[[int], Sequence[Prompt]],
+        position: Callable[[Sequence[Prompt]], Mapping[str, Any]],
         sample: Callable[[Prompt], Future[Group]],
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """draw: the next n prompts; sample, score: with deadlines of their own, and they never
-        block; start: the last step done. Nothing is asked for before `open`."""
+        """draw: the next n prompts; position: where `draw` is, if these prompts are to come again;
+        sample, score: with deadlines of their own, and they never block; start: the last step done.
+        Nothing is asked for before `open`."""
         algorithm = config.algorithm
-        self._draw, self._sample, self._score = draw, sample, score
+        self._draw, self._position = draw, position
+        self._sample, self._score = sample, score
         self._buffer = GroupBuffer(
             batch=algorithm.prompts_per_step,
             lag=Lag(
@@ -111,10 +114,10 @@ class Feed:
         if self._update is not None:
             self._update.result()
 
-    def unfinished(self) -> tuple[Prompt, ...]:
-        """Prompts that were drawn and not trained on."""
-        with self._changed:
-            return self._buffer.unfinished()
+    def position(self) -> Mapping[str, Any]:
+        """From where to draw again after what has been trained on."""
+        with self._changed:  # so that no prompt is drawn meanwhile, and then in neither part
+            return self._position(self._buffer.unfinished())
 
     def _ready(self, version: int) -> bool:
         if self._buffer.ready(version):

@@ -33,6 +33,10 @@ class Prompts(Protocol):
 
     def take(self, n: int) -> Sequence[Prompt]: ...
 
+    def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
+        """The position in it; `unfinished` prompts, taken already, come first again."""
+        ...
+
 
 class Rollouts(Protocol):
     """The engines that sample. Calls return at once; their futures have deadlines."""
@@ -83,9 +87,9 @@ class Parts:
     learner: Learner
     journal: Journal
     heldout: Mapping[str, Sequence[Prompt]]
-    save: Callable[[int, Sequence[Prompt]], None]
-    """Writes a checkpoint of everything a run resumed after this step needs; it will ask these
-    prompts, which have not been trained on, again."""
+    save: Callable[[int, Mapping[str, Any]], None]
+    """Writes a checkpoint of everything a run resumed after this step needs, the position of
+    `prompts` among it."""
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
 
@@ -105,6 +109,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     feed = Feed(
         config,
         draw=parts.prompts.take,
+        position=parts.prompts.state,
         sample=partial(parts.rollouts.submit, purpose="train"),
         score=partial(parts.rewards.submit, purpose="train"),
         start=start,
@@ -138,7 +143,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             parts.journal.record(step, metrics, batch.groups)
             if last or stopping or (run.checkpoint_every and step % run.checkpoint_every == 0):
                 parts.journal.begin("saving a checkpoint")
-                parts.save(step, feed.unfinished())
+                parts.save(step, feed.position())
             if stopping:
                 return step
     return max(start, run.steps)

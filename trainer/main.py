@@ -10,7 +10,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -314,11 +314,11 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
     """The loop of `trainer.loop` on the real parts; returns the last step done."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
 
-    def save(step: int, unfinished: Sequence[Prompt]) -> None:
+    def save(step: int, cursor: Mapping[str, Any]) -> None:
         state = State(
             step=step,
             version=learner.version,
-            cursor=dataset.train.state(unfinished),
+            cursor=cursor,
             config=config_digest(config),
         )
         folder.save(state, learner.save)

@@ -31,10 +31,20 @@ class World:
         self.asked: dict[str, Future[Group]] = {}
         self.judged: dict[str, Future[ScoredGroup]] = {}
         self.waits: list[str] = []
-        self.feed = Feed(config, draw=self.draw, sample=self.sample, score=self.score, start=0)
+        self.feed = Feed(
+            config,
+            draw=self.draw,
+            position=self.position,
+            sample=self.sample,
+            score=self.score,
+            start=0,
+        )
 
     def draw(self, n: int) -> Sequence[Prompt]:
         return [prompt(f"p{len(self.asked) + i}") for i in range(n)]
+
+    def position(self, unfinished: Sequence[Prompt]) -> dict[str, Any]:
+        return {"drawn": len(self.asked), "unfinished": [p.prompt_id for p in unfinished]}
 
     def sample(self, asked: Prompt) -> Future[Group]:
         return self.asked.setdefault(asked.prompt_id, Future())
@@ -172,6 +182,27 @@ def test_closing_cancels_what_is_being_sampled_and_names_what_was_not_trained_on
     world = World(max_lag=1)
     world.feed.open()
     world.finish("p2")
-    assert [p.prompt_id for p in world.feed.unfinished()] == ["p0", "p1", "p2", "p3"]
+    assert world.feed.position()["unfinished"] == ["p0", "p1", "p2", "p3"]
     world.feed.close()
     assert all(world.asked[name].cancelled() for name in ("p0", "p1", "p3"))
+
+
+def test_nothing_is_drawn_while_the_position_is_taken() -> None:
+    """Or a prompt would count as drawn and not as unfinished, and a resumed run would leave it
+    out."""
+    world, update = World(max_lag=1), Future[None]()
+    world.feed.open()
+    world.finish("p0", "p1")
+    world.take()
+    world.feed.adopting(1, update)
+    adopted, position = threading.Thread(target=update.set_result, args=(None,)), world.position
+
+    def slowly(unfinished: Sequence[Prompt]) -> dict[str, Any]:
+        adopted.start()
+        adopted.join(timeout=0.1)
+        return position(unfinished)
+
+    world.feed._position = slowly
+    assert world.feed.position() == {"drawn": 4, "unfinished": ["p2", "p3"]}
+    adopted.join()
+    assert len(world.asked) == 6

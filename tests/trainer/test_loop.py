@@ -120,9 +120,12 @@ class World:
     def record(self, step: int, metrics: Mapping[str, Metric], sample: Sequence[Any]) -> None:
         self.records[step] = metrics
 
-    def save(self, step: int, unfinished: Sequence[Prompt]) -> None:
+    def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
+        return {"unfinished": [prompt.prompt_id for prompt in unfinished]}
+
+    def save(self, step: int, cursor: Mapping[str, Any]) -> None:
         self.events.append(f"save@{step}")
-        self.unfinished = [prompt.prompt_id for prompt in unfinished]
+        self.unfinished = cursor["unfinished"]
 
     def stop(self) -> bool:
         return self.stop_after is not None and self.version >= self.stop_after
