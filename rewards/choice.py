@@ -12,15 +12,17 @@ from rewards.text import marked_answers, normalise
 MAX_CHARACTERS = 32_768
 """Longer answers are wrong."""
 
-# "The correct answer is (B)", "**Answer:** B. Paris": to the end of the sentence.
+# "The correct answer is (B)", "**Answer:** B. Paris": to the end of the sentence, which no decimal
+# point is. "B is the answer because Rome is older" states nothing after "is".
 _STATED = re.compile(
-    r"\banswer\b[^.:\n]{0,60}?(?:\bis\b|:)[\s*]{0,9}((?:\W{0,9}[a-z][.):](?=\s|$))?[^\n.!?]*)",
+    r"\banswer\b(?:(?!\b(?:because|since)\b)[^.:\n]){0,60}?(?:\bis\b|:)[\s*]{0,9}"
+    r"((?:\W{0,9}[a-z][.):](?=\s|$))?(?:[^\n.!?]|\.(?=\d))*)",
     re.IGNORECASE,
 )
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit)\s*\{([^{}]*)\}")
 _LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
-# No letter of a word or of "I'm", and not the article of "A dog is one".
-_LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=A)\s+(?!or\b|and\b|is\b)[a-z])")
+# No letter of a word or of "I'm", and neither "A dog is one" nor "I think".
+_LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
 _NOT = re.compile(r"\b(?:not|never|neither|nor|cannot)\b|n['’]t\b", re.IGNORECASE)
 
 
@@ -40,16 +42,14 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     letters = set(texts) if texts else set(string.ascii_uppercase)
     # What could also be a letter is one.
     by_text = {_plain(text): letter for letter, text in texts.items()}
-    by_text = {text: by_text[text] for text in by_text if text.upper() not in letters}
+    by_text = {text: by_text[text] for text in by_text if text and text.upper() not in letters}
     right = _right(str(spec["answer"]), letters, by_text)
     # Longest first: "New York" does not name "York".
     longest_first = sorted(by_text, key=len, reverse=True)
-    any_text = re.compile(
-        rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})(?!\w)", re.IGNORECASE
-    )
+    any_text = re.compile("|".join(map(_standing_alone, longest_first)) or "(?!)", re.IGNORECASE)
 
     def named(fragment: str) -> set[str]:
-        fragment = normalise(_WRAPPED.sub(r"\1", fragment))
+        fragment = _one_line(_WRAPPED.sub(r"\1", fragment))
         lone = _LONE.fullmatch(fragment)
         if lone is not None:
             return {lone[1].upper()} & letters
@@ -111,5 +111,17 @@ def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
     raise ValueError(f"answer {answer!r} is not among the choices {known}")
 
 
+def _standing_alone(text: str) -> str:
+    """A pattern for `text` that is no part of a longer word or number: neither 2.5, -5 nor 5 % has
+    the choice 5 in it."""
+    before = r"(?<![\w+±√^-])(?<!\d[.,/:])" if text[0].isdigit() else r"(?<!\w)"
+    after = r"(?!\w|[.,/:]\d|\s?\\?[%^])" if text[-1].isdigit() else r"(?!\w)"
+    return before + re.escape(text) + after
+
+
 def _plain(text: str) -> str:
-    return normalise(text).strip("$").rstrip(".!").strip().casefold()
+    return _one_line(text).strip("$").rstrip(".!").strip().casefold()
+
+
+def _one_line(text: str) -> str:
+    return normalise(text).replace("−", "-")

@@ -153,3 +153,30 @@ def test_time_is_linear_in_the_answer() -> None:
     ):
         assert score(text) == 0.0
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("The answer is 1.5", "C"),
+        ("The answer is 1.5.", "C"),
+        ("The answer is 1.", "A"),
+        ("\\boxed{−1}", "B"),
+        ("\\boxed{-1}", "B"),
+        ("\\boxed{$5}", "D"),
+        ("2.5", ""),
+        ("\\boxed{-5}", ""),
+        ("\\boxed{5\\%}", ""),
+        ("The answer is 1/5", ""),
+        ("The answer is 5^2", ""),
+    ],
+)
+def test_a_number_is_no_part_of_another(text: str, named: str) -> None:
+    for right in "ABCD":
+        assert score(text, right, ["1", "-1", "1.5", "5"]) == float(right == named)
+
+
+def test_words_around_a_letter() -> None:
+    assert score("B is the answer because Paris is in France.") == 1.0
+    assert score("I think it is C", "C", None) == 1.0
+    assert score("I is the answer", "I", None) == 1.0
