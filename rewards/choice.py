@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from rewards.text import marked_answers, normalise
+from rewards.text import WRAPPED, marked_answers, normalise
 
 MAX_CHARACTERS = 32_768
 """Longer answers are wrong."""
@@ -19,7 +19,6 @@ _STATED = re.compile(
     r"((?:\W{0,9}[a-z][.):](?=\s|$))?(?:[^\n.!?]|\.(?=\d))*)",
     re.IGNORECASE,
 )
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit)\s*\{([^{}]*)\}")
 _LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
 # No letter of a word or of "I'm", and neither "A dog is one" nor "I think".
 _LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
@@ -49,7 +48,7 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     any_text = re.compile("|".join(map(_standing_alone, longest_first)) or "(?!)", re.IGNORECASE)
 
     def named(fragment: str) -> set[str]:
-        fragment = _one_line(_WRAPPED.sub(r"\1", fragment))
+        fragment = _one_line(WRAPPED.sub(r"\1", fragment))
         lone = _LONE.fullmatch(fragment)
         if lone is not None:
             return {lone[1].upper()} & letters

@@ -10,8 +10,9 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, cast
 
+from rewards.notation import denies, plain_notation, said
 from rewards.plain_maths import Number, Reading, reading, same
-from rewards.text import marked_answer, normalise
+from rewards.text import marked_answer, normalise, raised
 
 MAX_CHARACTERS = 2_048
 """Longer answers are wrong, unless the right one is about that long."""
@@ -26,14 +27,16 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
     expressions are compared up to their form (math-verify), words as text.
 
     An answer marked with `\boxed{}` is taken as it is; of other texts, the last expression counts.
-    Decimals are compared to six places, units are set aside, and 50 % is both 50 and 1/2. Plain
-    numbers, sets and intervals never reach the computer algebra (`rewards.plain_maths`).
+    Decimals are compared to six places (below 1e-5 to six digits), units are set aside, and 50 % is
+    both 50 and 1/2. Plain numbers, sets and intervals never reach the computer algebra
+    (`rewards.plain_maths`). `rewards.notation` says which spellings are read alike.
 
     tolerance: between numbers, absolute or relative, where that says more than six places.
     Raises ValueError for one that is not between 0 and 1.
     """
     if tolerance is not None and not _is_share(tolerance):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
+    right = plain_notation(raised(right.strip()), alone=True) or right
     read, verify = _library()  # here rather than at the first answer, which has a deadline
 
     @cache
@@ -49,17 +52,23 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
         given = text.strip() if marked is None else marked
         if not given or len(given) > longest:
             return False
+        given = plain_notation(raised(given), alone=marked is not None or not _PROSE.search(given))
         if normalise(given) == wanted:
             return True
         if plain is not None and (other := reading(given)) is not None:
             if close(_number(plain), _number(other)):
                 return True
-            verdict = same(plain, other)
+            verdict = _tiny(plain, other)
+            verdict = same(plain, other) if verdict is None else verdict
             if verdict is not None:
                 return verdict
         if _WORDS.fullmatch(right):  # as mathematics, Paris and Pairs are the same product
-            said = normalise(given).casefold().rstrip(".!")
-            return said == wanted.casefold() or said.endswith(f" {wanted.casefold()}")
+            words = said(given)
+            if words == said(right) or marked is not None or denies(given):
+                return words == said(right)
+            return words.endswith(f" {said(right)}")
+        if denies(given) and not denies(right):
+            return False
         readings: list[str] = []
         if marked is not None or not _PROSE.search(given):
             readings.append(f"\\boxed{{{given}}}")
@@ -119,6 +128,16 @@ def _quick(plain: Reading | None, found: list[Any]) -> bool | None:
     if plain is None or not found or not getattr(found[0], "is_Integer", False):
         return None
     return same(plain, Number(Fraction(int(found[0]))))
+
+
+def _tiny(right: Reading, given: Reading) -> bool | None:
+    """Of numbers that six places leave nothing of, six digits; None for others."""
+    if not (isinstance(right, Number) and isinstance(given, Number)):
+        return None
+    larger = max(abs(right.value), abs(given.value))
+    if right.percent or given.percent or not 0 < larger < Fraction(1, 10**5):
+        return None
+    return abs(right.value - given.value) * 10**6 <= larger
 
 
 def _number(found: Reading) -> float | None:

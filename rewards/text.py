@@ -12,6 +12,7 @@ from typing import Any
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 BOXED = "\\boxed{"
+WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit)\s*\{([^{}]*)\}")
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", flags=re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", flags=re.DOTALL)
 
@@ -104,6 +105,21 @@ def answer_in(text: str) -> str:
     return text.strip() if marked is None else marked
 
 
+_RAISED = re.compile("([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₊₋]?[₀-₉]+)")
+
+
 def normalise(text: str) -> str:
-    """Equal up to Unicode form and the amount of white space."""
-    return " ".join(unicodedata.normalize("NFKC", text).split())
+    """Equal up to Unicode form and the amount of white space. Raised and lowered digits keep their
+    place: 10² is 10^2, and not 102."""
+    return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
+
+
+def raised(text: str) -> str:
+    """x² and x₂ as x^2 and x_2."""
+    return _RAISED.sub(_placed, text)
+
+
+def _placed(found: re.Match[str]) -> str:
+    digits = unicodedata.normalize("NFKC", found[0]).replace("−", "-")
+    sign = "^" if found[1] else "_"
+    return f"{sign}{digits}" if len(digits) == 1 else f"{sign}{{{digits}}}"

@@ -62,4 +62,4 @@ def test_a_marked_answer_is_preferred(text: str, answer: str) -> None:
 
 def test_normalised_text() -> None:
     assert normalise(" a\n\tb\u00a0c ") == "a b c"
-    assert normalise("ｘ²") == "x2"
+    assert normalise("ｘ²") == "x^2"
