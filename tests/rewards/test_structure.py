@@ -111,3 +111,26 @@ def test_a_pattern_without_end_costs_its_own_answer(one: dict[str, Any]) -> None
         pool.close()
     late = Verdict(0.0, "verifier ran past its deadline of 0.5 s")
     assert verdicts == [Verdict(1.0), late, Verdict(0.0), Verdict(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("date-time", "2024-02-29T12:00:00Z", "2023-02-29T12:00:00Z"),
+        ("date-time", "2024-02-29T12:00:00.5+01:00", "tomorrow"),
+        ("time", "23:59:59Z", "25:00:00Z"),
+        ("uri", "https://example.org/a?b#c", "not a uri"),
+        ("hostname", "a-b.example.org", "-a.example.org"),
+    ],
+)
+def test_formats_are_checked(name: str, right: str, wrong: str) -> None:
+    judge = judge_for({"kind": "answer", "match": "schema", "answer": {"format": name}})
+    assert judge(f'"{right}"') == 1.0
+    assert judge(f'"{wrong}"') == 0.0
+    assert judge("5") == 1.0  # a format is about text
+
+
+def test_a_code_block_inside_the_mark() -> None:
+    judge = judge_for({"kind": "answer", "match": "schema", "answer": {"type": "object"}})
+    assert judge("<answer>\n```json\n{}\n```\n</answer>") == 1.0
+    assert judge("<answer>\n```json\n[]\n```\n</answer>") == 0.0
