@@ -24,15 +24,18 @@ REFERENCES_S = 20.0
 def check_spec(spec: Mapping[str, Any]) -> None:
     """Raise ValueError for a reward spec that could not be judged. Runs nothing."""
     kind = spec.get("kind")
+    if not isinstance(kind, str) or kind not in (*RULE_KINDS, *JUDGED_KINDS):
+        known = ", ".join((*RULE_KINDS, *JUDGED_KINDS))
+        raise ValueError(f"reward spec has kind {kind!r}; there are {known}")
     if is_judged(spec):
         judged_spec(spec)
     elif kind == "code":
         read_task(spec)
-    elif kind == "answer":
-        judge_for(spec)
-    elif kind not in RULE_KINDS:
-        known = ", ".join((*RULE_KINDS, *JUDGED_KINDS))
-        raise ValueError(f"reward spec has kind {kind!r}; there are {known}")
+    else:
+        try:
+            judge_for(spec)
+        except (AttributeError, KeyError, TypeError) as error:  # options that a task cannot take
+            raise ValueError(f"reward spec of kind {kind!r}: {error}") from error
 
 
 def check_prompts(

@@ -81,7 +81,7 @@ def read_task(spec: Mapping[str, Any]) -> Task:
     """Raises ValueError naming what cannot be read, and the test it is in."""
     _no_others(spec, _KEYS, "code reward")
     name = spec.get("language", "python")
-    if name not in LANGUAGES:
+    if not isinstance(name, str) or name not in LANGUAGES:
         raise ValueError(f"code reward: language {name!r}; there are {', '.join(LANGUAGES)}")
     language = LANGUAGES[name]
     tests = spec.get("tests")

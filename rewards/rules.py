@@ -34,11 +34,11 @@ def judge_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> Judg
 
     Raises ValueError for a spec that no rule reads.
     """
-    kind = spec.get("kind")
+    kind = str(spec.get("kind"))
     if kind in TRAJECTORY_KINDS:
         return TRAJECTORY_KINDS[kind](spec)
     if kind not in KINDS:
-        raise ValueError(f"reward spec has kind {kind!r}; there are {', '.join(KINDS)}")
+        raise ValueError(f"reward spec has kind {spec.get('kind')!r}; there are {', '.join(KINDS)}")
     judge = KINDS[kind](spec, code or CodeSettings())
     return lambda text: judge(outside_think(text))
 
@@ -48,8 +48,13 @@ def reasoning_gym(spec: Mapping[str, Any], _: CodeSettings) -> Judge:
 
     Spec: `task`, `params` (the generator's options; verifiers read some of them), `entry`.
     """
-    task = str(spec["task"])
-    entry = from_jsonable(spec["entry"])
+    task = str(spec.get("task"))
+    read = from_jsonable(spec.get("entry"))
+    entry = cast(dict[str, Any], read if isinstance(read, dict) else {})
+    if not isinstance(entry.get("answer", 0), (str, type(None))):
+        raise ValueError(
+            "reward spec of kind 'reasoning_gym' needs `task`, and an `entry` that has an `answer`"
+        )
     verify = _verifier(task, json.dumps(spec.get("params", {}), sort_keys=True))
     longest = max(MAX_CHARACTERS, 4 * len(entry["answer"] or ""))
 
@@ -72,7 +77,7 @@ def answer(spec: Mapping[str, Any], _: CodeSettings) -> Judge:
     Raises ValueError for an `answer` that `match` cannot compare with.
     """
     match, right = spec.get("match", "math"), spec.get("answer")
-    if match not in MATCHES:
+    if not isinstance(match, str) or match not in MATCHES:
         raise ValueError(f"reward spec has match {match!r}; there are {', '.join(MATCHES)}")
     if match != "schema" and not isinstance(right, str):
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")

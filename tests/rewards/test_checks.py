@@ -29,7 +29,18 @@ def program(number: int, reference: str | None = None) -> Prompt:
     [
         ({}, "kind None; there are reasoning_gym, answer, code, rubric, proof"),
         ({"kind": "function", "name": "os.system"}, "kind 'function'"),
+        ({"kind": ["answer"]}, r"kind \['answer'\]"),
         ({"kind": "answer"}, "needs an `answer`"),
+        ({"kind": "answer", "answer": "3", "match": ["math"]}, r"match \['math'\]"),
+        ({"kind": "answer", "match": "schema"}, "must be a JSON schema"),
+        ({"kind": "answer", "match": "schema", "answer": {"$schema": 5}}, r"its \$schema is 5"),
+        ({"kind": "reasoning_gym", "task": "chain_sum"}, "an `entry` that has an `answer`"),
+        ({"kind": "reasoning_gym", "task": "no", "entry": {"answer": "1"}}, "task 'no'"),
+        (
+            {"kind": "reasoning_gym", "task": "gcd", "entry": {"answer": "1"}, "params": {"x": 1}},
+            "unexpected keyword argument 'x'",
+        ),
+        ({"kind": "code", "language": ["c"], "tests": []}, r"language \['c'\]"),
         ({"kind": "answer", "answer": "3", "match": "fuzzy"}, "match 'fuzzy'"),
         ({"kind": "code", "tests": []}, "at least one test"),
         ({"kind": "rubric", "criteria": []}, "without criteria"),
