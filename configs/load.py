@@ -13,9 +13,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.convert import config_from
 from configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from configs.schema import Config, ConfigError
+from configs.suggest import section_type
 
 __all__ = [
     "RESUMABLE_KNOBS",
@@ -51,12 +52,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree = cast(dict[str, Any], merged)
         for override in overrides:
             _apply(tree, where, override)
-        resolved = OmegaConf.to_container(
-            OmegaConf.create(tree), resolve=True, throw_on_missing=True
-        )
+        whole = OmegaConf.create(_with_defaults(Config, tree))
+        resolved = OmegaConf.to_container(whole, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, where, str(recipe))) from error
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{recipe}: cannot be read: {error}") from error
     return config_from(cast(dict[str, Any], resolved), where, str(recipe))
+
+
+def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with the defaults of what it leaves out, so that `${run.seed}` finds them."""
+    hints, complete = get_type_hints(section), dict(tree)
+    for field in fields(section):
+        inner = section_type(hints[field.name])
+        given = tree.get(field.name, {} if field.default_factory is not MISSING else None)
+        if inner is not None and inner is hints[field.name] and isinstance(given, dict):
+            complete[field.name] = _with_defaults(inner, cast(dict[str, Any], given))
+        elif field.name not in tree and inner is None and field.default is not MISSING:
+            complete[field.name] = _escaped(field.default)
+    return complete
 
 
 def _find(path: Path) -> Path:
@@ -98,6 +113,8 @@ def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[DictConfig], dict[s
         raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {_reason(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, lines, str(path))) from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply, or an alias that holds itself") from error
     if "defaults" not in layer:
         return [layer], lines
     base = layer.pop("defaults")
@@ -214,7 +231,7 @@ def _index(items: list[Any], step: str, at: str, origin: str) -> int:
     ]
     if step in names:
         return names.index(step)
-    if step.isdigit() and int(step) < len(items):
+    if step.isdecimal() and int(step) < len(items):
         return int(step)
     near = difflib.get_close_matches(step, names, n=1)
     hint = f"did you mean {at}[{near[0]}]?" if near else f"it has {', '.join(names)}"

@@ -266,3 +266,28 @@ def test_the_shipped_recipes_load() -> None:
     folder = Path(__file__).parents[2] / "configs"
     for path in sorted(folder.glob("*.yaml")):
         assert load_config(path.stem) == load_config(path)
+
+
+def test_a_reference_finds_a_default(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE)
+    config = load_config(recipe, ["run.dir=runs/s${run.seed}", "run.steps=${algorithm.group_size}"])
+    assert config.run.dir == "runs/s0"
+    assert config.run.steps == config.algorithm.group_size
+
+
+@pytest.mark.parametrize(
+    "text", ["x: &a [*a]", "x: " + "[" * 5000, "x: " + "{a: " * 900 + "1" + "}" * 900]
+)
+def test_what_is_nested_too_deeply_is_named(tmp_path: Path, text: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE + text)
+    with pytest.raises(ConfigError, match=r"r\.yaml: nested too deeply, or an alias"):
+        load_config(recipe)
+
+
+def test_a_raised_digit_is_no_index(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(ConfigError, match="has no entry '²'"):
+        load_config(recipe, ["data.sources[²].size=5"])
