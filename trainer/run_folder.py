@@ -64,6 +64,8 @@ class RunFolder:
 
     def check(self) -> None:
         """Raises ConfigError if the folder holds a run that this config may not continue."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"run.dir = {self.path}: is a file; choose another folder")
         saved, state = self.path / "config.yaml", self.state()
         if self.latest is None or state is None:
             return

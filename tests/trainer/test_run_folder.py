@@ -81,6 +81,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         RunFolder(config(tmp_path / "file" / "run")).__enter__()
 
 
+def test_a_file_in_its_place_is_named_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    folder = RunFolder(config(path))
+    with pytest.raises(ConfigError, match="is a file; choose another folder"):
+        folder.check()
+
+
 def test_evaluations_are_read_from_the_metrics(tmp_path: Path) -> None:
     with RunFolder(config(tmp_path)) as folder:
         lines = ['{"step": 0, "eval/sums/pass@1": 0.25}', '{"step": 1, "loss": 0.1}']
