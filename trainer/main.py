@@ -156,7 +156,7 @@ def run(command: str, *arguments: Any) -> int:
     except KeyboardInterrupt:
         print(f"keel {command}: stopped at once; what was saved before is there", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, RuntimeError, TimeoutError, RayError) as error:
+    except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
             raise
         print(f"keel {command}: {error}\n(KEEL_TRACEBACK=1 shows where)", file=sys.stderr)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from model.embedded.tokenizer import build_tokenizer
 from trainer.cli import main
-from trainer.main import model_folder
+from trainer.main import COMMANDS, model_folder
 from trainer.prepare import Task, prepare
 
 FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
@@ -160,3 +160,14 @@ def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
     assert model_folder(replace(task, gpu=wanted), print) == "somewhere"
     assert devices == [device]
+
+
+def test_a_full_disk_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "/runs/x/metrics.jsonl")
+
+    monkeypatch.setitem(COMMANDS, "check", full)
+    assert main(["check", "quickstart"]) == 1
+    assert "No space left on device: '/runs/x/metrics.jsonl'" in capsys.readouterr().err
