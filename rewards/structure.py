@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date
 from typing import Any, NoReturn, cast
-from urllib.parse import urlsplit
 
 from rewards.code_spec import code_block
 from rewards.text import answer_in
@@ -71,7 +69,7 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
             raise ValueError(
                 f"answer: the schema has no {reference!r} in itself, and nothing is fetched"
             ) from error
-    validator = kind(wanted, registry=registry, format_checker=_formats(kind.FORMAT_CHECKER))
+    validator = kind(wanted, registry=registry, format_checker=kind.FORMAT_CHECKER)
 
     def same(text: str) -> bool:
         if len(text) > MAX_CHARACTERS:
@@ -84,61 +82,6 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
             return False
 
     return same
-
-
-def _formats(known: Any) -> Any:
-    """`known`, and the formats that jsonschema leaves to packages which are not there."""
-    from jsonschema import FormatChecker  # noqa: PLC0415
-
-    checker = FormatChecker(())
-    checker.checkers = {**known.checkers}
-    for name, test in _FORMATS.items():
-        checker.checkers[name] = (
-            lambda value, test=test: not isinstance(value, str) or test(value),
-            (),
-        )
-    return checker
-
-
-def _is_time(text: str) -> bool:
-    return _TIME.fullmatch(text) is not None
-
-
-def _is_moment(text: str) -> bool:
-    day, time = text[:10], text[11:]
-    if text[10:11] not in ("T", "t", " ") or not _is_time(time):
-        return False
-    try:
-        return len(date.fromisoformat(day).isoformat()) == len(day) and "W" not in day
-    except ValueError:
-        return False
-
-
-def _is_uri(text: str) -> bool:
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*:[^\s<>\"{}|\\^`]*", text):
-        return False
-    try:
-        return bool(urlsplit(text).scheme)
-    except ValueError:
-        return False
-
-
-def _is_host(text: str) -> bool:
-    return len(text) <= 253 and _HOST.fullmatch(text) is not None
-
-
-_TIME = re.compile(
-    r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII
-)
-"""RFC 3339, section 5.6."""
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
-_FORMATS: dict[str, Callable[[str], bool]] = {
-    "time": _is_time,
-    "date-time": _is_moment,
-    "uri": _is_uri,
-    "hostname": _is_host,
-}
 
 
 def _references(value: Any) -> Iterator[str]:
