@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from model.load import Whole, as_checkpoint, module_tensors
+from model.load import Whole, as_checkpoint, module_tensors, precision
 from model.weights import Block, TensorEntry, pack_blocks
 
 
@@ -32,6 +32,8 @@ class _Run:
     block: int
     at: int
     """Where they start in the block, in bytes."""
+    dtype: torch.dtype
+    """Of the block's numbers."""
 
 
 class BlockPacker:
@@ -45,9 +47,10 @@ class BlockPacker:
         *,
         whole: Whole | None = None,
     ) -> None:
-        """`dtype`: of the engines' weights. `block_bytes`: see `pack_blocks`. `whole`: see
-        `module_tensors`."""
-        self._model, self._dtype, self._size, self._whole = model, dtype, block_bytes, whole
+        """`dtype`: of the engines' weights; see `precision`. `block_bytes`: see `pack_blocks`.
+        `whole`: see `module_tensors`."""
+        self._model, self._size, self._whole = model, block_bytes, whole
+        self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
         """Of each block: its table of contents and its bytes."""
         self._runs: list[list[_Run]] = []
@@ -78,7 +81,7 @@ class BlockPacker:
                 origins.update(places)
                 # In the order of memory, so that what is together stays together.
                 for name in sorted(named, key=places.__getitem__):
-                    yield name, self._in_engine_dtype(named[name])
+                    yield name, self._in_engine_dtype(name, named[name])
 
         tables: list[tuple[tuple[TensorEntry, ...], int]] = []
         for entries, block in pack_blocks(tensors(), self._size):
@@ -88,8 +91,8 @@ class BlockPacker:
         for number, (entries, _) in enumerate(tables):
             for entry in entries:
                 module, source, start = origins[entry.name]
-                run = _Run(source, start, entry.numel, number, entry.offset)
-                _append(runs[module], run, getattr(torch, entry.dtype).itemsize)
+                dtype = getattr(torch, entry.dtype)
+                _append(runs[module], _Run(source, start, entry.numel, number, entry.offset, dtype))
         self._tables, self._runs, self._computed = tables, runs, computed
 
     def _again(self) -> Iterator[Block]:
@@ -104,15 +107,11 @@ class BlockPacker:
                     number, device = run.block, sources[run.source].device
                     block = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
                 numbers = sources[run.source].reshape(-1)[run.start : run.start + run.count]
-                dtype = self._dtype if numbers.is_floating_point() else numbers.dtype
                 if run.count:
-                    place = block[run.at : run.at + run.count * dtype.itemsize]
-                    place.view(dtype).copy_(numbers)
+                    place = block[run.at : run.at + run.count * run.dtype.itemsize]
+                    place.view(run.dtype).copy_(numbers)
         if number >= 0:
             yield self._tables[number][0], block
-
-    def _in_engine_dtype(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 class _InPlace(TorchFunctionMode):
@@ -140,11 +139,12 @@ def _origin(tensor: Tensor, own: Mapping[str, Tensor]) -> tuple[str, int] | None
     return None
 
 
-def _append(runs: list[_Run], run: _Run, itemsize: int) -> None:
+def _append(runs: list[_Run], run: _Run) -> None:
     """As a part of the last run, where it follows that in both places."""
     if runs:
         last = runs[-1]
-        after = replace(last, start=last.start + last.count, at=last.at + last.count * itemsize)
+        bytes_before = last.count * last.dtype.itemsize
+        after = replace(last, start=last.start + last.count, at=last.at + bytes_before)
         if run == replace(after, count=run.count):
             runs[-1] = replace(last, count=last.count + run.count)
             return

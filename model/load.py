@@ -144,6 +144,23 @@ def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Ite
             yield {name: tensor.detach() for name, tensor in tensors.items()}
 
 
+def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
+    """(checkpoint name, tensor) → the tensor in `dtype`, if it holds floats.
+
+    What the family keeps in float32 beside weights of any dtype stays as it is. DeepSeek-V3 adds a
+    bias to the scores that choose experts: in bfloat16 most of it would be equal.
+    """
+    names = sorted(model._keep_in_fp32_modules_strict or ())
+    exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
+
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or (exact and exact.search(name)):
+            return tensor
+        return tensor.to(dtype)
+
+    return convert
+
+
 def model_facts(path: str) -> ModelFacts:
     """Facts about the model at `path`, from its config.json alone.
 

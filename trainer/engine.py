@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from configs.schema import Config
 from model.blocks import BlockPacker
-from model.load import checkpoint_tensors, load_policy, module_tensors
+from model.load import checkpoint_tensors, load_policy, module_tensors, precision
 from model.routing import replay_routes, router_modules
 from model.ulysses import Slice
 from model.weights import Block, Bucket
@@ -295,14 +295,16 @@ class TrainerEngine:
             self._parking.unpark()
 
     def weights(self, dtype_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The current weights under their checkpoint names, by default in `config.model.dtype`.
+        """The current weights under their checkpoint names, by default in `config.model.dtype` (see
+        `model.load.precision`).
 
         Under ZeRO-3 and expert parallelism they are gathered module by module, and every rank must
         iterate to the end.
         """
-        dtype = getattr(torch, dtype_name or self._config.model.dtype)
-        for name, tensor in checkpoint_tensors(self._network.model, whole=self._whole):
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        model = self._network.model
+        convert = precision(model, getattr(torch, dtype_name or self._config.model.dtype))
+        for name, tensor in checkpoint_tensors(model, whole=self._whole):
+            yield name, convert(name, tensor)
 
     @contextmanager
     def _whole(self, part: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
