@@ -41,7 +41,7 @@ from trainer.export import write_model, write_tokenizer
 from trainer.families import check_expert_parallel, check_sequence_parallel
 from trainer.parking import Parking
 from trainer.policy import Inputs, PolicyNetwork, Reference, whole_sequences
-from trainer.ranks import join_ranks
+from trainer.ranks import join_ranks, limit_waits
 from trainer.schedule import learning_rate
 from trainer.zero import (
     deepspeed_config,
@@ -127,6 +127,7 @@ class TrainerEngine:
             self._parking = Parking(
                 self._engine, frozen, self._device, stays=not config.trainer.park
             )
+        limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
         self._packers: dict[int, BlockPacker] = {}
         """By the size of their blocks."""
         self._steps = self._version = self._skips_in_a_row = 0

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 
@@ -15,7 +16,8 @@ def join_ranks(
 ) -> torch.device:
     """Start this process's group (NCCL between GPUs, gloo else) and return the rank's device.
 
-    Every collective fails after `timeout_s` instead of waiting for a dead rank for ever.
+    Its collectives fail after `timeout_s` instead of waiting for a dead rank for ever; see
+    `limit_waits` for those of other groups.
     """
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
@@ -33,3 +35,14 @@ def join_ranks(
             timeout=timedelta(seconds=timeout_s),
         )
     return device
+
+
+def limit_waits(timeout_s: float) -> None:
+    """Every group that this process is in by now fails after `timeout_s`, too.
+
+    Without being told, new groups have PyTorch's 10 minutes (NCCL), whatever the one they are made
+    from has, and DeepSpeed tells none of its own: a rank that waits for weights to be sent would
+    end the run.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
