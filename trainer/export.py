@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 SHARD_BYTES = 4 * 2**30
 
@@ -46,7 +47,9 @@ def write_model(
     config = model.config.to_dict() | {"dtype": dtype}
     type(model.config).from_dict(config).save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # Its own `save_pretrained` refuses what some published models come with, such as a
+        # temperature without `do_sample`.
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def write_tokenizer(folder: Path, source: str) -> None:
