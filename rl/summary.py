@@ -1,13 +1,13 @@
-"""What a batch of rollouts looked like, before it is trained on."""
+"""What a batch of rollouts looked like before it is trained on, and what training on it saw."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rl.metrics import Mean, Metric, Sum, mean_of
+from rl.metrics import Mean, Metric, Sum, mean_of, merge
 from rl.types import ScoredGroup, Trajectory
 
 
@@ -50,6 +50,21 @@ def summarize(
             [t for group in members for t in group.group.trajectories]
         )
     return metrics
+
+
+def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics of the optimizer steps on one batch, in their order, as those of the batch.
+
+    `mismatch/*` is of the first: it compares the engine that sampled with the weights before any.
+    `loss` is a share of each step's (`rl.losses`), and comes as the same share of their mean.
+    """
+    parts: list[dict[str, Metric]] = []
+    for index, metrics in enumerate(updates):
+        part = {k: v for k, v in metrics.items() if index == 0 or not k.startswith("mismatch/")}
+        if "loss" in part:
+            part["loss"] = Sum(part["loss"].value / len(updates))
+        parts.append(part)
+    return merge(parts)
 
 
 def _reward(groups: Sequence[ScoredGroup]) -> Mean:

@@ -34,6 +34,7 @@ from model.weights import Block, Bucket
 from rl.losses import grpo_loss
 from rl.metrics import Mean, Metric, Sum, merge
 from rl.packing import MicroBatch, TrainBatch
+from rl.summary import of_updates
 from rl.types import NO_ROUTE
 from trainer.compiled import compile_layers
 from trainer.experts import ExpertLayers, clip_gradients
@@ -151,8 +152,8 @@ class TrainerEngine:
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
         """Train on one batch of rollouts: one optimizer step for each of `batches`, in order.
 
-        The `mismatch/*` metrics compare the engine that sampled with the weights before the first
-        of them. Raises `RuntimeError` when `SKIPS_IN_A_ROW` steps in a row had no finite gradient.
+        Metrics are those of `rl.summary.of_updates`. Raises `RuntimeError` when `SKIPS_IN_A_ROW`
+        steps in a row had no finite gradient.
         """
         self._unpark()
         lr = learning_rate(
@@ -160,16 +161,11 @@ class TrainerEngine:
         )
         for group in self._adam.param_groups:
             group["lr"] = lr
-        parts: list[dict[str, Metric]] = []
-        for update, batch in enumerate(batches):
-            metrics = self._update(batch)
-            if update > 0:
-                metrics = {k: v for k, v in metrics.items() if not k.startswith("mismatch/")}
-            parts.append(metrics)
+        metrics = of_updates([self._update(batch) for batch in batches])
         self._steps += 1
         if self._rank == 0:
-            parts.append({"lr": Mean(lr, 1)})
-        return merge(parts)
+            metrics["lr"] = Mean(lr, 1)
+        return metrics
 
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl.metrics import Mean, Sum
-from rl.summary import summarize
+from rl.metrics import Max, Mean, Sum, merge, values
+from rl.summary import of_updates, summarize
 from rl.types import KeptSets
 from tests.rl.rollouts import scored, segment, trajectory
 
@@ -67,3 +67,19 @@ def test_a_part_may_not_take_the_name_of_the_whole() -> None:
     group = scored([trajectory(segment(name="q7"))], [1.0], parts=[{"mean": 1.0}])
     with pytest.raises(ValueError, match="group of q7: a reward part is named 'mean'"):
         summarize([group], version=0)
+
+
+def test_the_loss_of_several_updates_is_their_mean_over_any_ranks() -> None:
+    """And the mismatch is of weights that none of them has changed."""
+    one = [
+        {"loss": Sum(0.5), "mismatch/ratio_max": Max(1.0), "clip/fraction": Mean(0, 10)},
+        {"loss": Sum(0.25), "mismatch/ratio_max": Max(3.0), "clip/fraction": Mean(1, 10)},
+    ]
+    other = [{"loss": Sum(1.5), "mismatch/ratio_max": Max(1.5)}, {}]  # then nothing but padding
+    found = values(merge([of_updates(one), of_updates(other)]))
+    assert found == {
+        "loss": (0.5 + 1.5 + 0.25) / 2,
+        "mismatch/ratio_max": 1.5,
+        "clip/fraction": 0.05,
+    }
+    assert of_updates(one[:1]) == one[0]
