@@ -123,6 +123,13 @@ class Config:
         return self.rollout.dtype or self.model.dtype
 
     @property
+    def scoring_deadline_s(self) -> float:
+        """Longest that a group may take to be scored, once it is its turn."""
+        judge = self.rewards.judge
+        asking = (1 + judge.retries) * judge.deadline_s if judge.model else 0.0
+        return self.algorithm.group_size * self.rewards.deadline_s + asking
+
+    @property
     def sending_deadline_s(self) -> float:
         """Longest that a rank of the trainer may be busy with new weights: its engines finish what
         they are at, all at once, and are then sent to, one after the other."""

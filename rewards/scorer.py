@@ -23,12 +23,11 @@ from rewards.text import final_text, raw_text
 from rl.advantages import group_advantages
 from rl.futures import failed, when_all
 from rl.metrics import Metric, Sum
-from rl.types import Group, Prompt, ScoredGroup, Trajectory
+from rl.types import CUT_OFF, Group, Prompt, ScoredGroup, Trajectory
 
 Purpose = Literal["train", "eval"]
 LENGTH, LENGTH_COST = "length", "length_cost"
 """Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
-CUT_OFF = "cut off, and its domain has length.truncated: drop"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rl.metrics import Mean, Metric, Sum, mean_of, merge
-from rl.types import ScoredGroup, Trajectory
+from rl.types import CUT_OFF, ScoredGroup, Trajectory
 
 
 def summarize(
@@ -20,20 +20,23 @@ def summarize(
     ones (`algorithm.filter_groups`), a policy that is nearly always right would look as good as one
     that is right half the time. Staleness and kept sets are of what is trained on.
 
-    Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. A part of
-    the reward is averaged over the answers that have it; `sampling/kept_mean` over the tokens that
-    truncated sampling drew, and `domain/<name>/…` stand only where there are such.
+    Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. Answers that
+    were dropped for being cut off count in `rollout/truncated_fraction` and `rollout/dropped`
+    alone. A part of the reward is averaged over the answers that have it; `sampling/kept_mean` over
+    the tokens that truncated sampling drew, and `domain/<name>/…` stand only where there are such.
 
     Raises `ValueError` for a reward part named `mean`, whose metric would be `reward/mean`.
     """
     groups = [*trained, *discarded]
     trajectories = [t for group in groups for t in group.group.trajectories]
+    cut = [t.finish_reason == "length" for t in trajectories]
+    cut += [True for group in groups for reason in group.group.dropped if reason == CUT_OFF]
     ours = [t for group in trained for t in group.group.trajectories]
     metrics: dict[str, Metric] = {
         "reward/mean": _reward(groups),
         "length/mean": _length(trajectories),
         "staleness/mean": _staleness(ours, version),
-        "rollout/truncated_fraction": mean_of(t.finish_reason == "length" for t in trajectories),
+        "rollout/truncated_fraction": mean_of(cut),
         "rollout/dropped": Sum(sum(len(group.group.dropped) for group in groups)),
         "rollout/uniform_groups": Sum(sum(group.uniform for group in groups)),
     }

@@ -25,6 +25,8 @@ from rl.metrics import Metric
 FinishReason = Literal["stop", "length"]
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
+CUT_OFF = "cut off, and its domain has length.truncated: drop"
+"""Why an answer is missing that was as long as it may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

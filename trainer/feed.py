@@ -53,7 +53,12 @@ class Feed:
             filter_by=algorithm.filter_groups,
             max_refills=algorithm.max_refills,
         )
-        self._deadline_s = config.rollout.deadline_s + config.sending_deadline_s + GRACE_S
+        self._deadline_s = (
+            config.rollout.deadline_s
+            + config.sending_deadline_s
+            + config.scoring_deadline_s
+            + GRACE_S
+        )
         self._changed = threading.Condition(threading.RLock())
         self._flights: dict[int, Future[ScoredGroup]] = {}
         self._sampling = 0
@@ -87,7 +92,7 @@ class Feed:
                     if not self._changed.wait(self._deadline_s):
                         raise TimeoutError(
                             f"waited {self._deadline_s:.0f} s for a group (rollout.deadline_s + "
-                            "rollout.update_deadline_s for a rank's engines + "
+                            "rollout.update_deadline_s for a rank's engines + those of rewards + "
                             f"{GRACE_S:.0f}): {len(self._flights)} are on their way, "
                             f"{self._sampling} of them being sampled"
                         )

@@ -62,8 +62,9 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
                 "saves a checkpoint every N steps"
             )
         state, steps = folder.state(), task.config.run.steps
-        if state and state.step >= steps:
-            print(f"{folder.path} has done its {state.step} steps. Raise run.steps to go on.")
+        start = state.step if state else 0
+        if start >= steps and folder.model.exists():
+            print(f"{folder.path} has done its {start} steps. Raise run.steps to go on.")
             return
         if state:
             task.dataset.train.restore(state.cursor)
@@ -71,10 +72,13 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
         system = stack.enter_context(running(task, print))
         if state and folder.latest:
             system.learner.load(folder.latest)
-        with open_view(str(folder.path), steps) as view:
-            reached = run_loop(system, folder, view, start=state.step if state else 0)
+        reached = start
+        if start < steps:
+            folder.begin(start)
+            with open_view(str(folder.path), steps) as view:
+                reached = run_loop(system, folder, view, start=start)
         if reached >= steps:
-            system.learner.export(folder.path / "model")
+            folder.export(system.learner.export)
         print(closing_words(folder, task.config, reached, recipe, overrides))
 
 
@@ -359,7 +363,7 @@ def closing_words(
         command = shlex.join(["keel", "train", recipe, *overrides])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {command}")
     else:
-        lines.append(f"trained model   {path / 'model'}")
+        lines.append(f"trained model   {folder.model}")
     lines += [
         f"curves          tensorboard --logdir {path}",
         f"numbers         {path / 'metrics.jsonl'}",

@@ -5,7 +5,7 @@ metrics.jsonl   one object a step
 tensorboard/    the same as curves
 trajectories/   readable samples of each step
 checkpoints/    what `run.resume: auto` continues from
-model/          the trained model, once the run has ended
+model/          the trained model, once the run has ended; model_60 that of an earlier end
 before_1/ …     what runs that ended without a checkpoint wrote here
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -106,6 +107,25 @@ class RunFolder:
     def state(self) -> State | None:
         """Of the newest finished checkpoint."""
         return checkpoint.read_state(self.latest) if self.latest else None
+
+    @property
+    def model(self) -> Path:
+        """Where the trained model is, once `export` has been through."""
+        return self.path / "model"
+
+    def begin(self, step: int) -> None:
+        """The run goes on from `step`: what it exported there is no longer its end."""
+        if self.model.exists():
+            earlier = self.path / f"model_{step}"
+            shutil.rmtree(earlier, ignore_errors=True)
+            self.model.rename(earlier)
+
+    def export(self, write: Callable[[Path], None]) -> None:
+        """Have `write` make `model`: all of it or, after an error, none."""
+        partial = self.path / ".model"
+        shutil.rmtree(partial, ignore_errors=True)
+        write(partial)
+        partial.rename(self.model)
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
         """`<set>/pass@1` → (step, value), from `metrics.jsonl`."""

@@ -12,8 +12,8 @@ from configs.schema import JudgeConfig
 from rewards.judge.results import JudgeStopped
 from rewards.judge.service import JudgeService
 from rewards.length import LengthRule
-from rewards.scorer import CUT_OFF, Scorer
-from rl.types import Group, Prompt
+from rewards.scorer import Scorer
+from rl.types import CUT_OFF, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
 from tests.rewards.judge_server import Reply, Server, good, material_of, running
 

@@ -8,7 +8,7 @@ import pytest
 
 from rl.metrics import Max, Mean, Sum, merge, values
 from rl.summary import of_updates, summarize
-from rl.types import KeptSets
+from rl.types import CUT_OFF, KeptSets
 from tests.rl.rollouts import scored, segment, trajectory
 
 
@@ -36,6 +36,12 @@ def test_rewards_lengths_staleness_and_losses() -> None:
         "rollout/dropped": Sum(3),
         "rollout/uniform_groups": Sum(1),
     }
+
+
+def test_answers_that_were_dropped_for_their_length_count_as_truncated() -> None:
+    kept = [trajectory(segment(0, 3)), trajectory(segment(4, 3), sibling=1, finish="length")]
+    groups = [scored(kept, [1, 0], dropped=(CUT_OFF, "late")), scored([], [], dropped=(CUT_OFF,))]
+    assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(3, 4)
 
 
 def test_kept_sets_are_averaged_over_the_tokens_that_were_truncated() -> None:

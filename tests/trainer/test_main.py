@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +17,11 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from model.embedded.tokenizer import build_tokenizer
+from trainer.checkpoint import State, config_digest
 from trainer.cli import main
 from trainer.main import COMMANDS, model_folder
 from trainer.prepare import Task, prepare
+from trainer.run_folder import RunFolder
 
 FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
 """Making and measuring the thousands of prompts of the recipe takes seconds."""
@@ -171,3 +176,28 @@ def test_a_full_disk_is_a_message(
     monkeypatch.setitem(COMMANDS, "check", full)
     assert main(["check", "quickstart"]) == 1
     assert "No space left on device: '/runs/x/metrics.jsonl'" in capsys.readouterr().err
+
+
+def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = tmp_path / "run"
+    overrides = (f"run.dir={done}", "run.steps=1", *FEW)
+    task = prepare("quickstart", overrides)
+    with RunFolder(task.config) as folder:
+        state = State(
+            step=1, version=1, cursor=task.dataset.train.state(), config=config_digest(task.config)
+        )
+        folder.save(state, lambda path: None)
+    (done / "metrics.jsonl").touch()
+    learner = SimpleNamespace(load=lambda path: None, export=lambda path: path.mkdir())
+
+    @contextmanager
+    def running(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(learner=learner)
+
+    monkeypatch.setattr("trainer.main.running", running)
+    code, out, _ = run(capsys, "train", "quickstart", *overrides)
+    assert code == 0 and "trained model" in out and (done / "model").is_dir()
+    code, out, _ = run(capsys, "train", "quickstart", *overrides)
+    assert code == 0 and "has done its 1 steps" in out

@@ -42,6 +42,34 @@ def test_the_newest_checkpoint_is_continued(tmp_path: Path) -> None:
         assert folder.latest is not None and (folder.latest / "weights").read_text() == "w"
 
 
+def test_a_model_is_exported_whole_or_not_at_all(tmp_path: Path) -> None:
+    def fails(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").touch()
+        raise OSError("no space left")
+
+    def writes(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    with RunFolder(config(tmp_path)) as folder:
+        with pytest.raises(OSError, match="no space"):
+            folder.export(fails)
+        assert not folder.model.exists()
+        folder.export(writes)
+        assert [path.name for path in folder.model.iterdir()] == ["config.json"]
+
+
+def test_a_run_that_goes_on_keeps_the_model_of_its_earlier_end(tmp_path: Path) -> None:
+    with RunFolder(config(tmp_path)) as folder:
+        folder.begin(0)
+        folder.export(lambda made: made.mkdir())
+        folder.begin(60)
+        assert not folder.model.exists() and (tmp_path / "model_60").exists()
+        folder.export(lambda made: made.mkdir())
+        assert folder.model.exists()
+
+
 def test_another_config_is_refused_only_when_something_would_be_lost(tmp_path: Path) -> None:
     made = config(tmp_path)
     other = replace(made, trainer=replace(made.trainer, lr=1.0))
