@@ -18,7 +18,9 @@ from rollout.orders import RolloutEngine, Slot, Stage, Update
 from rollout.spec import EngineError
 
 MAX_RESTARTS = 3
-"""Times that an engine is started again before the run is given up."""
+"""Times that an engine is started again within `RECENT_S` before the run is given up."""
+RECENT_S = 3 * 3600.0
+"""A run of weeks outlives failures that are this far apart, however many."""
 TASKS = {"starting": "start", "loading": "take new weights", "dozing off": "fall asleep"}
 
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
@@ -57,7 +59,7 @@ class Fleet:
     @property
     def restarts(self) -> int:
         """How often an engine had to be started again so far."""
-        return sum(slot.restarts for slot in self.slots)
+        return sum(len(slot.restarts) for slot in self.slots)
 
     @property
     def pending(self) -> Mapping[Future[Any], Slot]:
@@ -148,15 +150,16 @@ class Fleet:
                     f"rollout engine {slot.index} failed to start twice in the same way: {error}"
                 ) from error
             slot.start_failure = failure
-        if slot.restarts == MAX_RESTARTS:
+        now = time.monotonic()
+        if sum(now - restart < RECENT_S for restart in slot.restarts) == MAX_RESTARTS:
             raise EngineError(
-                f"rollout engine {slot.index} failed {MAX_RESTARTS + 1} times, the last time with: "
-                f"{error}"
+                f"rollout engine {slot.index} failed {MAX_RESTARTS + 1} times within "
+                f"{RECENT_S / 3600:g} hours, the last time with: {error}"
             ) from error
-        slot.restarts += 1
+        slot.restarts.append(now)
         slot.engine = self._build(slot.index)
         slot.stage, slot.pending, slot.version = "starting", slot.engine.ready(), 0
-        slot.deadline = time.monotonic() + self._startup_s
+        slot.deadline = now + self._startup_s
 
     def _put_to_sleep(self, slots: Sequence[Slot]) -> None:
         for slot in slots:

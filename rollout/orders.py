@@ -62,7 +62,8 @@ class Slot:
     deadline: float
     version: int = 0
     """Version that the engine samples from, or is to load."""
-    restarts: int = 0
+    restarts: list[float] = field(default_factory=list[float])
+    """When (by the monotonic clock) an engine was started again here."""
     start_failure: str = ""
     """Why the last start failed, numbers aside."""
     sequences: int = 0

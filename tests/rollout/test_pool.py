@@ -94,6 +94,19 @@ def test_an_engine_that_keeps_dying_ends_the_run_with_its_reason() -> None:
     assert len(world.lives) == MAX_RESTARTS + 1
 
 
+def test_failures_that_lie_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(engine: FakeEngine, name: str) -> None:
+        if int(engine.name.partition(".")[2]) <= 2 * MAX_RESTARTS:
+            engine.die()
+        else:
+            engine.finish(name)
+
+    monkeypatch.setattr("rollout.fleet.RECENT_S", 0.0)
+    world = World(answer=answer, engines=1)
+    assert ids(world.run(1)) == ["p0"]
+    assert world.pool.restarts == 2 * MAX_RESTARTS + 1
+
+
 def test_what_an_engine_says_about_a_prompt_is_raised() -> None:
     def answer(engine: FakeEngine, name: str) -> None:
         engine.asked[name].set_exception(ValueError(f"prompt {name}: too long"))
