@@ -35,7 +35,7 @@ def same_value(wanted: Any, given: Any, tolerance: float | None = None) -> bool:
     if len(left) != len(right):
         return False
     if kind != "~tuple":
-        left, right = sorted(left, key=_written), sorted(right, key=_written)
+        left, right = sorted(left, key=_place), sorted(right, key=_place)
     return all(same_value(a, b, tolerance) for a, b in zip(left, right, strict=True))
 
 
@@ -96,8 +96,16 @@ def _taken_apart(value: Any) -> tuple[str, list[Any]]:
     return "~dict", [[key, item] for key, item in items.items()]
 
 
-def _written(item: Any) -> str:
-    return json.dumps(item, sort_keys=True)
+def _place(item: Any) -> tuple[int, Any]:
+    """Where it stands among others without an order. Numbers stand by value, so that 9.999999 and
+    10.0, which may be equal, have the same place."""
+    if _is_number(item):
+        return 0, math.inf if math.isnan(item) else item
+    kind, inside = _taken_apart(item)
+    if kind in ("", "?"):
+        return 1, json.dumps(item)
+    places = [_place(part) for part in inside]
+    return 2, places if kind == "~tuple" else sorted(places)
 
 
 def _lines(text: str) -> list[str]:
