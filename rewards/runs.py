@@ -35,7 +35,7 @@ class Limits:
     files_mib: int = 64
     """The private folder."""
     output_kib: int = 1024
-    """Standard output and standard error together."""
+    """Standard output and standard error together; where lines are counted, from line to line."""
 
     def __post_init__(self) -> None:
         if not 0 < self.time_s < math.inf:
@@ -98,6 +98,7 @@ class Watch:
         self._deadline = self._latest = math.inf
         self._status: Status = "exited"
         self._gone_by = math.inf
+        self._earlier = 0  # bytes of output up to the last line that counts
         self._deaf = False
 
     def outcome(self, started: float, within_s: float) -> Outcome:
@@ -144,13 +145,15 @@ class Watch:
             return
         heard = self.heard[fd]
         heard += data
-        said = len(self.heard[self._out]) + len(self.heard[self._err])
-        if said > self._limits.output_kib << 10:
-            self._end("output")
-        elif self._lines and fd == self._out and b"\n" in data:
+        if self._lines and fd == self._out and b"\n" in data:
             self._deadline = min(time.monotonic() + self._limits.wall_s, self._latest)
+            self._earlier = heard.rfind(b"\n") + 1 + len(self.heard[self._err])
             if heard.count(b"\n") >= self._lines:
                 self._end("exited")
+                return
+        said = len(self.heard[self._out]) + len(self.heard[self._err]) - self._earlier
+        if said > self._limits.output_kib << 10:
+            self._end("output")
 
     def _look(self) -> None:
         if self._gone_by < math.inf:

@@ -99,6 +99,16 @@ class Solution:
     ]
 
 
+def test_the_limit_of_output_is_of_each_call(settings: CodeSettings) -> None:
+    calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in [300_000] * 5]
+    verdict = judge_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
+    assert verdict.score == 1.0, verdict.reason
+    calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in (1, 1_200_000, 2)]
+    verdict = judge_code(spec(*calls, partial=True), answer("def f(n): return 'a' * n"), settings)
+    assert passed(verdict) == [True, False, True]
+    assert verdict.reason == "over its limit of output"
+
+
 def test_the_words_that_the_interpreter_would_offer(settings: CodeSettings) -> None:
     source = "import sys\nprint(open('/dev/stdin').read().strip(), __name__)\nexit(0)"
     if settings.isolation != "bubblewrap":
