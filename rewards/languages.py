@@ -28,7 +28,9 @@ class Language:
 _LAUNCH = b"""
 import builtins, sys
 builtins.exit = builtins.quit = sys.exit
-exec(compile(open(sys.argv.pop(), encoding="utf-8").read(), "solution.py", "exec"))
+source = compile(open(sys.argv.pop(), encoding="utf-8").read(), "solution.py", "exec")
+del builtins, sys  # a program has to import them itself
+exec(globals().pop("source"))
 """
 _DRIVER = Path(__file__).with_name("call_driver.py")
 

@@ -117,6 +117,13 @@ def test_the_words_that_the_interpreter_would_offer(settings: CodeSettings) -> N
     assert verdict.score == 1.0, verdict.reason
 
 
+def test_a_program_has_the_names_that_it_imports(settings: CodeSettings) -> None:
+    for name in ("sys", "builtins", "source"):
+        verdict = judge_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)
+        assert verdict.score == 0.0
+        assert verdict.reason.endswith(f"NameError: name {name!r} is not defined")
+
+
 def test_what_does_not_load_fails_every_call(settings: CodeSettings) -> None:
     for source, why in (("def add(", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("\0", "S")):
         verdict = judge_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
