@@ -187,9 +187,10 @@ def _spec(fields: Mapping[str, Any], common: Mapping[str, Any] | None) -> Mappin
         if not isinstance(fields["reward"], dict):
             raise ValueError("`reward` must be a reward spec")
         return cast(dict[str, Any], fields["reward"])
-    spec: dict[str, Any] = dict(common or {})
-    if "criteria" in fields:
-        spec |= {"kind": "rubric", "criteria": fields["criteria"]}
+    if "criteria" in fields:  # in place of all that the rubric for all lines says
+        spec: dict[str, Any] = {"kind": "rubric", "criteria": fields["criteria"]}
+    else:
+        spec = dict(common or {})
     if not spec:
         raise ValueError("no `criteria`; give them in the line, or a rubric for all with --rubric")
     if "reference" in fields:

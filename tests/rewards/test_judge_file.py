@@ -61,18 +61,19 @@ def test_failures_are_told_apart_from_bad_answers(server: Server, tmp_path: Path
 
 def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
     bare = {"messages": [{"role": "user", "content": "Colour?"}], "answer": "blue"}
-    answers = write(tmp_path / "a.jsonl", bare, {**LINE, "reference": "r"})
+    answers = write(tmp_path / "a.jsonl", bare, {**LINE, "reference": "r"}, LINE)
     (tmp_path / "r.yaml").write_text(
         "criteria:\n- {name: sky, text: is nice, weight: 1.0}\nreference: it is blue\n"
     )
-    first, second = read_answers(answers, tmp_path / "r.yaml")
+    first, second, third = read_answers(answers, tmp_path / "r.yaml")
     assert first.prompt.reward["criteria"][0]["name"] == "sky"
     assert first.prompt.reward["reference"] == "it is blue"
     assert second.prompt.reward["criteria"][0]["name"] == "blue"
     assert second.prompt.reward["reference"] == "r"
+    assert third.prompt.reward == {"kind": "rubric", "criteria": [BLUE]}
     assert read_rubric(write(tmp_path / "r.json", [BLUE]))["criteria"] == [BLUE]
-    (tmp_path / "p.yaml").write_text("kind: proof\n")
-    assert [item.calls for item in read_answers(answers, tmp_path / "p.yaml")] == [3, 1]
+    (tmp_path / "p.yaml").write_text("kind: proof\nalpha: 0.5\n")
+    assert [item.calls for item in read_answers(answers, tmp_path / "p.yaml")] == [3, 1, 1]
 
 
 @pytest.mark.parametrize(
