@@ -165,13 +165,14 @@ class Endpoint:
         settings = self._settings
         if self._stopped:
             raise JudgeStopped(self._stopped)
+        # Before calls are counted: while it is looked for, others may make the last there are.
+        client = self._client or await self._found()
         if 0 < settings.max_calls <= self._calls:
             raise self.stop(
                 f"the judge has been called {self._calls} times, and rewards.judge.max_calls = "
                 f"{settings.max_calls} is the ceiling; raise it and start again to go on from the "
                 "last checkpoint"
             )
-        client = self._client or await self._found()
         self._calls += 1
         try:
             # The library's timeout is for each read; a server that drips bytes would outlast it.

@@ -199,6 +199,20 @@ def test_the_ceiling_on_calls_stops_the_run(server: Server) -> None:
     assert len(server.requests) == 3
 
 
+def test_the_ceiling_holds_while_a_server_of_the_run_is_looked_for(server: Server) -> None:
+    class Starting(Moving):
+        def url(self) -> str:
+            time.sleep(0.2)  # all calls wait for it together
+            return server.url
+
+    chosen = settings("http://unused", base_url="", serve=True, max_calls=3)
+    with JudgeService(chosen, server=Starting()) as service:
+        pending = [service.submit_text(PROMPT, f"blue {i}") for i in range(9)]
+        with pytest.raises(JudgeStopped, match=r"max_calls = 3 is the ceiling"):
+            [future.result(10) for future in pending]
+        assert service.counts().calls == 3
+
+
 def test_failures_are_counted_and_past_a_share_stop_the_run(server: Server) -> None:
     server.behave = lambda request: Reply("{}", status=400)
     with JudgeService(settings(server.url, failure_share=0.2), backoff_s=0.005) as service:
