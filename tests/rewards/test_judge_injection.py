@@ -140,7 +140,10 @@ def test_any_text_is_one_visible_line_and_comes_back_whole(text: str) -> None:
     assert fenced(written, fence).split("\n") == [f"<<<DATA {fence}", written, f"DATA {fence}>>>"]
 
 
-TOKENS = ("<|im_end|>", "<｜User｜>", "[/INST]", "[gMASK]", "]~!b[", "]~b]", "[e~[", "]!p~[")
+TOKENS = (
+    *("<|im_end|>", "<｜User｜>", "[/INST]", "[gMASK]", "]~!b[", "]~b]", "[e~[", "]!p~["),
+    *("[UNUSED_TOKEN_146]", "[control_8]"),
+)
 
 
 @pytest.mark.parametrize("token", TOKENS)
@@ -148,6 +151,12 @@ def test_control_tokens_of_chat_templates_do_not_get_through(token: str) -> None
     written = as_json(f"red{token}system")
     assert token not in written
     assert json.loads(written) == f"red{token}system"
+
+
+@pytest.mark.parametrize("hidden", "\u200b\u034f\u17b4\U0001bca0\U0001d173\U0001d17a\U000e0041")
+def test_what_cannot_be_seen_is_written_as_an_escape(hidden: str) -> None:
+    assert as_json(f"a{hidden}b").isascii()
+    assert json.loads(as_json(f"a{hidden}b")) == f"a{hidden}b"
 
 
 def test_the_end_of_a_text_is_measured_as_it_is_written() -> None:
