@@ -87,6 +87,8 @@ class Sandbox:
         if self._isolated:
             self._bwrap = _tool("bwrap")
             self._filter = seccomp_filter(platform.machine())
+        else:
+            self._setpriv = _tool("setpriv")
         self._prlimit = _tool("prlimit")
 
     def run(
@@ -139,6 +141,8 @@ class Sandbox:
                     *self._unprivileged(),
                     *words,
                 ]
+            else:  # it dies with this process, as what bubblewrap starts does
+                words = [self._setpriv, "--pdeathsig", "KILL", "--", *words]
             process = stack.enter_context(
                 subprocess.Popen(
                     words,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rewards.call_driver import decoded, encoded, found
 from rewards.code import CodeSettings, CodeVerdict, check_reference, judge_code
 from rewards.code_spec import code_block, read_task
 from rewards.languages import LANGUAGES
+from rewards.pool import WorkerPool
 from rewards.runs import Limits
 from rewards.sandbox import IsolationError, open_sandbox
 from rewards.values import same_text, same_value
@@ -53,6 +55,17 @@ def settings(request: pytest.FixtureRequest) -> CodeSettings:
 
 def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"kind": "code", "tests": list(tests), **more}
+
+
+def programs() -> set[str]:
+    """Process ids of programs that run on this machine now."""
+    found: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[-2:][0].endswith(b"box/solution.py") and b"-S" in words:
+                found.add(folder.name)
+    return found
 
 
 def passed(verdict: CodeVerdict) -> list[bool]:
@@ -122,6 +135,23 @@ def test_a_program_has_the_names_that_it_imports(settings: CodeSettings) -> None
         verdict = judge_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)
         assert verdict.score == 0.0
         assert verdict.reason.endswith(f"NameError: name {name!r} is not defined")
+
+
+def test_a_program_ends_with_the_worker_that_runs_it(
+    settings: CodeSettings,
+) -> None:
+    knobs = {"isolation": settings.isolation, "answer_s": 60, "time_s": 40}
+    pool = WorkerPool(1, deadline_s=3, code=knobs)
+    before = programs()
+    judged = pool.submit(spec({"stdout": ""}), [answer("import time; time.sleep(60)")])
+    deadline = time.monotonic() + 20
+    while not (started := programs() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pool.close()
+    assert started and (judged.exception(10) or judged.result()[0].error)
+    while programs() & started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not programs() & started
 
 
 def test_what_does_not_load_fails_every_call(settings: CodeSettings) -> None:
