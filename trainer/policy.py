@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from model.attention import Segments, use_packed_attention
 from model.fused import use_fused_layers
 from model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
+from model.noise import switch_off_noise
 from model.support_head import SupportHead, install_support_head
 from model.transfer import to_device
 from model.ulysses import WHOLE, Slice
@@ -107,6 +108,7 @@ class PolicyNetwork(nn.Module):
         use_packed_attention(model)
         use_fused_layers(model)
         install_support_head(model)
+        switch_off_noise(model)
         self.model = model
         self.config = model.config  # where DeepSpeed looks for facts about the experts
         self.temperature = temperature
