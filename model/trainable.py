@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from configs.schema import ConfigError
-from model.attention import use_packed_attention
+from model.attention import Segments, use_packed_attention
 from model.routers import router_modules
 from model.support_head import install_support_head
 
@@ -34,8 +36,26 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
         router_modules(model)
         use_packed_attention(model)
         install_support_head(model)
+        _try_packed(model)
     except ValueError as error:
         raise ConfigError(f"model.path = {path!r}: {error}") from error
+
+
+def _try_packed(model: PreTrainedModel) -> None:
+    """Run the packed decoder as the trainer does, without numbers: what attention asks for (a cap
+    on scores, sinks) and whether the model hands it the segments shows in a forward pass only.
+
+    Raises ValueError as `packed_attention`. Experts are left out: where their tokens go is data.
+    """
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            module.forward = lambda hidden, *_, **__: hidden
+    row = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    # A RuntimeError: a family that looks at its numbers. Then it is not known any sooner.
+    with torch.no_grad(), suppress(RuntimeError):
+        model.eval().get_decoder()(
+            input_ids=row, position_ids=row, use_cache=False, segments=Segments.of([2, 1], "meta")
+        )
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) -> None:

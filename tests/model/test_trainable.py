@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PhimoeConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    NemotronConfig,
+    PhimoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from configs.schema import ConfigError
 from model.embedded.tokenizer import build_tokenizer
@@ -30,6 +39,19 @@ def test_an_unknown_router_and_layers_with_state_are_refused() -> None:
         check_trainable("phi", PhimoeConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
     with pytest.raises(ConfigError, match=r"model.path = 'next': .*linear_attention"):
         check_trainable("next", Qwen3NextConfig(**SMALL, num_hidden_layers=4, num_experts=4))
+
+
+def test_attention_that_only_a_forward_pass_shows_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.path = 'gemma2': .*softcap: not supported"):
+        check_trainable("gemma2", Gemma2Config(**SMALL, num_hidden_layers=2, head_dim=16))
+    with pytest.raises(ConfigError, match=r"model.path = 'oss': .*s_aux: not supported"):
+        check_trainable("oss", GptOssConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
+    with pytest.raises(ConfigError, match=r"model.path = 'nemotron': .*needs the keyword"):
+        check_trainable("nemotron", NemotronConfig(**SMALL, num_hidden_layers=2))
+
+
+def test_a_family_that_looks_at_its_numbers_passes() -> None:
+    check_trainable("gpt2", GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2))
 
 
 def test_a_tokenizer_with_names_for_reserved_ids_is_of_the_same_family(tmp_path: Path) -> None:
