@@ -40,6 +40,7 @@ from trainer.compiled import compile_layers
 from trainer.experts import ExpertLayers, clip_gradients
 from trainer.export import write_model, write_tokenizer
 from trainer.families import check_expert_parallel, check_sequence_parallel
+from trainer.memory import context_tokens
 from trainer.parking import Parking
 from trainer.policy import Inputs, PolicyNetwork, Reference, whole_sequences
 from trainer.ranks import join_ranks, limit_waits
@@ -413,8 +414,11 @@ class TrainerEngine:
         )
 
     def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
-        temperature = self._config.rollout.sampling.temperature
-        return PolicyNetwork(load_policy(model_path, dtype), temperature=temperature)
+        return PolicyNetwork(
+            load_policy(model_path, dtype),
+            temperature=self._config.rollout.sampling.temperature,
+            context=context_tokens(self._config),
+        )
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

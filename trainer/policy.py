@@ -16,6 +16,7 @@ from model.attention import Segments, use_packed_attention
 from model.fused import use_fused_layers
 from model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
 from model.noise import switch_off_noise
+from model.rope import fix_long_rope
 from model.support_head import SupportHead, install_support_head
 from model.transfer import to_device
 from model.ulysses import WHOLE, Slice
@@ -103,8 +104,14 @@ class PolicyNetwork(nn.Module):
     each submodule's parameters as they are used.
     """
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, context: int | None = None
+    ) -> None:
+        """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
+        for a model to which it makes no difference."""
         super().__init__()
+        if context is not None:
+            fix_long_rope(model, context)
         use_packed_attention(model)
         use_fused_layers(model)
         install_support_head(model)

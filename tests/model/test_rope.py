@@ -1,0 +1,68 @@
+"""LongRoPE in packed rows: the engine's one choice of frequencies, whatever shares the row."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedModel
+
+from model.attention import Segments, use_packed_attention
+from model.rope import fix_long_rope
+
+PRETRAINED = 16
+CONFIG = Phi3Config(
+    vocab_size=31,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    original_max_position_embeddings=PRETRAINED,
+    pad_token_id=0,
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": PRETRAINED,
+    },
+)
+SHORT, LONG = torch.arange(9), torch.arange(24)
+
+
+@pytest.mark.parametrize("context", [PRETRAINED, PRETRAINED + 1])
+def test_a_trajectory_does_not_depend_on_its_neighbour(context: int) -> None:
+    model = _model()
+    plain = _model()
+    use_packed_attention(model)
+    fix_long_rope(model, context)
+    alone = _hidden(model, SHORT)
+    torch.testing.assert_close(_hidden(model, SHORT, LONG)[: len(SHORT)], alone)
+
+    # transformers' own, run on something as long as the engine's context.
+    ids = torch.cat([SHORT, torch.zeros(context - len(SHORT), dtype=torch.long)])[None]
+    expected = plain.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(alone, expected[: len(SHORT)])
+
+
+def _model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(CONFIG)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@torch.no_grad()
+def _hidden(model: PreTrainedModel, *parts: Tensor) -> Tensor:
+    return model.get_decoder()(
+        input_ids=torch.cat(parts)[None],
+        position_ids=torch.cat([torch.arange(len(part)) for part in parts])[None],
+        use_cache=False,
+        segments=Segments.of([len(part) for part in parts]),
+    ).last_hidden_state[0]
