@@ -26,7 +26,7 @@ from model.ulysses import heads_for_tokens, tokens_for_heads
 NAME = "keel_packed"
 """Name of this attention in transformers' registry."""
 
-SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 FILL = 0.8
 """A padded block holds segments of at least this share of its longest one."""
 
@@ -89,7 +89,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     Raises `ValueError` for a model whose layers would silently mix segments or ignore this.
     """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    older = getattr(config, "layers_block_type", None)
+    kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
     if not kinds <= SUPPORTED_LAYERS:
         raise ValueError(
             f"model of type {config.model_type}: layers of kind {sorted(kinds - SUPPORTED_LAYERS)} "
@@ -130,6 +131,11 @@ def packed_attention(
     """
     if segments is None:
         raise ValueError(f"attention {NAME!r} needs the keyword `segments` in the model's forward")
+    if attention_mask is not None:
+        raise ValueError(
+            f"attention {NAME!r} of {type(module).__name__}: attention by a mask that the model "
+            "computes is not supported"
+        )
     unknown = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
     if unknown or dropout or not getattr(module, "is_causal", True):
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    DogeConfig,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
 )
 
 from configs.schema import ConfigError
@@ -48,6 +50,13 @@ def test_attention_that_only_a_forward_pass_shows_is_refused() -> None:
         check_trainable("oss", GptOssConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
     with pytest.raises(ConfigError, match=r"model.path = 'nemotron': .*needs the keyword"):
         check_trainable("nemotron", NemotronConfig(**SMALL, num_hidden_layers=2))
+
+
+def test_attention_by_a_computed_mask_and_recurrent_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.path = 'doge': .*by a mask that the model"):
+        check_trainable("doge", DogeConfig(**SMALL, num_hidden_layers=2))
+    with pytest.raises(ConfigError, match=r"model.path = 'rg': .*recurrent.*carry state"):
+        check_trainable("rg", RecurrentGemmaConfig(**SMALL, num_hidden_layers=3))
 
 
 def test_a_family_that_looks_at_its_numbers_passes() -> None:
