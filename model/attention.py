@@ -111,6 +111,10 @@ def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
+class UnsupportedAttention(ValueError):
+    """What a model asks of its attention and packed rows cannot give."""
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -130,15 +134,17 @@ def packed_attention(
     is cut over ranks, N is this rank's part of it.
     """
     if segments is None:
-        raise ValueError(f"attention {NAME!r} needs the keyword `segments` in the model's forward")
+        raise UnsupportedAttention(
+            f"attention {NAME!r} needs the keyword `segments` in the model's forward"
+        )
     if attention_mask is not None:
-        raise ValueError(
+        raise UnsupportedAttention(
             f"attention {NAME!r} of {type(module).__name__}: attention by a mask that the model "
             "computes is not supported"
         )
     unknown = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
     if unknown or dropout or not getattr(module, "is_causal", True):
-        raise ValueError(
+        raise UnsupportedAttention(
             f"attention {NAME!r} of {type(module).__name__}: dropout = {dropout}, "
             f"{', '.join(unknown) or 'attention to later tokens'}: not supported"
         )

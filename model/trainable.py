@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from transformers import (
@@ -15,7 +14,7 @@ from transformers import (
 )
 
 from configs.schema import ConfigError
-from model.attention import Segments, use_packed_attention
+from model.attention import Segments, UnsupportedAttention, use_packed_attention
 from model.routers import router_modules
 from model.support_head import install_support_head
 
@@ -45,17 +44,22 @@ def _try_packed(model: PreTrainedModel) -> None:
     """Run the packed decoder as the trainer does, without numbers: what attention asks for (a cap
     on scores, sinks) and whether the model hands it the segments shows in a forward pass only.
 
-    Raises ValueError as `packed_attention`. Experts are left out: where their tokens go is data.
+    Raises UnsupportedAttention. Experts are left out: where their tokens go is data.
     """
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
             module.forward = lambda hidden, *_, **__: hidden
     row = torch.zeros(1, 3, dtype=torch.long, device="meta")
-    # A RuntimeError: a family that looks at its numbers. Then it is not known any sooner.
-    with torch.no_grad(), suppress(RuntimeError):
-        model.eval().get_decoder()(
-            input_ids=row, position_ids=row, use_cache=False, segments=Segments.of([2, 1], "meta")
-        )
+    segments = Segments.of([2, 1], "meta")
+    try:
+        with torch.no_grad():
+            model.eval().get_decoder()(
+                input_ids=row, position_ids=row, use_cache=False, segments=segments
+            )
+    except UnsupportedAttention:
+        raise
+    except Exception:  # a family that looks at its numbers, say: then it is not known any sooner
+        return
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     NemotronConfig,
     PhimoeConfig,
     Qwen3Config,
+    Qwen3Model,
     Qwen3MoeConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
@@ -57,6 +58,17 @@ def test_attention_by_a_computed_mask_and_recurrent_blocks_are_refused() -> None
         check_trainable("doge", DogeConfig(**SMALL, num_hidden_layers=2))
     with pytest.raises(ConfigError, match=r"model.path = 'rg': .*recurrent.*carry state"):
         check_trainable("rg", RecurrentGemmaConfig(**SMALL, num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, NotImplementedError])
+def test_a_forward_pass_that_needs_numbers_refuses_nothing(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: Any, **__: Any) -> None:
+        raise error("no numbers on this device")
+
+    monkeypatch.setattr(Qwen3Model, "forward", forward)
+    check_trainable("dense", Qwen3Config(**SMALL, num_hidden_layers=2))
 
 
 def test_a_family_that_looks_at_its_numbers_passes() -> None:
