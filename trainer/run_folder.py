@@ -55,9 +55,15 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir = {self.path}: another process is running there; choose another folder"
             ) from error
-        if self.latest is None and self._metrics.exists():
-            self.set_aside = self._put_aside()
-        (self.path / "config.yaml").write_text(dump_config(self._config))
+        try:
+            if self.latest is None and self._metrics.exists():
+                self.set_aside = self._put_aside()
+            self._write_config()
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(
+                f"run.dir = {self.path}: cannot be written ({error.strerror})"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,6 +93,12 @@ class RunFolder:
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
                 "(its config.yaml is gone, so no knob can be named). Choose another folder"
             )
+
+    def _write_config(self) -> None:
+        """Whole or, on a full disk, not at all: a resumed run is compared with it."""
+        fresh = self.path / "config.tmp"
+        fresh.write_text(dump_config(self._config))
+        fresh.replace(self.path / "config.yaml")
 
     def _put_aside(self) -> Path:
         """Without a checkpoint a run begins anew: make room for its files."""

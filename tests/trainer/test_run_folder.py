@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,3 +155,18 @@ def test_metrics_that_cannot_be_read_are_named_before_anything_starts(tmp_path: 
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
     with pytest.raises(ConfigError, match=r"metrics.jsonl:1: not an object with"):
         RunFolder(made).check()
+
+
+def test_on_a_full_disk_the_config_stays_as_it_was(tmp_path: Path) -> None:
+    made = config(tmp_path / "run")
+    with RunFolder(made) as folder:
+        checkpoint(folder, made, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # bytes; a config has thousands
+    try:
+        with pytest.raises(ConfigError, match="run: cannot be written"), RunFolder(made):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with RunFolder(made) as folder:
+        assert load_config(folder.path / "config.yaml") == made
