@@ -54,11 +54,16 @@ def save(root: Path, state: State, write: Callable[[Path], None], *, keep: int) 
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
+    for cut_short in root.glob(".step_*"):  # room that this one may need
+        shutil.rmtree(cut_short, ignore_errors=True)
     partial.mkdir(parents=True)
-    write(partial)
-    (partial / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
-    _flush(partial)
+    try:
+        write(partial)
+        (partial / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
+        _flush(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)

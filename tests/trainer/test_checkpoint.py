@@ -48,8 +48,17 @@ def test_a_crash_while_writing_leaves_the_last_one_in_force(tmp_path: Path) -> N
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, state(2), crash, keep=1)
     assert latest(tmp_path) == tmp_path / "step_000001"
+    assert names(tmp_path) == ["step_000001"], "what was written takes no room"
     save(tmp_path, state(3), content, keep=1)
     assert names(tmp_path) == ["step_000003"]
+
+
+def test_what_a_crash_left_is_gone_before_the_next_is_written(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    (tmp_path / ".step_000009").mkdir()
+    content(tmp_path / ".step_000009")
+    save(tmp_path, state(3), lambda folder: seen.append(names(tmp_path)), keep=1)
+    assert seen == [[".step_000003"]]
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
