@@ -99,11 +99,12 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     folder = RunFolder(task.config)
     folder.check()
     with running(task, print) as system:
-        if folder.latest:
-            system.learner.load(folder.latest)
+        latest = folder.latest  # once: a run in progress goes on writing them
+        if latest:
+            system.learner.load(latest)
             system.wake()
         metrics = loop.evaluate(system, system.scorer, task.dataset.heldout)
-    whose = folder.latest.name if folder.latest else "the base model"
+    whose = latest.name if latest else "the base model"
     for name, metric in metrics.items():
         print(f"{name} of {whose}: {metric.value:.3f}")
 
@@ -365,7 +366,7 @@ def closing_words(
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [
-        f"curves          tensorboard --logdir {path}",
+        f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
         f"answers         {path / 'trajectories'}",
     ]

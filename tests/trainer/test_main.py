@@ -17,9 +17,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from model.embedded.tokenizer import build_tokenizer
+from rl.metrics import Mean
 from trainer.checkpoint import State, config_digest
 from trainer.cli import main
-from trainer.main import COMMANDS, model_folder
+from trainer.main import COMMANDS, closing_words, model_folder
 from trainer.prepare import Task, prepare
 from trainer.run_folder import RunFolder
 
@@ -201,3 +202,37 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
     assert code == 0 and "trained model" in out and (done / "model").is_dir()
     code, out, _ = run(capsys, "train", "quickstart", *overrides)
     assert code == 0 and "has done its 1 steps" in out
+
+
+def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "my run"
+    task = prepare("quickstart", (f"run.dir={path}", *FEW))
+    with RunFolder(task.config) as folder:
+        (path / "metrics.jsonl").touch()
+        said = closing_words(folder, task.config, 1, "quickstart", ())
+    assert f"tensorboard --logdir '{path}'" in said
+
+
+def test_an_evaluation_names_the_checkpoint_that_it_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    overrides = (f"run.dir={tmp_path}", *FEW)
+    task = prepare("quickstart", overrides)
+    digest = config_digest(task.config)
+
+    def save(step: int) -> None:
+        state = State(step=step, version=step, cursor={}, config=digest)
+        RunFolder(task.config).save(state, lambda path: None)
+
+    save(1)
+    # The run goes on while its checkpoint is evaluated.
+    learner = SimpleNamespace(load=lambda path: save(2))
+
+    @contextmanager
+    def running(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(learner=learner, scorer=None, wake=lambda: None)
+
+    monkeypatch.setattr("trainer.main.running", running)
+    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: {"pass@1": Mean(1.0, 2.0)})
+    code, out, _ = run(capsys, "eval", "quickstart", *overrides)
+    assert code == 0 and "pass@1 of step_000001: 0.500" in out
