@@ -34,9 +34,18 @@ def start_ray() -> None:
         return
     # Memory is ours to plan; Ray's own monitor would kill a worker on a busy shared machine.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    ray.init(
-        address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False
-    )
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+    except Exception as error:  # Ray raises no more than that when its processes do not come up
+        raise RuntimeError(
+            f"Ray did not start on this machine: {error}. Its logs: session_latest/logs below "
+            "RAY_TMPDIR (default: /tmp/ray); call the command again, or free memory and cores first"
+        ) from error
 
 
 def _knock(address: str) -> None:

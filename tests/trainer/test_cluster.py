@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from configs.schema import Config, ConfigError, DataConfig, RolloutConfig, SourceConfig
-from trainer.cluster import seating
+from trainer.cluster import seating, start_ray
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -21,6 +21,16 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConfigError, match=rf"^RAY_ADDRESS = {address}: no Ray cluster answers"):
             seating(Config(data=DataConfig(sources=(SOURCE,))))
     assert not ray.is_initialized()
+
+
+def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", fails)
+    with pytest.raises(RuntimeError, match="Ray did not start on this machine: The current node"):
+        start_ray()
 
 
 def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
