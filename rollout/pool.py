@@ -42,6 +42,8 @@ class RolloutPool:
     ) -> None:
         """`build(i)` begins to start engine i. `start` waits for all of them. `update_deadline_s`:
         until an engine that has not taken its weights is replaced (default: the recipe's)."""
+        self.say: Callable[[str], Any] = lambda _: None
+        """Told, on the pool's thread, when an engine is replaced."""
         self._config = config
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
@@ -333,6 +335,7 @@ class RolloutPool:
     def _replace(self, slot: Slot, error: EngineError) -> None:
         """Have the engine replaced, and sample its groups again."""
         self._fleet.replace(slot, error)
+        self.say(f"rollout engine {slot.index} is started again: {error}")
         for future in [future for future, (_, on) in self._flights.items() if on is slot]:
             order = self._take(future)
             # What had already arrived when the engine died is as good as any.

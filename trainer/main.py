@@ -335,6 +335,7 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
             folder.path, view, trajectories=config.run.save_trajectories, resumed_at=start
         )
         stack.callback(journal.close)
+        system.pool.say = view.say
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,
@@ -356,10 +357,8 @@ def closing_words(
     lines = [""]
     for name, points in folder.evaluations().items():
         (first, before), (last, after) = points[0], points[-1]
-        lines.append(
-            f"held-out {name}: {before:.3f} at step {first}, {after:.3f} at step {last} "
-            f"({after - before:+.3f})"
-        )
+        then = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
+        lines.append(f"held-out {name}: {before:.3f} at step {first}{then}")
     if reached < config.run.steps:
         command = shlex.join(["keel", "train", recipe, *overrides])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {command}")

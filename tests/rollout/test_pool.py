@@ -65,9 +65,11 @@ def test_groups_of_a_dead_engine_go_to_the_others() -> None:
         else:
             engine.finish(name)
 
-    world = World(answer=answer)
+    world, said = World(answer=answer), list[str]()
+    world.pool.say = said.append
     assert ids(world.run(6)) == [f"p{i}" for i in range(6)]
     assert world.pool.restarts == 1
+    assert said == ["rollout engine 0 is started again: killed by signal 9"]
     assert world.lives[0].killed and not world.lives[1].killed
 
 
