@@ -136,16 +136,16 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
             metrics |= clock.metrics(sampled_tokens(batch.groups))
-            stopping = parts.stop()
             if evaluating:
                 parts.journal.begin("evaluating")
                 metrics |= evaluate(parts.rollouts, parts.rewards, parts.heldout)
             parts.journal.record(step, metrics, batch.groups)
-            if last or stopping or (run.checkpoint_every and step % run.checkpoint_every == 0):
+            due = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
+            if last or due or parts.stop():
                 parts.journal.begin("saving a checkpoint")
                 parts.save(step, feed.position())
-            if stopping:
-                return step
+                if parts.stop():  # or was asked to meanwhile
+                    return step
     return max(start, run.steps)
 
 

@@ -198,6 +198,14 @@ def test_stopping_finishes_the_step_and_saves() -> None:
     assert world.unfinished == ["p4", "p5"]
 
 
+@pytest.mark.parametrize("when", ["eval@1", "save@1"])
+def test_a_stop_during_an_evaluation_or_a_save_waits_for_no_other_step(when: str) -> None:
+    world = World()
+    world.stop = lambda: when in world.events
+    assert world.run(config(steps=9, eval_every=1, checkpoint_every=1)) == 1
+    assert world.events[-1] == "save@1"
+
+
 def test_resuming_publishes_first_and_skips_the_first_evaluation() -> None:
     world = World(version=2)
     assert world.run(config(), start=2) == 3
