@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from model.load import Whole, as_checkpoint, module_tensors, precision
+from model.load import Named, Whole, as_checkpoint, module_tensors, precision
 from model.weights import Block, TensorEntry, pack_blocks
 
 
@@ -71,8 +71,7 @@ class BlockPacker:
             nonlocal modules
             for index, own in enumerate(module_tensors(self._model, whole=self._whole)):
                 modules += 1
-                with _InPlace():
-                    named = as_checkpoint(self._model, own)
+                named = self._named(own)
                 found = {name: _origin(tensor, own) for name, tensor in named.items()}
                 if None in found.values():
                     computed.add(index)
@@ -94,6 +93,13 @@ class BlockPacker:
                 dtype = getattr(torch, entry.dtype)
                 _append(runs[module], _Run(source, start, entry.numel, number, entry.offset, dtype))
         self._tables, self._runs, self._computed = tables, runs, computed
+
+    def _named(self, own: Named) -> Named:
+        try:
+            with _InPlace():
+                return as_checkpoint(self._model, own)
+        except RuntimeError:  # a conversion that does need something contiguous
+            return as_checkpoint(self._model, own)
 
     def _again(self) -> Iterator[Block]:
         number, block = -1, torch.empty(0)

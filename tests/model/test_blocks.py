@@ -109,6 +109,25 @@ def test_modules_that_transformers_computes_with_are_asked_again(
         change(model)
 
 
+def test_a_conversion_that_needs_contiguous_tensors_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, original = make(MOE), blocks.as_checkpoint
+
+    def strict(model: PreTrainedModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        named = original(model, own)
+        return {k: v.t().contiguous().view(-1) if v.ndim == 2 else v for k, v in named.items()}
+
+    monkeypatch.setattr(blocks, "as_checkpoint", strict)
+    packer = BlockPacker(model, torch.float32, SIZE)
+    for _ in range(2):
+        found = unpacked(list(packer.blocks()))
+        for name, tensor in checkpoint_tensors(model):
+            right = tensor.t().reshape(-1) if tensor.ndim == 2 else tensor
+            assert torch.equal(found[name], right), name
+        change(model)
+
+
 def test_every_pass_gathers_each_module_once_in_the_same_order() -> None:
     """As ranks under ZeRO-3 must, which have empty tensors between two passes."""
     model = make(MOE)

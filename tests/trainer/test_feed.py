@@ -204,5 +204,5 @@ def test_nothing_is_drawn_while_the_position_is_taken() -> None:
 
     world.feed._position = slowly
     assert world.feed.position() == {"drawn": 4, "unfinished": ["p2", "p3"]}
-    adopted.join()
+    adopted.join(timeout=10)
     assert len(world.asked) == 6
