@@ -31,6 +31,14 @@ Meeting = tuple[str, int]
 """Host and port of the store that the two ends meet at."""
 
 
+def connect(meeting: Meeting, name: str, deadline_s: float) -> Any:
+    """The part of the store that goes by `name`. One thread at a time may use it."""
+    client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        *meeting, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+    )
+    return dist.PrefixStore(name, client)  # pyright: ignore[reportPrivateImportUsage]
+
+
 class Channel:
     """Rank 0 sends; ranks 1 … are those of the engine."""
 
@@ -49,12 +57,7 @@ class Channel:
         self.used = False
         """Whether anything got through yet."""
         deadline = timedelta(seconds=deadline_s)
-        store: Any = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
-            name,
-            dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                *meeting, is_master=False, wait_for_workers=False, timeout=deadline
-            ),
-        )
+        store = connect(meeting, name, deadline_s)
         self._group: Any
         """None once the channel is closed."""
         if device.type == "cuda":
@@ -169,22 +172,38 @@ def unwatched() -> Iterator[None]:
             os.environ[BLOCKING_WAIT] = before
 
 
-def share(block: Tensor) -> Shared:
-    """Let another process on the same GPU read `block`, which must stay until it has."""
-    torch.cuda.current_stream().synchronize()
-    _, handle = reduce_tensor(block)
-    return Shared(handle)
+class SharedMemory:
+    """Of a GPU: one process lays a block there after the other, and another one reads them."""
+
+    def __init__(self) -> None:
+        self._place = torch.empty(0, dtype=torch.uint8)
+        self._handle: tuple[Any, ...] = ()
+
+    def lay(self, block: Tensor) -> Shared:
+        """Over the last one, which must have been read."""
+        size = block.numel()
+        if self._place.numel() < size:
+            self._place = torch.empty_like(block)
+            _, self._handle = reduce_tensor(self._place)
+        self._place[:size].copy_(block)
+        torch.cuda.current_stream(block.device).synchronize()
+        return Shared(self._handle, size)
 
 
-def open_shared(shared: Shared, device: torch.device, *, copy: bool = True) -> Tensor:
-    """A copy of the block, so that its owner may have it back, or the block itself."""
-    handle = list(shared.handle)
-    handle[6] = device.index  # the owner's number of the GPU is not ours
-    block = rebuild_cuda_tensor(*handle)
-    if copy:
-        block = block.clone()
-        torch.cuda.current_stream().synchronize()
-    return block
+class SharedView:
+    """The reader's end of a `SharedMemory`."""
+
+    def __init__(self) -> None:
+        self._handle: tuple[Any, ...] = ()
+        self._place = torch.empty(0, dtype=torch.uint8)
+
+    def block(self, shared: Shared, device: torch.device) -> Tensor:
+        """The block itself, until the next one is laid over it."""
+        if shared.handle != self._handle:
+            handle = list(shared.handle)
+            handle[6] = device.index  # the owner's number of the GPU is not ours
+            self._handle, self._place = shared.handle, rebuild_cuda_tensor(*handle)
+        return self._place[: shared.size]
 
 
 def gpu_id(device: torch.device) -> str:

@@ -52,6 +52,8 @@ class Shared:
 
     handle: tuple[Any, ...]
     """Arguments of PyTorch's `rebuild_cuda_tensor`."""
+    size: int
+    """Bytes from its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

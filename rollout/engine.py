@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from configs.schema import RolloutConfig, SamplingConfig
 from model.channel import Meeting
+from model.line import Begin, Finish, Inbox
 from model.weights import Bucket
 from rl.types import Group, Prompt
 from rollout.spec import EngineError, RecordingError
@@ -89,6 +90,7 @@ class Engine:
         self._numbers = itertools.count()
         self._gate = threading.Lock()
         """Held to give a command and to say that no more are taken, so that none is lost."""
+        self._inbox: Inbox | None = None
         self._ended: Exception | None = None
         self._busy_s = 0.0
         self._failed = False
@@ -165,9 +167,30 @@ class Engine:
         vLLM's loader; empty before the first one."""
         return self._wait(self._ask(lambda sampler: sampler.updates()), "how updates are done")
 
-    def join(self, meeting: Meeting, name: str) -> None:
-        """Open a channel for weights that come straight from the trainer."""
-        self._wait(self._ask(lambda sampler: sampler.join(meeting, name)), "the channel to open")
+    def join(self, meeting: Meeting, name: str, *, shares: bool) -> None:
+        """Meet the trainer's rank that weights will come from; `shares`: on the engine's own GPU,
+        so that their bytes need no channel."""
+        # Each of the other engines may have its whole deadline first.
+        deadline_s = (1 + self._config.engines) * self._config.update_deadline_s
+        self._inbox = Inbox(meeting, name, deadline_s=deadline_s)
+        if not shares:
+            asked = self._ask(lambda sampler: sampler.join(meeting, name))
+            self._wait(asked, "the channel to open")
+
+    def receive(self) -> None:
+        """Do an update as the rank says it. Errors are those of `update_weights`."""
+        inbox = self._inbox
+        assert inbox is not None
+        while True:
+            match inbox.next():
+                case Begin():
+                    self.begin_update()
+                case Bucket() as bucket:
+                    self.load_bucket(bucket)
+                case Finish(version, checksum):
+                    self.finish_update(version, checksum)
+                    return inbox.taken()
+            inbox.taken()
 
     def sleep(self) -> None:
         """Give up the GPU's memory until the next update. Running answers: as for that."""

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from model.channel import Channel, Meeting, gpu_id, open_shared
+from model.channel import Channel, Meeting, SharedView, gpu_id
 from model.weights import (
     Bucket,
     Checksum,
@@ -69,6 +69,8 @@ class WeightsExtension:
     device: torch.device
 
     keel_channel: Channel | None = None
+    keel_view: SharedView
+    """Of an update whose bytes stay on the GPU."""
     keel_checksum: Checksum
     keel_recorder: Recorder | None = None
     """Of the first update; stays, so that there is no second one."""
@@ -102,7 +104,7 @@ class WeightsExtension:
 
     def keel_begin_update(self, copies: bool = True) -> None:
         """`copies`: do without vLLM's loader, once it is known what it does."""
-        self.keel_checksum = Checksum()
+        self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
                 self.keel_plan.begin()
@@ -138,7 +140,7 @@ class WeightsExtension:
         if self.keel_plan is not None:
             self.keel_plan.load(bucket.entries, block)
             if isinstance(bucket.data, Shared):
-                torch.cuda.current_stream().synchronize()  # the block's owner may have it back
+                torch.cuda.current_stream().synchronize()  # the next one is laid over it
             return
         watched = nullcontext() if loader_alone else recorder.block(bucket.entries, block)
         with set_current_vllm_config(self.vllm_config), watched:
@@ -150,14 +152,18 @@ class WeightsExtension:
                 raise ConnectionError("the channel for weights has not been opened")
             return self.keel_channel.receive(bucket.data)
         if isinstance(bucket.data, Shared):
-            # vLLM's loader may put tensors aside until the next block has come.
-            return open_shared(bucket.data, self.device, copy=self.keel_plan is None)
+            block = self.keel_view.block(bucket.data, self.device)
+            if self.keel_plan is None:  # the loader may put tensors aside until the next block
+                block = block.clone()
+                torch.cuda.current_stream().synchronize()
+            return block
         block = host_block(bucket)
         return block.to(self.device) if on_device else block
 
     @torch.inference_mode()
     def keel_finish_update(self, checksum: int | None) -> None:
         """Raises RuntimeError if the bytes that came are not those that were sent."""
+        self.keel_view = SharedView()
         if checksum not in (None, self.keel_checksum.value()):
             raise RuntimeError(
                 f"weight update: worker {self.rank} of the engine received other bytes than were "

@@ -9,7 +9,6 @@ from typing import Any
 
 from configs.schema import SamplingConfig
 from model.channel import Meeting
-from model.weights import Bucket
 from rl.types import Group, Prompt
 from rollout.engine import Engine
 from rollout.spec import EngineSpec
@@ -55,18 +54,13 @@ class RolloutWorker:
     async def updates(self) -> list[str]:
         return await asyncio.to_thread(self._engine.updates)
 
-    async def join(self, meeting: Meeting, name: str) -> None:
-        """This and what follows is for weights that a trainer's rank sends itself."""
-        await asyncio.to_thread(self._engine.join, meeting, name)
+    async def join(self, meeting: Meeting, name: str, shares: bool) -> None:
+        """Meet a trainer's rank that sends weights itself; see `Engine.join`."""
+        await asyncio.to_thread(self._engine.join, meeting, name, shares=shares)
 
-    async def begin_update(self) -> None:
-        await asyncio.to_thread(self._engine.begin_update)
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self._engine.load_bucket, bucket)
-
-    async def finish_update(self, version: int, checksum: int) -> None:
-        await asyncio.to_thread(self._engine.finish_update, version, checksum)
+    async def receive(self) -> None:
+        """Take an update from there."""
+        await asyncio.to_thread(self._engine.receive)
 
     async def stats(self) -> dict[str, float]:
         return await asyncio.to_thread(self._engine.stats)

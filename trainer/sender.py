@@ -1,9 +1,9 @@
 """The trainer's end of an update: the current weights, block by block, straight to the engines.
 
-Where an engine is on the sender's own GPU the bytes stay where they are and a handle travels (CUDA
-IPC); else they go over a channel (NCCL between GPUs, gloo between CPUs). Ray's calls carry the
-tables of contents, and say when an engine has died. One engine's failure is noted and the others
-go on.
+Where an engine is on the sender's own GPU the bytes stay there and a handle travels (CUDA IPC);
+else they go over a channel (NCCL between GPUs, gloo between CPUs). A line carries the tables of
+contents, and one call of the engine's actor, which lasts as long as the update, says when it has
+failed. One engine's failure is noted and the others go on.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import RayTaskError
-from torch import Tensor
 
-from model.channel import Channel, Meeting, gpu_id, share
+from model.channel import Channel, Meeting, SharedMemory, gpu_id
+from model.line import Begin, Finish, Outbox
 from model.weights import Block, Bucket, Checksum, Sent
 from trainer.worker import Outcome, Receiver
 
@@ -26,14 +27,30 @@ GRACE_S = 5.0
 """After a channel's failure: wait this long to learn whether its engine caused it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """To one engine, kept from update to update."""
+
+    actor: str
+    """The id of the engine's actor."""
+    outbox: Outbox
+    channel: Channel | None
+    """None where engine and rank share a GPU."""
+
+    def close(self) -> None:
+        self.outbox.close()
+        if self.channel is not None:
+            self.channel.close()
+
+
 class Sender:
-    """Of one rank. Keeps its channels from update to update."""
+    """Of one rank."""
 
     def __init__(self, meeting: Meeting, device: torch.device, *, deadline_s: float) -> None:
         """`meeting`: a store that rank 0 keeps; `deadline_s`: for each step of an update."""
         self._meeting, self._device, self._deadline_s = meeting, device, deadline_s
-        self._channels: dict[int, tuple[str, Channel | None]] = {}
-        """By the engine's index, with its actor's id; None where engine and rank share a GPU."""
+        self._links: dict[int, Link] = {}
+        """By the engine's index."""
         self._opened = itertools.count()
         self._reached = False
         """Whether a channel has ever worked."""
@@ -47,7 +64,7 @@ class Sender:
         """
         updates = [_Update(receiver, self._deadline_s) for receiver in receivers]
         for update in updates:
-            update.attempt(lambda update=update: update.begin(self._channel(update.receiver)))
+            update.attempt(lambda update=update: update.begin(self._link(update.receiver)))
             update.first = not self._reached
         checksum = Checksum()
         for block in blocks:
@@ -64,47 +81,50 @@ class Sender:
                 self._forget(update.receiver.index)
         return {update.receiver.index: update.error or version for update in updates}
 
-    def _channel(self, receiver: Receiver) -> Channel | None:
+    def _link(self, receiver: Receiver) -> Link:
         """Opened when an engine is first sent to."""
         index, actor = receiver.index, receiver.actor
-        of, channel = self._channels.get(index, ("", None))
-        if of != actor._actor_id.hex():
+        if index in self._links and self._links[index].actor != actor._actor_id.hex():
             self._forget(index)  # the engine has been replaced
-            gpus: list[str] = ray.get(actor.gpus.remote(), timeout=self._deadline_s)
-            here = gpus == [gpu_id(self._device)] != [""]
-            channel = None if here else self._open(actor, workers=len(gpus))
-            self._channels[index] = actor._actor_id.hex(), channel
-        return channel
+        if index not in self._links:
+            self._links[index] = self._open(actor)
+        return self._links[index]
 
     def _forget(self, index: int) -> None:
-        """An engine that failed is replaced; nothing goes over its channel any more."""
-        _, channel = self._channels.pop(index, ("", None))
-        if channel is not None:
-            channel.close()
+        """An engine that failed is replaced; nothing goes to it any more."""
+        link = self._links.pop(index, None)
+        if link is not None:
+            link.close()
 
-    def _open(self, actor: Any, *, workers: int) -> Channel:
-        # The two ends of an earlier channel to the same engine have left their addresses in the
-        # store under its name.
-        name = f"{actor._actor_id.hex()}/{next(self._opened)}"
-        joined = actor.join.remote(self._meeting, name)
+    def _open(self, actor: Any) -> Link:
+        gpus: list[str] = ray.get(actor.gpus.remote(), timeout=self._deadline_s)
+        shares = gpus == [gpu_id(self._device)] != [""]
+        of = actor._actor_id.hex()
+        # The two ends of an earlier link to the same engine have left their addresses in the store
+        # under its name.
+        name = f"{of}/{next(self._opened)}"
+        joined = actor.join.remote(self._meeting, name, shares)
+        channel: Channel | None = None
         try:
-            channel = Channel(
-                self._meeting,
-                name,
-                rank=0,
-                size=1 + workers,
-                device=self._device,
-                deadline_s=self._deadline_s,
-            )
+            if not shares:
+                channel = Channel(
+                    self._meeting,
+                    name,
+                    rank=0,
+                    size=1 + len(gpus),
+                    device=self._device,
+                    deadline_s=self._deadline_s,
+                )
         except Exception as error:  # gloo waits here for the engine to come
             _ask(joined)
             raise TimeoutError(f"no channel to the engine: {error}") from error
         try:
             ray.get(joined, timeout=self._deadline_s)
         except BaseException:
-            channel.close()
+            if channel is not None:
+                channel.close()
             raise
-        return channel
+        return Link(of, Outbox(self._meeting, name, deadline_s=self._deadline_s), channel)
 
 
 class _Update:
@@ -118,11 +138,10 @@ class _Update:
         self.sent = False
         """Whether a block has got through the channel."""
         self._sending = False
-        self._channel: Channel | None = None
-        self._asked: Any = None
-        """The engine's answer to what was sent last."""
-        self._block: Tensor | None = None
-        """Must stay until the engine has read it."""
+        self._link: Link | None = None
+        self._memory = SharedMemory()
+        self._receiving: Any = None
+        """The engine's part in the update, a call of its actor."""
 
     def attempt(self, act: Callable[[], None]) -> None:
         if self.error is not None:
@@ -144,47 +163,40 @@ class _Update:
                 )
             _drop_frames(error)
             _drop_frames(self.error)
-            self._block = None
+            self._memory = SharedMemory()
 
-    def begin(self, channel: Channel | None) -> None:
-        self._channel = channel
-        self._asked = self.receiver.actor.begin_update.remote()
+    def begin(self, link: Link) -> None:
+        self._link = link
+        self._receiving = self.receiver.actor.receive.remote()
+        link.outbox.put(Begin())
 
     def send(self, block: Block) -> None:
         """Returns when the engine has the bytes; it loads them while the next block is made."""
+        assert self._link is not None
         entries, data = block
-        self._settle()
-        if self._channel is None:
-            bucket = Bucket(entries=entries, data=share(data))
-            self._asked = self.receiver.actor.load_bucket.remote(bucket)
-        else:
-            bucket = Bucket(entries=entries, data=Sent(data.numel()))
-            self._asked = self.receiver.actor.load_bucket.remote(bucket)
-            self._sending = True
-            try:
-                self._channel.send(data, self._check)
-            except ConnectionError:
-                _ask(self._asked)
-                raise
-            self._sending, self.sent = False, True
-        self._block = data
+        outbox, channel = self._link.outbox, self._link.channel
+        outbox.wait(self._check)
+        if channel is None:
+            outbox.put(Bucket(entries=entries, data=self._memory.lay(data)))
+            return
+        outbox.put(Bucket(entries=entries, data=Sent(data.numel())))
+        self._sending = True
+        try:
+            channel.send(data, self._check)
+        except ConnectionError:
+            _ask(self._receiving)
+            raise
+        self._sending, self.sent = False, True
 
     def finish(self, version: int, checksum: int) -> None:
-        self._settle()
-        self._asked = self.receiver.actor.finish_update.remote(version, checksum)
-        self._settle()
-        self._block = None
-
-    def _settle(self) -> None:
-        """The engine has done what it was asked. Raises what it raised."""
-        ready, _ = ray.wait([self._asked], timeout=self._deadline_s)
-        if not ready:
-            raise TimeoutError(f"waited {self._deadline_s:g} s for the engine to take weights")
-        ray.get(self._asked, timeout=self._deadline_s)
+        assert self._link is not None
+        self._link.outbox.wait(self._check)
+        self._link.outbox.put(Finish(version, checksum))
+        self._link.outbox.wait(self._check)
 
     def _check(self) -> None:
-        """Raises if the engine has failed while bytes are on their way to it."""
-        _ask(self._asked, patience_s=0)
+        """Raises what the engine has raised."""
+        _ask(self._receiving, patience_s=0)
 
 
 def _drop_frames(error: BaseException | None) -> None:

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
+from configs.schema import RolloutConfig, SamplingConfig
 from model.channel import Channel, Meeting
 from model.weights import Block, Bucket, Checksum, Sent, pack_blocks, unpack_block
+from rollout.engine import Engine
 from trainer.sender import Sender
 from trainer.worker import Receiver
 
@@ -28,12 +30,15 @@ BLOCK = 40_000
 """Bytes: two tensors a block."""
 
 
-class Engine:
-    """Takes weights as a `RolloutWorker` does. `trouble` says what goes wrong at the second bucket
-    that it gets."""
+class Sampler:
+    """Takes weights as `rollout.sampler.Sampler` does. `trouble` says what goes wrong at the second
+    bucket that it gets."""
 
-    def __init__(self, trouble: str = "") -> None:
+    busy, open = False, True
+
+    def __init__(self, trouble: str) -> None:
         self.trouble, self.weights, self.buckets = trouble, dict[str, torch.Tensor](), 0
+        self.version = 0
 
     def gpus(self) -> list[str]:
         return [""]
@@ -42,8 +47,9 @@ class Engine:
         device = torch.device("cpu")
         self.channel = Channel(meeting, name, rank=1, size=2, device=device, deadline_s=DEADLINE_S)
 
-    def begin_update(self) -> None:
+    def begin_update(self) -> list[Any]:
         self.checksum = Checksum()
+        return []
 
     def load_bucket(self, bucket: Bucket) -> None:
         self.buckets += 1
@@ -62,12 +68,35 @@ class Engine:
         self.checksum.add(block)
         self.weights |= {name: t.clone() for name, t in unpack_block(bucket.entries, block)}
 
-    def finish_update(self, version: int, checksum: int) -> None:
+    def finish_update(self, version: int, checksum: int | None) -> None:
         if checksum != self.checksum.value():
             raise RuntimeError("received other bytes than were sent")
+        self.version = version
 
-    def total(self) -> float:
-        return sum(float(tensor.sum()) for tensor in self.weights.values())
+
+class Worker:
+    """The part of a `RolloutWorker` that takes weights."""
+
+    def __init__(self, trouble: str = "") -> None:
+        self.sampler: Any = Sampler(trouble)
+        config = RolloutConfig(
+            sampling=SamplingConfig(max_tokens=8), update_deadline_s=DEADLINE_S, engines=5
+        )
+        self.engine = Engine(lambda: self.sampler, config)
+
+    def gpus(self) -> list[str]:
+        return self.engine.gpus()
+
+    def join(self, meeting: Meeting, name: str, shares: bool) -> None:
+        self.engine.join(meeting, name, shares=shares)
+
+    def receive(self) -> None:
+        self.engine.receive()
+
+    def holds(self) -> tuple[int, float]:
+        """Its version, and the sum of its weights."""
+        total = sum(float(tensor.sum()) for tensor in self.sampler.weights.values())
+        return self.sampler.version, total
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +108,7 @@ def sender() -> Iterator[Callable[[float], Sender]]:
 
 
 def engines(*troubles: str) -> list[Receiver]:
-    remote: Any = ray.remote(Engine)
+    remote: Any = ray.remote(Worker)
     actors = [remote.options(num_cpus=0).remote(trouble) for trouble in troubles]
     ray.get([actor.gpus.remote() for actor in actors], timeout=120)
     return [Receiver(index, actor) for index, actor in enumerate(actors)]
@@ -114,26 +143,27 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
         assert len(blocks) == 3 and not held
     finally:
         gc.enable()
-    assert ray.get(there[0].actor.total.remote(), timeout=60) == expected
-    assert list(end._channels) == [0]
+    assert ray.get(there[0].actor.holds.remote(), timeout=60) == (7, expected)
+    assert list(end._links) == [0]
 
-    # A new engine takes the place of the one that died; engine 0 keeps its channel; one whose
+    # A new engine takes the place of the one that died; engine 0 keeps its link; one whose
     # update failed gets another, since the old one is where the failure left it.
     (new,) = engines("")
-    kept = end._channels[0][1]
+    kept = end._links[0]
     twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
     takers = [there[0], Receiver(1, new.actor), there[2]]
     outcomes = end.send(pack_blocks(twice.items(), BLOCK), takers, 8)
     assert outcomes == {0: 8, 1: 8, 2: 8}
-    totals = ray.get([taker.actor.total.remote() for taker in takers], timeout=60)
-    assert totals == [2 * expected] * 3
-    assert kept is not None and end._channels[0][1] is kept
+    held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=60)
+    assert held == [(8, 2 * expected)] * 3
+    assert end._links[0] is kept
 
     # Engine 0 died after its last update.
     outcomes = end.send(pack_blocks(twice.items(), BLOCK), [Receiver(0, new.actor)], 9)
     assert outcomes == {0: 9}
+    assert kept.channel is not None
     with pytest.raises(ConnectionError, match="closed"):
-        kept.send(torch.zeros(8, dtype=torch.uint8))
+        kept.channel.send(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:

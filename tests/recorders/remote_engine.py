@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from configs.schema import RolloutConfig, SamplingConfig
-from model.channel import share
+from model.channel import SharedMemory
 from model.weights import Bucket, Checksum, pack_blocks, pack_buckets
 from rl.types import Group, Prompt
 from rollout.engine import Engine
@@ -230,7 +230,11 @@ class RemoteEngine:
         checksum, blocks = Checksum(), list(pack_blocks(on_gpu, bucket))
         for _, block in blocks:
             checksum.add(block)
-        buckets = [Bucket(entries=entries, data=share(block)) for entries, block in blocks]
+        memories = [SharedMemory() for _ in blocks]
+        buckets = [
+            Bucket(entries=entries, data=memory.lay(block))
+            for memory, (entries, block) in zip(memories, blocks, strict=True)
+        ]
         done = self.process.submit(_update, version, buckets, checksum.value())
         done.result(timeout=DEADLINE_S)
 
