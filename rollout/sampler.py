@@ -27,7 +27,7 @@ from model.load import full_attention
 from model.routers import is_moe
 from model.weights import Bucket
 from rl.types import Group, Prompt, Trajectory
-from rollout import shims
+from rollout import cache, shims
 from rollout.conversion import (
     RenderedPrompt,
     build_segment,
@@ -98,7 +98,8 @@ class Sampler:
                 full_attention=full_attention(text),
             )
         ](routes=self._routes, kept=self._kept and spec.config.sampling.truncated)
-        self._llm = LLMEngine.from_engine_args(_engine_args(spec, self._recorder))
+        with cache.bounded():
+            self._llm = LLMEngine.from_engine_args(_engine_args(spec, self._recorder))
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         self._manifest = Manifest(

@@ -49,3 +49,36 @@ def test_a_slot_that_was_never_filed_has_no_route() -> None:
     routes.file(2)  # both tokens to expert 0 alone, for all that is captured
     rows = routes.rows(np.array([5, 6, 7]))
     assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()
+
+
+def test_a_cache_is_no_larger_than_its_answers() -> None:
+    from vllm.v1.engine import core  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
+
+    from rollout import cache  # noqa: PLC0415
+
+    shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=32)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=100),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    page = 2 * 16 * 2 * 64 * 2  # keys and values of 16 tokens
+    enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
+    given: list[list[float]] = []
+
+    def record(_: Any, specs: Any, available: list[float]) -> str:
+        given.append(available)
+        return "configs"
+
+    before, core.get_kv_cache_configs = core.get_kv_cache_configs, record
+    try:
+        with cache.bounded():
+            both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
+            memory = [int(10 * enough), int(enough / 2), 10**12]
+            built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
+        assert core.get_kv_cache_configs is record
+    finally:
+        core.get_kv_cache_configs = before
+    assert built == "configs" and given == [[enough, int(enough / 2), 10**12]]

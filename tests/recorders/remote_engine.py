@@ -175,6 +175,11 @@ def _sample_across(items: Sequence[Item], version: int, buckets: Sequence[Any]) 
     return [future.result(timeout=DEADLINE_S) for future in futures]
 
 
+def _blocks() -> int:
+    asked = _ENGINE._ask(lambda sampler: sampler._scheduler.kv_cache_manager.block_pool)
+    return asked.result(timeout=DEADLINE_S).num_gpu_blocks
+
+
 def _sleep() -> None:
     _ENGINE.sleep()
 
@@ -240,6 +245,10 @@ class RemoteEngine:
 
     def updates(self) -> list[str]:
         return self.process.submit(_updates).result(timeout=DEADLINE_S)
+
+    def blocks(self) -> int:
+        """Of the KV cache."""
+        return self.process.submit(_blocks).result(timeout=DEADLINE_S)
 
     def fingerprint(self) -> dict[str, str]:
         """A hash of each parameter."""

@@ -22,7 +22,8 @@ from tests.recorders.tiny_model import make_model
 
 UPDATES = 3
 Model = Literal["experts", "dense", "latent"]
-CACHE_GIB = 0.02
+CACHE_GIB = 1.0
+"""Of which an engine takes what 16 answers of 256 tokens can fill: at most 640 blocks of 16."""
 OFF = "it is switched off"
 
 
@@ -111,6 +112,7 @@ def check(
     came: list[dict[str, torch.Tensor]] = []
     held: list[dict[str, str]] = []
     with running_engine(engine_spec(folder, **options), **how) as engine:
+        assert 16 * 256 / 32 <= engine.blocks() <= 641
         for version in range(1, UPDATES + 1):
             if sleeps and version > 1:
                 engine.sleep()
@@ -126,6 +128,7 @@ def check(
     assert held[0] != held[1] != held[2]
     options |= {"copy_weights": False, "enforce_eager": True}  # weights alone are compared
     with running_engine(engine_spec(folder, **options), **how) as engine:
+        assert 16 * 256 / 32 <= engine.blocks() <= 641
         for version, tensors in enumerate(came, start=1):
             engine.update(version, tensors)
             assert engine.updates() == [OFF]
