@@ -77,9 +77,9 @@ class Rates:
     sum. From a profile."""
     summed_bytes: float = 14.0
     """The same where it is added in one pass (trainer/sums.py). From another profile."""
-    block_s: float = 5e-3
-    """For each block of weights on its way to the engines, beside its bytes: calls between
-    processes. Measured on one GPU (benchmarks/transfer.py)."""
+    block_s: float = 2e-3
+    """For each block of weights on its way to the engines, beside its bytes, and its share of an
+    update's beginning and end. 1.4 ms on one GPU, 2 between two (benchmarks/transfer.py)."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/support_head.py)."""
     prefill_mfu: float = 0.40

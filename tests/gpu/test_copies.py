@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.marks import GPU
-from tests.gpu.test_recorders_native import BLOCKS, EXACT
+from tests.gpu.test_recorders_native import EXACT
 from tests.recorders.updates import Model, check
 
 pytestmark = GPU
@@ -15,4 +15,4 @@ pytestmark = GPU
 
 @pytest.mark.parametrize(("of", "sleeps"), [("experts", True), ("dense", False)])
 def test_updates_by_copies(tmp_path: Path, of: Model, sleeps: bool) -> None:
-    check(tmp_path, of, sleeps=sleeps, shared=sleeps, gpu=True, blocks=BLOCKS, variables=EXACT)
+    check(tmp_path, of, sleeps=sleeps, shared=sleeps, gpu=True, variables=EXACT)
