@@ -77,9 +77,10 @@ class Rates:
     sum. From a profile."""
     summed_bytes: float = 14.0
     """The same where it is added in one pass (trainer/sums.py). From another profile."""
-    block_s: float = 2e-3
-    """For each block of weights on its way to the engines, beside its bytes, and its share of an
-    update's beginning and end. 1.4 ms on one GPU, 2 between two (benchmarks/transfer.py)."""
+    update_s: float = 9e-3
+    """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
+    block_s: float = 1.3e-3
+    """For each block of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/support_head.py)."""
     prefill_mfu: float = 0.40
@@ -131,7 +132,7 @@ class StepTime:
     traffic: float
     """Between the trainer's ranks."""
     weights: float
-    """From the trainer to the engines, at the link's rate."""
+    """From the trainer to the engines, which pause for it."""
     machine: str
     sequences: int
     """Answers that an engine works on at once."""
@@ -202,7 +203,8 @@ def step_time(
         prefill=2 * body_parameters(facts) * prefilled / (gpus * machine.flops * rates.prefill_mfu),
         compute=max(compute, launch),
         traffic=traffic_seconds(config, facts, micro_batches, machine),
-        weights=sent / (machine.network_bytes if spread else machine.link_bytes)
+        weights=rates.update_s
+        + sent / (machine.network_bytes if spread else machine.link_bytes)
         + math.ceil(sent / (config.trainer.publish_bucket_mib * MIB)) * rates.block_s,
         machine=machine.name,
         sequences=at_once,
