@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewards.code import CodeSettings, check_reference
+from rewards.code import CodeSettings, check_outputs, check_reference
 from rewards.code_spec import read_task
 from rewards.compose import check_parts
 from rewards.judge.specs import KINDS as JUDGED_KINDS
@@ -61,8 +61,10 @@ def check_prompts(
     if "code" not in kinds:
         return ""
     open_sandbox(code.isolation)
-    solved = [prompt for prompt in prompts if prompt.reward.get("reference") is not None]
-    solved = [prompt for prompt in solved if prompt.reward.get("kind") == "code"]
+    asked = [prompt for prompt in prompts if prompt.reward.get("kind") == "code"]
+    for prompt in asked:
+        check_outputs(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
+    solved = [prompt for prompt in asked if prompt.reward.get("reference") is not None]
     started, ran = time.monotonic(), 0
     for prompt in solved[:references]:
         if time.monotonic() - started > references_s:

@@ -92,6 +92,18 @@ def judge_code(
     return _Judgement(task, code, sandbox, settings).verdict()
 
 
+def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
+    """Raise ValueError if a test wants more output than a program may make."""
+    most = settings.limits.output_kib
+    for index, test in enumerate(read_task(spec).tests):
+        wanted = len(test.stdout.rstrip().encode()) / 1024
+        if wanted > most:
+            raise ValueError(
+                f"{name}: tests[{index}] wants {wanted:.0f} KiB of output, and a program is ended "
+                f"after {most} (rewards.code.output_kib): raise that, or shorten the test"
+            )
+
+
 def check_reference(
     spec: Mapping[str, Any], settings: CodeSettings | None = None, *, name: str = "a code prompt"
 ) -> None:

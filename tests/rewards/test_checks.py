@@ -72,6 +72,12 @@ def test_references_have_to_pass_their_own_tests() -> None:
     assert check_prompts([prompt(1, kind="answer", answer="3")], weights, code=TRUSTED) == ""
 
 
+def test_outputs_have_to_fit_the_sandbox() -> None:
+    long = prompt(4, kind="code", tests=[{"stdin": "", "stdout": "9" * 2**21}])
+    with pytest.raises(ValueError, match=r"prompt file/4: tests\[0\] wants 2048 KiB .*output_kib"):
+        check_prompts([program(1), long], {"correct": 1.0}, code=TRUSTED)
+
+
 def test_weights_have_to_fit_the_prompts() -> None:
     sums = [prompt(1, kind="answer", answer="3")]
     with pytest.raises(ValueError, match=r"prompt file/1 has no reward 'rubric'.*'answer'"):
