@@ -41,11 +41,13 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     Raises ValueError for an invalid schema.
     """
     # Takes a fifth of a second, which most runs can do without.
-    from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415
+    from jsonschema import Draft202012Validator, FormatChecker, SchemaError  # noqa: PLC0415
     from jsonschema.validators import validator_for  # noqa: PLC0415
     from referencing import Registry, Resource  # noqa: PLC0415
     from referencing.exceptions import Unresolvable  # noqa: PLC0415
     from referencing.jsonschema import DRAFT202012  # noqa: PLC0415
+
+    from rewards.iri import is_iri, is_iri_reference  # noqa: PLC0415
 
     wanted = spec.get("answer")
     if not isinstance(wanted, dict):
@@ -69,7 +71,12 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
             raise ValueError(
                 f"answer: the schema has no {reference!r} in itself, and nothing is fetched"
             ) from error
-    validator = kind(wanted, registry=registry, format_checker=kind.FORMAT_CHECKER)
+    formats = FormatChecker(())
+    formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
+    if "idn-hostname" in formats.checkers:  # since draft 7, as these
+        formats.checks("iri")(is_iri)
+        formats.checks("iri-reference")(is_iri_reference)
+    validator = kind(wanted, registry=registry, format_checker=formats)
 
     def same(text: str) -> bool:
         if len(text) > MAX_CHARACTERS:

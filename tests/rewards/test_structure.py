@@ -121,6 +121,14 @@ def test_a_pattern_without_end_costs_its_own_answer(one: dict[str, Any]) -> None
         ("time", "23:59:59Z", "25:00:00Z"),
         ("uri", "https://example.org/a?b#c", "not a uri"),
         ("hostname", "a-b.example.org", "-a.example.org"),
+        ("iri", "https://exämple.org/wörter?ü=\U0001f600#é", "/wörter"),
+        ("iri", "https://[::1]:80/", "https://[::ü]/"),
+        ("iri", "urn:ü", "ürn:u"),
+        ("iri", "http://a/?\ue000", "http://a/\ue000"),
+        ("iri", "http://a/%C3%BC", "http://a/%ü"),
+        ("iri-reference", "../wörter#ü", "a b"),
+        ("iri-reference", "", "ü|b"),
+        ("iri-reference", "//ü@exämple:80/x", "//a:ü"),
     ],
 )
 def test_formats_are_checked(name: str, right: str, wrong: str) -> None:
