@@ -41,6 +41,8 @@ class Cluster:
     def run(self) -> Iterator[Cluster]:
         command = ["start", "--head", "--block", "--disable-usage-stats", "--num-cpus=2"]
         command += [f"--port={self._port}", f"--dashboard-port={self._dashboard}"]
+        # Jobs are submitted through it; another cluster on this machine may have the usual one.
+        command += [f"--dashboard-agent-listen-port={free_port()}"]
         command += [f"--temp-dir={self._temporary}"]
         head = subprocess.Popen(
             [BIN / "ray", *command],

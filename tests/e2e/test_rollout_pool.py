@@ -35,7 +35,7 @@ def buckets(folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     spec = engine_spec(folder, engines=2, deadline_s=120, update_deadline_s=60)
     pool = ray_pool(spec, gpu=False, startup_deadline_s=START_S)
     pool.start()

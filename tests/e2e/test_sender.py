@@ -101,7 +101,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def sender() -> Iterator[Callable[[float], Sender]]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield lambda deadline_s: Sender(("127.0.0.1", store.port), CPU, deadline_s=deadline_s)
     ray.shutdown()

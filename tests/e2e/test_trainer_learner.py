@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
-    ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False)
     yield folder
     ray.shutdown()
 
