@@ -8,6 +8,9 @@ DONE   := $(VENV)/.installed
 SEED   ?= 0
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
+# Two files of tests at once: most of their time, one process loads libraries and another waits.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 export DS_BUILD_OPS := 0
 # Threads that spin while they wait starve the other processes of a small machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -33,7 +36,7 @@ quickstart: install  ## Train the embedded model for real, end to end, in minute
 	$(BIN)/keel train quickstart run.seed=$(SEED) run.dir=$(RUN) $(ARGS)
 
 test: install lint types sandbox  ## Every test
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(TWO) $(ARGS)
 
 # System packages are the user's business, but a CI machine is ours to set up.
 sandbox:
@@ -42,7 +45,7 @@ sandbox:
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
 maths: install  ## The tests that start no engine, trainer or sandbox: under a minute
-	$(BIN)/python -m pytest -q -m "not e2e and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q $(TWO) -m "not e2e and not gpu" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

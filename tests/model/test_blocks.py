@@ -86,7 +86,9 @@ def test_later_passes_ask_transformers_for_nothing(
     assert sum(map(len, packer._runs)) <= len(model.state_dict())
 
 
-@pytest.mark.parametrize("change_tensor", [Tensor.t, lambda tensor: 2 * tensor.t()], ids=str)
+@pytest.mark.parametrize(
+    "change_tensor", [Tensor.t, lambda tensor: 2 * tensor.t()], ids=["view", "product"]
+)
 def test_modules_that_transformers_computes_with_are_asked_again(
     change_tensor: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
