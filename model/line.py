@@ -110,5 +110,6 @@ class Inbox(_End):
 
     def taken(self) -> None:
         """What the last message asked for is done."""
-        self._store.delete_key(self._key)
-        self._number += 1
+        key = self._key
+        self._number += 1  # first: once the key is gone the sender may put, and another thread take
+        self._store.delete_key(key)

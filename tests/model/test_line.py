@@ -85,6 +85,34 @@ class Recording:
         return self._store.check(keys)
 
 
+def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox, inbox = ends(store, deadline_s=2)
+    taken: list[Message] = []
+
+    class Overtaken:
+        """A store after whose answer this thread has to wait, while others go on."""
+
+        def __init__(self, store: dist.Store) -> None:
+            self._store = store
+
+        def delete_key(self, key: str) -> None:
+            self._store.delete_key(key)
+            monkeypatch.setattr(inbox, "_store", self._store)
+            outbox.wait(nothing)
+            outbox.put(Begin())
+            taken.append(inbox.next())
+            inbox.taken()
+
+    outbox.put(Finish(7, 12345))
+    assert inbox.next() == Finish(7, 12345)
+    monkeypatch.setattr(inbox, "_store", Overtaken(inbox._store))
+    inbox.taken()
+    outbox.wait(nothing)
+    assert taken == [Begin()]
+
+
 def test_an_engine_that_does_not_answer(store: dist.TCPStore) -> None:
     outbox, _ = ends(store, deadline_s=0.3)
     outbox.put(Begin())
