@@ -110,12 +110,13 @@ class BlockPacker:
                 if run.block != number:
                     if number >= 0:
                         yield self._tables[number][0], block
+                        block = torch.empty(0)  # makes room for the next one
                     number, device = run.block, sources[run.source].device
                     block = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
                 numbers = sources[run.source].reshape(-1)[run.start : run.start + run.count]
                 if run.count:
-                    place = block[run.at : run.at + run.count * run.dtype.itemsize]
-                    place.view(run.dtype).copy_(numbers)
+                    end = run.at + run.count * run.dtype.itemsize
+                    block[run.at : end].view(run.dtype).copy_(numbers)
         if number >= 0:
             yield self._tables[number][0], block
 

@@ -73,6 +73,7 @@ class Sender:
             for update in updates:
                 update.attempt(lambda update=update, block=block: update.send(block))
             self._reached |= any(update.sent for update in updates)
+            del block  # makes room for the next one, or for an engine that wakes up
         total = checksum.value()
         for update in updates:
             update.attempt(lambda update=update: update.finish(version, total))

@@ -175,6 +175,31 @@ def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> No
         assert part in str(outcome)
 
 
+def test_a_block_has_gone_when_the_next_one_is_made(sender: Callable[[float], Sender]) -> None:
+    class Watched:
+        """Blocks that are held nowhere else; whether one was still there at the next one's turn."""
+
+        def __init__(self) -> None:
+            self.blocks, self.held = pack_blocks(WEIGHTS.items(), BLOCK), list[bool]()
+            self.last: Callable[[], torch.Tensor | None] = lambda: None
+
+        def __iter__(self) -> Iterator[Block]:
+            return self
+
+        def __next__(self) -> Block:
+            until = time.monotonic() + 2  # gloo lets go of it in a thread of its own
+            while self.last() is not None and time.monotonic() < until:
+                time.sleep(0.01)
+            self.held.append(self.last() is not None)
+            block = next(self.blocks)
+            self.last = weakref.ref(block[1])
+            return block
+
+    watched = Watched()
+    assert sender(DEADLINE_S).send(watched, engines(""), 1) == {0: 1}
+    assert watched.held == [False] * 4
+
+
 def test_blocks_are_drawn_to_the_end_for_the_ranks_that_gather_along(
     sender: Callable[[float], Sender],
 ) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +154,27 @@ def test_every_pass_gathers_each_module_once_in_the_same_order() -> None:
         change(model)
     assert passes[0] == passes[1] == passes[2]
     assert sorted(passes[0]) == sorted(dict(model.named_parameters()))
+
+
+def test_a_block_that_nobody_holds_has_gone_when_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packer = BlockPacker(make(MOE), torch.float32, SIZE)
+    number = sum(1 for _ in packer.blocks())
+    made: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+    zeros = torch.zeros
+
+    def watched(*size: Any, **options: Any) -> Tensor:
+        held.append(sum(block() is not None for block in made))
+        block = zeros(*size, **options)
+        made.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(torch, "zeros", watched)
+    for _ in map(len, packer.blocks()):
+        pass
+    assert number > 3 and held == [0] * number
 
 
 def test_a_first_pass_that_was_given_up_is_begun_again() -> None:
