@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from model.channel import Channel, Meeting, SharedMemory, gpu_id
 from model.line import Begin, Finish, Outbox
@@ -98,7 +98,7 @@ class Sender:
             link.close()
 
     def _open(self, actor: Any) -> Link:
-        gpus: list[str] = ray.get(actor.gpus.remote(), timeout=self._deadline_s)
+        gpus: list[str] = self._get(actor.gpus.remote(), "an engine to say which GPUs it is on")
         shares = gpus == [gpu_id(self._device)] != [""]
         of = actor._actor_id.hex()
         # The two ends of an earlier link to the same engine have left their addresses in the store
@@ -120,12 +120,19 @@ class Sender:
             _ask(joined)
             raise TimeoutError(f"no channel to the engine: {error}") from error
         try:
-            ray.get(joined, timeout=self._deadline_s)
+            self._get(joined, f"an engine to come to the store at {self._meeting}")
         except BaseException:
             if channel is not None:
                 channel.close()
             raise
         return Link(of, Outbox(self._meeting, name, deadline_s=self._deadline_s), channel)
+
+    def _get(self, answer: Any, what: str) -> Any:
+        try:
+            return ray.get(answer, timeout=self._deadline_s)
+        except GetTimeoutError as error:
+            late = f"waited {self._deadline_s:g} s (rollout.update_deadline_s) for {what}"
+            raise TimeoutError(late) from error
 
 
 class _Update:

@@ -93,6 +93,9 @@ class Worker:
     def receive(self) -> None:
         self.engine.receive()
 
+    def busy(self) -> None:
+        time.sleep(5)
+
     def holds(self) -> tuple[int, float]:
         """Its version, and the sum of its weights."""
         total = sum(float(tensor.sum()) for tensor in self.sampler.weights.values())
@@ -173,6 +176,14 @@ def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> No
     assert isinstance(outcome, RuntimeError)
     for part in ("engine 0 cannot be reached", "rollout.weight_transfer", "NCCL_SOCKET_IFNAME"):
         assert part in str(outcome)
+
+
+def test_an_engine_that_says_nothing(sender: Callable[[float], Sender]) -> None:
+    (silent,) = engines("")
+    silent.actor.busy.remote()
+    outcome = sender(1).send(pack_blocks(WEIGHTS.items(), BLOCK), [silent], 1)[0]
+    assert isinstance(outcome, TimeoutError)
+    assert str(outcome).startswith("waited 1 s (rollout.update_deadline_s) for an engine to say")
 
 
 def test_a_block_has_gone_when_the_next_one_is_made(sender: Callable[[float], Sender]) -> None:
