@@ -28,7 +28,7 @@ from rewards.code_spec import Case, Task, code_block, read_task
 from rewards.runs import Limits, Outcome
 from rewards.sandbox import Sandbox, open_sandbox
 from rewards.text import outside_think
-from rewards.values import same_text, same_value
+from rewards.values import least_output, same_text, same_value
 
 MAX_CHARACTERS = 1 << 18
 """Longer programs are wrong."""
@@ -95,8 +95,9 @@ def judge_code(
 def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
     """Raise ValueError if a test wants more output than a program may make."""
     most = settings.limits.output_kib
-    for index, test in enumerate(read_task(spec).tests):
-        wanted = len(test.stdout.rstrip().encode()) / 1024
+    task = read_task(spec)
+    for index, test in enumerate(task.tests):
+        wanted = least_output(test.stdout, task.tolerance) / 1024
         if wanted > most:
             raise ValueError(
                 f"{name}: tests[{index}] wants {wanted:.0f} KiB of output, and a program is ended "

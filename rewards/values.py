@@ -52,6 +52,13 @@ def same_text(wanted: str, given: str, tolerance: float | None = None) -> bool:
     )
 
 
+def least_output(wanted: str, tolerance: float | None = None) -> int:
+    """Bytes that any output which `same_text` takes for `wanted` has."""
+    if tolerance is None:
+        return len("\n".join(_lines(wanted)).encode(errors="replace"))
+    return max(0, 2 * len(wanted.split()) - 1)  # a number may be written in fewer digits
+
+
 def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -78,6 +78,17 @@ def test_outputs_have_to_fit_the_sandbox() -> None:
         check_prompts([program(1), long], {"correct": 1.0}, code=TRUSTED)
 
 
+@pytest.mark.parametrize("how", [{}, {"tolerance": 1e-6}], ids=str)
+def test_white_space_and_digits_that_no_program_has_to_make_are_no_output(
+    how: dict[str, float],
+) -> None:
+    line = "1" + " " * 3_000 if not how else "1." + "0" * 3_000
+    tests = [{"stdin": "", "stdout": f"{line}\n" * 600}]
+    wide = prompt(5, kind="code", tests=tests, reference="print('1\\n' * 600)", **how)
+    told = check_prompts([wide], {"correct": 1.0}, code=TRUSTED)
+    assert told == "1 of 1 reference solutions run, all pass"
+
+
 def test_weights_have_to_fit_the_prompts() -> None:
     sums = [prompt(1, kind="answer", answer="3")]
     with pytest.raises(ValueError, match=r"prompt file/1 has no reward 'rubric'.*'answer'"):
