@@ -193,9 +193,8 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     rollout = config.rollout
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
-        stays = TRAINER_CUDA_GIB + (
-            0.0 if config.trainer.park else held_bytes(config, memory) / GIB
-        )
+        stays = TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024  # weights on their way
+        stays += 0.0 if config.trainer.park else held_bytes(config, memory) / GIB
         most = 1 - stays / gpu_gib
         if rollout.gpu_memory > most:
             cure = "" if config.trainer.park else ", or set trainer.park"

@@ -62,7 +62,7 @@ class Sender:
 
         `blocks` is drawn to its end in any case: under ZeRO-3 other ranks gather along.
         """
-        updates = [_Update(receiver, self._deadline_s) for receiver in receivers]
+        updates = [_Update(receiver) for receiver in receivers]
         for update in updates:
             update.attempt(lambda update=update: update.begin(self._link(update.receiver)))
             update.first = not self._reached
@@ -138,8 +138,8 @@ class Sender:
 class _Update:
     """One engine's part of an update. After an error nothing more is sent."""
 
-    def __init__(self, receiver: Receiver, deadline_s: float) -> None:
-        self.receiver, self._deadline_s = receiver, deadline_s
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
         self.error: Exception | None = None
         self.first = False
         """Nothing has got through to any engine yet."""
