@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,11 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
 
 
 def test_weights_reach_engines_that_are_sampling(pool: RayRolloutPool, buckets: list[Any]) -> None:
-    long = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=100)
+    short = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=4)
     asked = prompts(4, shared=0, own=60, tag="w")
-    groups = [pool.submit(prompt, group_size=4, sampling=long) for prompt in asked]
-    time.sleep(0.3)
+    groups = [pool.submit(p, group_size=4, sampling=replace(short, max_tokens=100)) for p in asked]
+    # Asked after them, so that they are under way when it is there.
+    pool.submit(asked[-1], group_size=1, sampling=short).result(timeout=120)
     pool.update(5, buckets).result(timeout=120)
     answers = [answer for group in groups for answer in group.result(timeout=120).trajectories]
     versions = {tuple(sorted(set(a.segments[0].version_T.tolist()))) for a in answers}
