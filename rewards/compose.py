@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rewards.custom import is_function, load_function
 from rl.metrics import Mean
+from rl.passing import passed
 from rl.types import ScoredGroup
 
 LANGUAGE_PARTS = {
@@ -37,8 +38,6 @@ PARTS = (
 """What a recipe may weigh: `data.sources[].rewards`. A dotted name is the user's own function."""
 ERROR = "error"
 """A part that is always there: 1 where the verifier crashed or ran out of time, else 0."""
-PASS = 0.999
-"""A verifier's score from here on is a pass; some work in floating point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +88,5 @@ def pass_at_1(groups: Iterable[ScoredGroup]) -> Mean:
 
     Partial credit is no pass. Trajectories that were dropped are not counted.
     """
-    passed = [parts["correct"] >= PASS for group in groups for parts in group.parts_G]
-    return Mean(float(sum(passed)), float(len(passed)))
+    right = [passed(parts["correct"]) for group in groups for parts in group.parts_G]
+    return Mean(float(sum(right)), float(len(right)))

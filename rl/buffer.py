@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl.metrics import Metric, Sum
+from rl.passing import FAIL, passed
 from rl.types import Prompt, ScoredGroup
 
 Filter = Literal["none", "reward", "correct"]
-RIGHT, WRONG = 0.999, 0.001
-"""From and to here, `correct` counts as right and as wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +143,12 @@ def uninformative(group: ScoredGroup, by: Filter) -> Literal["right", "wrong", "
     if by == "none" or not group.parts_G:
         return None
     correct = [parts.get("correct", 0.0) for parts in group.parts_G]
-    even = group.uniform if by == "reward" else max(correct) - min(correct) < WRONG
+    even = group.uniform if by == "reward" else max(correct) - min(correct) <= FAIL
     if not even:
         return None
-    if min(correct) >= RIGHT:
+    if passed(min(correct)):
         return "right"
-    return "wrong" if max(correct) <= WRONG else "even"
+    return "wrong" if max(correct) <= FAIL else "even"
 
 
 def oldest_version(group: ScoredGroup) -> int | None:
