@@ -213,7 +213,7 @@ class Curves:
     ) -> None:
         for name, value in values(metrics).items():
             self.values[name][step] = value
-        passed = [v for k, v in values(metrics).items() if k.startswith("eval/")]
+        passed = [v for k, v in values(metrics).items() if k.endswith("/pass@1")]
         if passed:
             self.values["heldout"][step] = sum(passed) / len(passed)
         if self.probe is not None:

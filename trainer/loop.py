@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from configs.schema import Config
+from rl.evaluation import evaluation
 from rl.futures import then
 from rl.metrics import Mean, Metric, Sum
-from rl.metrics import mean_of as mean
 from rl.summary import summarize
 from rl.types import Group, Prompt, ScoredGroup, StepResult
 from trainer.feed import Feed
@@ -152,17 +152,16 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
 def evaluate(
     rollouts: Rollouts, rewards: Rewards, heldout: Mapping[str, Sequence[Prompt]]
 ) -> dict[str, Metric]:
-    """`eval/<set>/pass@1` of every held-out set: the mean of `correct` over its answers."""
+    """`eval/<set>/pass@1`, `score` and `unscored` of every held-out set (`rl.evaluation`)."""
     score = partial(rewards.submit, purpose="eval")
     scored = {
         name: [then(rollouts.submit(prompt, "eval"), score) for prompt in prompts]
         for name, prompts in heldout.items()
     }
     return {
-        f"eval/{name}/pass@1": mean(
-            parts["correct"] for future in futures for parts in future.result().parts_G
-        )
+        f"eval/{name}/{metric}": value
         for name, futures in scored.items()
+        for metric, value in evaluation([future.result() for future in futures]).items()
     }
 
 

@@ -355,10 +355,16 @@ def closing_words(
     """What came of it, and where to look or how to go on."""
     path = folder.path
     lines = [""]
-    for name, points in folder.evaluations().items():
+    evaluations = folder.evaluations()
+    for name, points in evaluations.items():
+        if not name.endswith("/pass@1"):
+            continue
         (first, before), (last, after) = points[0], points[-1]
         then = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
         lines.append(f"held-out {name}: {before:.3f} at step {first}{then}")
+        unscored = evaluations.get(name.replace("/pass@1", "/unscored"), [(last, 0.0)])[-1][1]
+        if unscored:
+            lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
     if reached < config.run.steps:
         command = shlex.join(["keel", "train", recipe, *overrides])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {command}")

@@ -140,7 +140,7 @@ class RunFolder:
         partial.rename(self.model)
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
-        """`<set>/pass@1` → (step, value), from `metrics.jsonl`."""
+        """`<set>/<metric>`, such as `sums/pass@1` → (step, value), from `metrics.jsonl`."""
         found: dict[str, list[tuple[int, float]]] = {}
         for step, line in metric_lines(self._metrics):
             for name, value in json.loads(line).items():

@@ -75,9 +75,7 @@ class PlainView:
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         line = [f"step {step}/{self._steps}"]
-        line += [
-            f"{name} {value:.3f}" for name, value in numbers.items() if name.startswith("eval/")
-        ]
+        line += [f"{name} {value:.3f}" for name, value in held_out(numbers).items()]
         line += [
             f"{label} {form.format(numbers[key])}" for label, key, form in SHOWN if key in numbers
         ]
@@ -123,9 +121,8 @@ class LiveView:
         self._numbers |= numbers
         if "reward/mean" in numbers:
             self._rewards.append(numbers["reward/mean"])
-        for name, value in numbers.items():
-            if name.startswith("eval/"):
-                self._evals.setdefault(name.removeprefix("eval/"), []).append((step, value))
+        for name, value in held_out(numbers).items():
+            self._evals.setdefault(name.removeprefix("eval/"), []).append((step, value))
 
     def say(self, text: str) -> None:
         self._live.console.print(text, highlight=False, markup=False)
@@ -174,6 +171,16 @@ class LiveView:
             split = "  ".join(f"{label} {spent / total:.0%}" for label, spent in times.items())
             rows += [Text(f"time split of {total:.1f} s a step", style="dim"), Text(split)]
         return Group(*rows)
+
+
+def held_out(numbers: Mapping[str, float]) -> dict[str, float]:
+    """What a step shows of its evaluation: pass@1, and how many completions had no score."""
+    return {
+        name: value
+        for name, value in numbers.items()
+        if name.startswith("eval/")
+        and (name.endswith("/pass@1") or (name.endswith("/unscored") and value > 0))
+    }
 
 
 def sparkline(series: list[float], width: int = 40) -> str:

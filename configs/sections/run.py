@@ -68,7 +68,7 @@ class RunConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     samples: int = 1
-    """Answers to each held-out prompt; pass@1 is their mean."""
+    """Completions to each held-out prompt; pass@1 is the share of them that is wholly right."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

@@ -63,12 +63,14 @@ class World:
         stop_after: int | None = None,
         version: int = 0,
         easy: Sequence[str] = (),
+        empty_eval: bool = False,
     ):
         self.events: list[str] = []
         self.records: dict[int, Mapping[str, Metric]] = {}
         self.version, self.engine_version = version, 0
         self.empty, self.stop_after, self.asked = empty, stop_after, 0
         self.easy, self.unfinished = easy, list[str]()
+        self.empty_eval, self.partial = empty_eval, (1.0, 0.0)
 
     def take(self, n: int) -> Sequence[Prompt]:
         self.asked += n
@@ -81,7 +83,7 @@ class World:
     def sampled(self, p: Prompt, purpose: str) -> Group:
         if self.events[-1:] != [f"{purpose}@{self.engine_version}"]:
             self.events.append(f"{purpose}@{self.engine_version}")
-        if self.empty:
+        if self.empty or (self.empty_eval and purpose == "eval"):
             return Group(prompt=p, trajectories=(), dropped=("late", "late"))
         both = tuple(answer(p.prompt_id, i, self.engine_version) for i in range(2))
         return Group(prompt=p, trajectories=both)
@@ -96,8 +98,9 @@ class World:
         return {"reward/judge_calls": Sum(3)}
 
     def scored(self, group: Group) -> ScoredGroup:
+        first, second = self.partial
         right = group.prompt.prompt_id in self.easy
-        correct = [1.0, float(right)][: len(group.trajectories)]
+        correct = [first, 1.0 if right else second][: len(group.trajectories)]
         rewards = np.array(correct, np.float32)
         return ScoredGroup(
             group=group,
@@ -158,6 +161,20 @@ def test_order_of_a_run() -> None:
     assert "eval/sums/pass@1" in world.records[0]
     assert "eval/sums/pass@1" not in world.records[1]
     assert world.records[3]["eval/sums/pass@1"].value == 0.5
+
+
+def test_partial_credit_and_what_never_came_are_no_passes() -> None:
+    world = World()
+    world.partial = (0.9999999, 0.5)  # of the two completions to each held-out prompt
+    world.run(config(eval_every=2))
+    metrics = world.records[3]
+    assert metrics["eval/sums/pass@1"].value == 0
+    assert metrics["eval/sums/score"].value == pytest.approx(0.75, abs=1e-6)
+    assert metrics["eval/sums/unscored"].value == 0
+    world = World(empty_eval=True)
+    world.run(config(eval_every=2))
+    assert world.records[3]["eval/sums/pass@1"].value == 0  # not NaN: two were asked for
+    assert world.records[3]["eval/sums/unscored"].value == 2
 
 
 def test_a_step_reports_rewards_staleness_and_where_the_time_went() -> None:

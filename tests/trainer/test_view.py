@@ -16,6 +16,8 @@ NUMBERS = {
     "time/rollout": 3.0,
     "time/train": 1.0,
     "eval/sums/pass@1": 0.5,
+    "eval/sums/score": 0.8,
+    "eval/sums/unscored": 0.0,
 }
 
 
@@ -34,6 +36,9 @@ def test_without_a_terminal_each_step_is_a_line() -> None:
         "7.5 ids",
     ):
         assert part in line
+    assert "score" not in line
+    view.record(4, {**NUMBERS, "eval/sums/unscored": 2.0})
+    assert "eval/sums/unscored 2.000" in stream.getvalue()
 
 
 def test_the_panel_shows_progress_health_and_the_time_split() -> None:

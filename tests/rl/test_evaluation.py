@@ -1,0 +1,52 @@
+"""pass@1 counts what is wholly right among all that was asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from rl.evaluation import evaluation
+from rl.types import Group, ScoredGroup
+from tests.rl.rollouts import prompt, segment, trajectory
+
+
+def group(parts: Sequence[Mapping[str, float]], dropped: Sequence[str] = ()) -> ScoredGroup:
+    rewards = np.array([part["correct"] for part in parts], np.float32)
+    trajectories = tuple(trajectory(segment(), sibling=i) for i in range(len(parts)))
+    return ScoredGroup(
+        group=Group(prompt=prompt(), trajectories=trajectories, dropped=tuple(dropped)),
+        rewards_G=rewards,
+        parts_G=tuple(parts),
+        advantages_G=rewards * 0,
+    )
+
+
+def test_partial_credit_is_in_the_score_alone() -> None:
+    found = evaluation([group([{"correct": c} for c in (1.0, 0.9999999, 0.5, 0.0)])])
+    assert found["pass@1"].value == 1 / 4
+    assert found["score"].value == pytest.approx(2.4999999 / 4)
+    assert found["unscored"].value == 0
+
+
+def test_the_rounding_of_a_sum_of_parts_is_still_a_pass() -> None:
+    whole = sum([0.1] * 10)
+    assert whole < 1
+    assert evaluation([group([{"correct": whole}])])["pass@1"].value == 1
+
+
+def test_late_failed_and_unjudged_completions_are_wrong_and_counted() -> None:
+    failed = {"correct": 0.0, "error": 1.0}
+    right = {"correct": 1.0, "error": 1.0}  # another part of its reward failed
+    found = evaluation([group([{"correct": 1.0}, failed, right], ["late", "unjudged"])])
+    assert found["pass@1"].value == 2 / 5
+    assert found["score"].value == pytest.approx(2 / 3)
+    assert found["unscored"].value == 3
+
+
+def test_a_group_of_which_nothing_came() -> None:
+    found = evaluation([group([], ["late", "late"]), group([{"correct": 1.0}])])
+    assert found["pass@1"].value == 1 / 3
+    assert math.isnan(evaluation([])["pass@1"].value)
