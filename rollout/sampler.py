@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from vllm import EngineArgs, SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
@@ -99,7 +99,7 @@ class Sampler:
             )
         ](routes=self._routes, kept=self._kept and spec.config.sampling.truncated)
         with cache.bounded():
-            self._llm = LLMEngine.from_engine_args(_engine_args(spec, self._recorder))
+            self._llm = LLMEngine.from_engine_args(_engine_args(spec, self._recorder, text))
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         self._manifest = Manifest(
@@ -343,7 +343,7 @@ def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
     return versions
 
 
-def _engine_args(spec: EngineSpec, recorder: Recorder) -> EngineArgs:
+def _engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
     config = spec.config
     args: dict[str, Any] = {
         "model": spec.model_path,
@@ -371,6 +371,9 @@ def _engine_args(spec: EngineSpec, recorder: Recorder) -> EngineArgs:
             "block_size": CPU_BLOCK,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
         }
+        if getattr(text, "kv_lora_rank", None) is not None:
+            # On a CPU with AMX vLLM would choose its backend for bfloat16 alone.
+            args["attention_backend"] = "CPU_MLA"
     else:
         args |= {
             "enforce_eager": config.enforce_eager,

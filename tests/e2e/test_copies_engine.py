@@ -37,3 +37,12 @@ def test_a_tied_head_that_is_packed_follows_its_embedding(tmp_path: Path) -> Non
             engine.update(version, change(model, version))
             groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
             check_probabilities(model, groups, version)
+
+
+@pytest.mark.parametrize("amx", [False, True], ids=["without-amx", "with-amx"])
+def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> None:
+    model = make(tmp_path, "latent")
+    spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=0.25)
+    with running_engine(spec, gpu=False, amx=amx) as engine:
+        engine.update(1, change(model, 1))
+        check_probabilities(model, engine.sample(prompts(2, shared=30, own=9)), 1)

@@ -85,8 +85,12 @@ _ENGINE: Any = None
 _WATCH = Watch()
 
 
-def _start(spec: EngineSpec, without: str, blocks: int | None, kind: Kind) -> tuple[str, ...]:
+def _start(
+    spec: EngineSpec, without: str, blocks: int | None, kind: Kind, amx: bool | None
+) -> tuple[str, ...]:
     global _ENGINE
+    if amx is not None:
+        torch.cpu._is_amx_tile_supported = lambda: amx  # what vLLM asks
     if kind in ("native", "packed"):
         interpreted.install(kind)
     if kind == "plain":
@@ -287,13 +291,15 @@ def running_engine(
     blocks: int | None = None,
     variables: Mapping[str, str] | None = None,
     kind: Kind = "",
+    amx: bool | None = None,
 ) -> Iterator[RemoteEngine]:
     """An engine in a process of its own.
 
     `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
     added to the environment. On a CPU, `kind` may be "short" (the V1 recorder with the scheduler
     of the packed one), the name of a recorder for GPUs, whose kernels are then interpreted, or
-    "plain" (tests/plain_weights.py).
+    "plain" (tests/plain_weights.py). `amx`: whether vLLM is told that the CPU has AMX; None: the
+    truth.
     """
     saved = dict(os.environ)
     # Read by torch and vLLM when they are imported there.
@@ -301,7 +307,7 @@ def running_engine(
     os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}) | special)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        started = process.submit(_start, spec, without, blocks, kind)
+        started = process.submit(_start, spec, without, blocks, kind, amx)
         os.environ.clear()
         os.environ.update(saved)
         sleeps = spec.config.sleep or not gpu
