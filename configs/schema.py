@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 from configs.sections.algorithm import AlgorithmConfig
 from configs.sections.base import ConfigError, require
 from configs.sections.data import DataConfig, LengthConfig, SourceConfig
-from configs.sections.model import ColdStartConfig, EmbeddedConfig, ModelConfig
+from configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from configs.sections.rollout import RolloutConfig, SamplingConfig
 from configs.sections.run import EvalConfig, RunConfig
@@ -27,6 +26,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "Dtype",
     "EmbeddedConfig",
     "EvalConfig",
     "JudgeConfig",
@@ -118,7 +118,7 @@ class Config:
                 )
 
     @property
-    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+    def engine_dtype(self) -> Dtype:
         """Precision of the engines, and of the weights that they are sent."""
         return self.rollout.dtype or self.model.dtype
 

@@ -349,6 +349,7 @@ def _engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -
         "model": spec.model_path,
         "tokenizer": spec.tokenizer,
         "dtype": spec.dtype,
+        "hf_overrides": {"head_dtype": config.head_dtype},
         "max_model_len": spec.max_model_len,
         "max_num_seqs": config.max_concurrent,
         "max_num_batched_tokens": config.max_batched_tokens,

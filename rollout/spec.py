@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from configs.schema import RolloutConfig
+from configs.schema import Dtype, RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class EngineSpec:
     """A local folder or a hub name, with a safetensors checkpoint."""
     tokenizer: str
     config: RolloutConfig
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     max_model_len: int
     """Context of the engine: prompt and answer, in tokens."""
     seed: int

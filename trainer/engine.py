@@ -46,6 +46,7 @@ from trainer.policy import Inputs, PolicyNetwork, Reference, whole_sequences
 from trainer.ranks import join_ranks, limit_waits
 from trainer.schedule import learning_rate
 from trainer.zero import (
+    SCALE_POWER,
     deepspeed_config,
     frozen_config,
     initialize,
@@ -91,6 +92,8 @@ class TrainerEngine:
         dtype = compute_dtype(config, self._device)
         torch.manual_seed(config.run.seed)
         self._stage = zero_stage(trainer, dtype)
+        # In float16 a scale of the loss that is too large is halved by each of them.
+        self._most_skips = SCALE_POWER if dtype == torch.float16 else SKIPS_IN_A_ROW
         self._part = Slice.join(trainer.sequence_parallel)
 
         network = self._load(model_path, dtype)
@@ -154,7 +157,7 @@ class TrainerEngine:
         """Train on one batch of rollouts: one optimizer step for each of `batches`, in order.
 
         Metrics are those of `rl.summary.of_updates`. Raises `RuntimeError` when `SKIPS_IN_A_ROW`
-        steps in a row had no finite gradient.
+        steps in a row had no finite gradient (in float16 `SCALE_POWER`).
         """
         self._unpark()
         lr = learning_rate(
@@ -179,9 +182,9 @@ class TrainerEngine:
         self._version += 1
         finite = math.isfinite(norm)
         self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
-        if self._skips_in_a_row >= SKIPS_IN_A_ROW:
+        if self._skips_in_a_row >= self._most_skips:
             raise RuntimeError(
-                f"the gradient norm was {norm} in {SKIPS_IN_A_ROW} optimizer steps in a row, the "
+                f"the gradient norm was {norm} in {self._most_skips} optimizer steps in a row, the "
                 f"last to version {self._version}; weights are as before them. A lower trainer.lr "
                 "or trainer.grad_clip, or a smaller kl_coef, usually cures it"
             )
@@ -422,5 +425,5 @@ class TrainerEngine:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """On a CPU always float32: there bfloat16 would cost accuracy and save no time."""
+    """On a CPU always float32: there less would cost accuracy and save no time."""
     return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32

@@ -14,7 +14,7 @@ from configs.schema import Config, ConfigError, TrainerConfig
 from model.load import ModelFacts
 
 GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ENGINE_PROCESS_GIB = 1.3
 """Resident size of an actor that has loaded vLLM on a CPU, without weights and KV cache."""
 TRAINER_PROCESS_GIB = 1.2
@@ -118,7 +118,7 @@ def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
     """ZeRO's; `trainer.zero.zero_stage`, without its imports."""
-    mixed = gpu and config.model.dtype == "bfloat16"
+    mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
 
 
@@ -128,7 +128,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     tokens. An offloaded optimizer's state is not on the GPU."""
     trainer, count = config.trainer, facts.parameters
     ranks, tokens = trainer.ranks, trainer.micro_batch_tokens / trainer.sequence_parallel
-    mixed = gpu and config.model.dtype == "bfloat16"
+    mixed = gpu and config.model.dtype != "float32"
     stage = stage_in_use(config, gpu=gpu)
     width = BYTES[config.model.dtype] if gpu else 4
     routed = facts.expert_parameters
@@ -155,7 +155,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         "experts' tokens": experts * width * tokens,
         "support head": support_head_bytes(config, facts, width),
     }
-    if stage == 2 or (stage >= 1 and ranks > 1):
+    if stage == 2 or (stage >= 1 and (ranks > 1 or config.model.dtype == "float16")):
         buckets = ZERO_2_BUCKETS if stage == 2 else 1
         parts["buckets"] = 4 * buckets * min(held, BUCKET_NUMBERS)
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.

@@ -18,6 +18,9 @@ from configs.schema import TrainerConfig
 from trainer.experts import autoep_config, by_expert_group
 from trainer.sums import sum_in_one_pass
 
+SCALE_POWER = 16
+"""float16: the loss is first multiplied by 2 to this power."""
+
 
 def initialize(
     model: nn.Module,
@@ -73,6 +76,9 @@ def deepspeed_config(
     if dtype == torch.bfloat16:
         # Stage 1: each gradient joins the float32 sum, and is freed, as soon as it is there.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
+    elif dtype == torch.float16:
+        # The loss's scale: halved after each step that overflows, doubled after 1,000 that do not.
+        config["fp16"] = {"enabled": True, "initial_scale_power": SCALE_POWER, "hysteresis": 1}
     if trainer.offload_optimizer:
         on_gpu = device.type == "cuda"
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
@@ -89,17 +95,17 @@ def deepspeed_config(
 def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same for a model that is not trained: below ZeRO-3 there is nothing else to shard.
 
-    There it stays in the dtype it was loaded in: told of bfloat16, DeepSpeed wants an optimizer.
+    There it stays in the dtype it was loaded in: told of another, DeepSpeed wants an optimizer.
     """
     if config["zero_optimization"]["stage"] == 3:
         return dict(config)
-    rest = {name: value for name, value in config.items() if name != "bf16"}
+    rest = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
     return {**rest, "zero_optimization": {"stage": 0}}
 
 
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
     """The stage in use: DeepSpeed keeps float32 master weights from stage 1 up only."""
-    return max(1, trainer.zero_stage) if dtype == torch.bfloat16 else trainer.zero_stage
+    return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
 def optimizer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -55,8 +55,11 @@ class RolloutConfig:
     colocated: bool = False
     """Put engine i on the GPU of trainer rank i (as many engines as ranks, of one GPU each);
     `gpu_memory` is then the engine's share of it. A single GPU is always shared."""
-    dtype: Literal["", "float32", "bfloat16"] = ""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of the engine's weights and compute; empty: `model.dtype`."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Of the engine's logits. float32, as the trainer's are: rounded to bfloat16, a logit of 20 is
+    off by up to 0.06. model: the engine's dtype."""
     sleep: bool = False
     """Where engine and trainer share a GPU: each has its memory in turn. While the trainer works,
     the engine gives up weights and KV cache; while the engine samples, what the trainer holds waits
