@@ -41,8 +41,8 @@ class LossOutput:
     loss: Tensor
     """Scalar; carries the gradient."""
     totals: Tensor
-    """[2 + 2·len(MEANS)] float64 on the loss's device: the loss, the largest ratio, and a sum and a
-    count for each of `MEANS`."""
+    """[3 + 2·len(MEANS)] float64 on the loss's device: the loss, the largest ratio, the largest gap
+    of a sequence, and a sum and a count for each of `MEANS`."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -50,11 +50,12 @@ class LossOutput:
 
         Read them after the backward pass: reading waits for the device.
         """
-        loss, ratio_max, *pairs = (float(number) for number in self.totals.cpu())
+        loss, ratio_max, gap_max, *pairs = (float(number) for number in self.totals.cpu())
         means = zip(MEANS, pairs[::2], pairs[1::2], strict=True)
         return {
             "loss": Sum(loss),
             "mismatch/ratio_max": Max(ratio_max),
+            "mask/gap_max": Max(gap_max),
             **{name: Mean(total, count) for name, total, count in means},
         }
 
@@ -102,7 +103,9 @@ def grpo_loss(
     Metrics: `loss`; `kl/ref` (the chosen estimator, over tokens whose `logp_ref` is not NaN);
     `mismatch/kl` (k3 of π_old against π_θ), `mismatch/logp_abs`, `mismatch/ratio_mean`,
     `mismatch/ratio_max` and `mismatch/ratio_outside` (the share of ratios outside [0.9, 1.1]);
-    `mask/sequence_fraction`; `clip/fraction` (tokens that the clip leaves without a gradient).
+    `mask/sequence_fraction`; `mask/gap_max` (the largest mean of log π_old − log π_θ over a
+    sequence, whatever its advantage: what δ is compared with, in nats a token); `clip/fraction`
+    (tokens that the clip leaves without a gradient).
 
     Raises `ValueError` naming the argument, and on the CPU the row (see `rl.checks`).
     """
@@ -137,10 +140,14 @@ def grpo_loss(
         present_S = keep.new_zeros(len(sequence_tokens)).scatter_(0, sequence, everywhere)
         dropped_S = sequence.new_zeros(len(sequence_tokens)).index_add_(0, sequence, (~keep).long())
         ratio = (logp - logp_old).clamp(-BOUND, BOUND).exp()
+        zeros_S = logp.new_zeros(len(sequence_tokens))
+        count_S = zeros_S.index_add(0, sequence, torch.ones_like(logp)).clamp(min=1)
+        gap_S = zeros_S.index_add(0, sequence, logp_old - logp) / count_S
         totals = torch.stack(
             [
                 loss.double(),
                 torch.cat([ratio, ratio.new_zeros(1)]).amax().double(),
+                torch.cat([gap_S, gap_S.new_zeros(1)]).amax().double(),
                 *_total(ESTIMATORS[kl](logp, logp_old, reference), known),
                 *_total(k3(logp_old, logp), everywhere),
                 *_total((logp - logp_old).abs(), everywhere),

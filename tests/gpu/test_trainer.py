@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from configs.schema import Dtype
 from model.weights import unpack_block
 from rl.metrics import values
 from tests.e2e.trainer_batches import Rollouts, write_model
@@ -31,13 +32,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def test_bfloat16_follows_float32_under_every_stage(ranks: Ranks) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_follows_float32_under_every_stage(ranks: Ranks, dtype: Dtype) -> None:
     plain = values(training(0)(ranks)["metrics"][0])
     for stage in (0, 1, 2, 3):
         for recomputed in (False, True):
             result = training(
                 stage,
-                dtype="bfloat16",
+                dtype=dtype,
                 tokens=TIGHT,
                 activation_checkpointing=recomputed,
                 offload_optimizer=recomputed and stage > 0,
@@ -47,7 +49,28 @@ def test_bfloat16_follows_float32_under_every_stage(ranks: Ranks) -> None:
             assert first["loss"] == pytest.approx(plain["loss"], abs=0.01)
             assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.03)
             assert first["mismatch/kl"] == pytest.approx(plain["mismatch/kl"], rel=0.03)
-            assert all(tensor.dtype == torch.bfloat16 for tensor in result["after"].values())
+            assert first["train/skipped_steps"] == 0
+            kind = getattr(torch, dtype)
+            assert all(tensor.dtype == kind for tensor in result["after"].values())
+
+
+def test_a_scale_of_the_loss_that_is_too_large_is_halved_and_its_steps_skipped(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(1, 1, dtype="float16")
+    groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
+    monkeypatch.setattr("trainer.zero.SCALE_POWER", 26)
+    engine = ranks.engine(config)
+    before = ranks.published(engine)
+    skipped = 0
+    for _ in range(16):
+        found = values(engine.step([ranks.batch(groups, config)]))
+        if not found["train/skipped_steps"]:
+            break
+        skipped += 1
+        assert all(torch.equal(before[k], v) for k, v in ranks.published(engine).items())
+    assert 0 < skipped < 16 and engine.version == skipped + 1
+    assert any(not torch.equal(before[k], v) for k, v in ranks.published(engine).items())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -368,6 +368,7 @@ def test_metrics_by_hand() -> None:
         "mismatch/ratio_outside": Mean(2, 3),
         "mismatch/ratio_max": Max(math.e),
         "mask/sequence_fraction": Mean(1, 2),
+        "mask/gap_max": Max(3.0),  # of the second; the first has moved the other way
         "clip/fraction": Mean(1, 3),
     }
     found = output.metrics
