@@ -43,6 +43,8 @@ class LossOutput:
     totals: Tensor
     """[3 + 2·len(MEANS)] float64 on the loss's device: the loss, the largest ratio, the largest gap
     of a sequence, and a sum and a count for each of `MEANS`."""
+    whole: bool = False
+    """Whether sequences came whole, so that their gaps are known."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -55,7 +57,7 @@ class LossOutput:
         return {
             "loss": Sum(loss),
             "mismatch/ratio_max": Max(ratio_max),
-            "mask/gap_max": Max(gap_max),
+            **({"mask/gap_max": Max(gap_max)} if self.whole else {}),
             **{name: Mean(total, count) for name, total, count in means},
         }
 
@@ -104,8 +106,8 @@ def grpo_loss(
     `mismatch/kl` (k3 of π_old against π_θ), `mismatch/logp_abs`, `mismatch/ratio_mean`,
     `mismatch/ratio_max` and `mismatch/ratio_outside` (the share of ratios outside [0.9, 1.1]);
     `mask/sequence_fraction`; `mask/gap_max` (the largest mean of log π_old − log π_θ over a
-    sequence, whatever its advantage: what δ is compared with, in nats a token); `clip/fraction`
-    (tokens that the clip leaves without a gradient).
+    sequence, whatever its advantage: what δ is compared with, in nats per token; with `mask_delta`
+    alone); `clip/fraction` (tokens that the clip leaves without a gradient).
 
     Raises `ValueError` naming the argument, and on the CPU the row (see `rl.checks`).
     """
@@ -140,14 +142,15 @@ def grpo_loss(
         present_S = keep.new_zeros(len(sequence_tokens)).scatter_(0, sequence, everywhere)
         dropped_S = sequence.new_zeros(len(sequence_tokens)).index_add_(0, sequence, (~keep).long())
         ratio = (logp - logp_old).clamp(-BOUND, BOUND).exp()
-        zeros_S = logp.new_zeros(len(sequence_tokens))
-        count_S = zeros_S.index_add(0, sequence, torch.ones_like(logp)).clamp(min=1)
-        gap_S = zeros_S.index_add(0, sequence, logp_old - logp) / count_S
+        gap = (logp_old - logp).double()
+        zeros_S = gap.new_zeros(len(sequence_tokens))
+        count_S = zeros_S.index_add(0, sequence, torch.ones_like(gap)).clamp(min=1)
+        gap_S = zeros_S.index_add(0, sequence, gap) / count_S
         totals = torch.stack(
             [
                 loss.double(),
                 torch.cat([ratio, ratio.new_zeros(1)]).amax().double(),
-                torch.cat([gap_S, gap_S.new_zeros(1)]).amax().double(),
+                torch.cat([gap_S, zeros_S.new_zeros(1)]).amax(),
                 *_total(ESTIMATORS[kl](logp, logp_old, reference), known),
                 *_total(k3(logp_old, logp), everywhere),
                 *_total((logp - logp_old).abs(), everywhere),
@@ -157,7 +160,7 @@ def grpo_loss(
                 *_total(clipped, everywhere),
             ]
         )
-    return LossOutput(loss, totals)
+    return LossOutput(loss, totals, whole=mask_delta is not None)
 
 
 def _surrogate(

@@ -87,7 +87,9 @@ def reference_grpo(
     reference_kl: list[float] = []
     clipped: list[bool] = []
     masked: list[bool] = []
+    far: list[float] = [0.0]
     for answer in answers:
+        far.append(mean([token.logp_old - token.logp.item() for token in answer.tokens]))
         mask = sequence_mask(answer, mask_delta)
         masked.append(mask == 0)
         inner = torch.zeros((), dtype=torch.float64)
@@ -118,6 +120,7 @@ def reference_grpo(
             "mismatch/ratio_outside": mean([not 0.9 <= ratio <= 1.1 for ratio in ratios]),
             "mismatch/ratio_max": max(ratios),
             "mask/sequence_fraction": mean(masked),
+            **({} if mask_delta is None else {"mask/gap_max": max(far)}),
             "clip/fraction": mean(clipped),
         },
     )
