@@ -71,6 +71,7 @@ ARMS = {
         Arm("keel-plain-sync", keel=True, asynchronous=False),
         packed("packed-fa2", attention_config={"flash_attn_version": 2}),
         packed("packed-triton", attention_backend="TRITON_ATTN"),
+        packed("packed-head-rounded", hf_overrides={"head_dtype": "model"}),
         packed("packed-page64", block_size=64),
         packed("packed-page256", block_size=256),
     )
