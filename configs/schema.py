@@ -15,11 +15,12 @@ from configs.sections.base import ConfigError, require
 from configs.sections.data import DataConfig, LengthConfig, SourceConfig
 from configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
-from configs.sections.rollout import RolloutConfig, SamplingConfig
+from configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
 from configs.sections.run import EvalConfig, RunConfig
 from configs.sections.trainer import TrainerConfig
 
 __all__ = [
+    "CUT_S",
     "AlgorithmConfig",
     "CodeConfig",
     "ColdStartConfig",
@@ -128,6 +129,14 @@ class Config:
         judge = self.rewards.judge
         asking = (1 + judge.retries) * judge.deadline_s if judge.model else 0.0
         return self.algorithm.group_size * self.rewards.deadline_s + asking
+
+    @property
+    def group_deadline_s(self) -> float:
+        """Longest without a group, as long as all is well or mended: an engine has fallen silent
+        and is replaced, and what it was asked is sampled anew and scored."""
+        silent = 2 * self.rollout.silent_s
+        started = self.run.startup_deadline_s + self.sending_deadline_s
+        return silent + started + self.scoring_deadline_s
 
     @property
     def sending_deadline_s(self) -> float:

@@ -29,7 +29,7 @@ class SpokenTrajectory:
     messages: Sequence[Mapping[str, Any]]
     """As `rl.types.Trajectory.messages`."""
     finish_reason: str
-    """`stop`, or `length` where the answer was cut off."""
+    """`stop`, or `length` where the answer was cut off, at whichever limit."""
     sampled_tokens: int
 
     @property

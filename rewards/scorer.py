@@ -180,17 +180,17 @@ class Scorer:
         kept: list[Trajectory] = []
         scores: list[Score] = []
         dropped: list[str] = []
+        left_out: list[Trajectory] = []
         for trajectory, found in zip(group.trajectories, parts, strict=True):
-            cut = trajectory.finish_reason == "length"
-            if isinstance(found, str):
-                dropped.append(found)
-            elif cut and length.truncated == "drop" and purpose == "train":
-                dropped.append(CUT_OFF)
+            out = trajectory.cut and length.truncated == "drop" and purpose == "train"
+            if isinstance(found, str) or out:
+                dropped.append(found if isinstance(found, str) else CUT_OFF)
+                left_out.append(trajectory)
             else:
                 kept.append(trajectory)
                 scores.append(
                     Score(0.0, {**found, "correct": 0.0})
-                    if cut and length.truncated == "zero"
+                    if trajectory.cut and length.truncated == "zero"
                     else compose(found, self._weights[group.prompt.domain])
                 )
         if dropped:
@@ -205,6 +205,7 @@ class Scorer:
             rewards_G=rewards.numpy(),
             parts_G=tuple(score.parts for score in scores),
             advantages_G=advantages.numpy(),
+            left_out=tuple(left_out),
         )
 
     def _parts(self, pending: _Pending) -> list[dict[str, float] | str]:
@@ -230,7 +231,7 @@ class Scorer:
                     keeps_format(
                         raw_text(trajectory.messages),
                         thinking=group.prompt.thinking,
-                        finished=trajectory.finish_reason == "stop",
+                        finished=not trajectory.cut,
                     )
                 )
         return parts
@@ -256,6 +257,6 @@ def _with_length(
 def _spoken(trajectory: Trajectory) -> SpokenTrajectory:
     return SpokenTrajectory(
         messages=trajectory.messages,
-        finish_reason=trajectory.finish_reason,
+        finish_reason="length" if trajectory.cut else "stop",
         sampled_tokens=trajectory.sampled_tokens,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rl.metrics import Mean, Metric, Sum, mean_of, merge
+from rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
 from rl.types import CUT_OFF, ScoredGroup, Trajectory
 
 
@@ -16,27 +16,35 @@ def summarize(
 ) -> dict[str, Metric]:
     """Rewards, lengths, staleness and losses of a batch, for a policy now at `version`.
 
-    Rewards, lengths and losses are of all groups that were sampled for it: without the `discarded`
-    ones (`algorithm.filter_groups`), a policy that is nearly always right would look as good as one
-    that is right half the time. Staleness and kept sets are of what is trained on.
+    Rewards and losses are of all groups that were sampled for it: without the `discarded` ones
+    (`algorithm.filter_groups`), a policy that is nearly always right would look as good as one that
+    is right half the time. Staleness, kept sets and `length/mean` are of what is trained on.
+    `length/drawn` is of all that was sampled for it, answers that were left out included: where the
+    two differ, length decides about what is trained on.
 
     Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. Answers that
-    were dropped for being cut off count in `rollout/truncated_fraction` and `rollout/dropped`
-    alone. A part of the reward is averaged over the answers that have it; `sampling/kept_mean` over
-    the tokens that truncated sampling drew, and `domain/<name>/…` stand only where there are such.
+    were cut off count in `rollout/truncated_fraction`, those among them that ran out of time in
+    `rollout/cut`, dropped ones too. All means are over answers, so that a group that lost some
+    weighs less in them than in the loss. A part of the reward is averaged over the answers that
+    have it; `sampling/kept_mean` over the tokens that truncated sampling drew, and
+    `domain/<name>/…` stand only where there are such.
 
     Raises `ValueError` for a reward part named `mean`, whose metric would be `reward/mean`.
     """
     groups = [*trained, *discarded]
     trajectories = [t for group in groups for t in group.group.trajectories]
-    cut = [t.finish_reason == "length" for t in trajectories]
+    drawn = trajectories + [t for group in groups for t in group.left_out]
+    cut = [t.cut for t in trajectories]
     cut += [True for group in groups for reason in group.group.dropped if reason == CUT_OFF]
     ours = [t for group in trained for t in group.group.trajectories]
     metrics: dict[str, Metric] = {
         "reward/mean": _reward(groups),
-        "length/mean": _length(trajectories),
+        "length/mean": _length(ours),
+        "length/drawn": _length(drawn),
         "staleness/mean": _staleness(ours, version),
+        "staleness/max": _oldest(ours, version),
         "rollout/truncated_fraction": mean_of(cut),
+        "rollout/cut": Sum(sum(t.finish_reason == "deadline" for t in drawn)),
         "rollout/dropped": Sum(sum(len(group.group.dropped) for group in groups)),
         "rollout/uniform_groups": Sum(sum(group.uniform for group in groups)),
     }
@@ -99,6 +107,12 @@ def _staleness(trajectories: Sequence[Trajectory], version: int) -> Mean:
         total += version * len(sampled) - int(sampled.sum())
         count += len(sampled)
     return Mean(total, count)
+
+
+def _oldest(trajectories: Sequence[Trajectory], version: int) -> Max:
+    segments = (segment for t in trajectories for segment in t.segments)
+    sampled = (segment.version_T[segment.trainable_T] for segment in segments)
+    return Max(max((float(version - v.min()) for v in sampled if len(v)), default=0.0))
 
 
 def _kept(trajectories: Sequence[Trajectory]) -> Mean:

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from rl.metrics import Metric
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "deadline"]
+"""The policy ended it, or it was cut: at `rollout.sampling.max_tokens` or `rollout.deadline_s`."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
-"""Why an answer is missing that was as long as it may be."""
+"""Why an answer is missing that was as long as it may be, or took as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +181,11 @@ class Trajectory:
             raise ValueError(f"trajectory {self.prompt_id}/{self.sibling}: no sampled token")
 
     @property
+    def cut(self) -> bool:
+        """Whether the policy had not ended it; rewards make no difference between the limits."""
+        return self.finish_reason != "stop"
+
+    @property
     def sampled_tokens(self) -> int:
         """|o_i|: tokens the policy sampled, over all segments."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
@@ -208,6 +214,8 @@ class ScoredGroup:
     parts_G: tuple[Mapping[str, float], ...]
     """Named parts of each reward, before weighting."""
     advantages_G: NDArray[np.float32]
+    left_out: tuple[Trajectory, ...] = ()
+    """What was sampled too, and dropped for its score or for want of one (reasons: `dropped`)."""
 
     def __post_init__(self) -> None:
         count = len(self.group.trajectories)

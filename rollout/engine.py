@@ -10,12 +10,13 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol
 
-from configs.schema import RolloutConfig, SamplingConfig
+from configs.schema import CUT_S, RolloutConfig, SamplingConfig
 from model.channel import Meeting
 from model.line import Begin, Finish, Inbox
 from model.weights import Bucket
@@ -56,6 +57,8 @@ class SamplerLike(Protocol):
     ) -> None: ...
     def step(self) -> Iterable[tuple[int, Group]]: ...
     def abort(self, job: int) -> None: ...
+    def cut(self, job: int) -> Iterable[tuple[int, Group]]: ...
+    def give_up(self, job: int) -> Iterable[tuple[int, Group]]: ...
     def gpus(self) -> list[str]: ...
     def updates(self) -> list[str]: ...
     def join(self, meeting: Meeting, name: str) -> None: ...
@@ -65,6 +68,7 @@ class SamplerLike(Protocol):
     def finish_update(self, version: int, checksum: int | None) -> None: ...
 
 
+Late = Literal["cut", "give up"]
 When = Literal["now", "idle", "open"]
 """At once, once no answer is being sampled, or once the weights are whole."""
 
@@ -87,6 +91,9 @@ class Engine:
         self._config = config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._groups: dict[int, Future[Group]] = {}
+        self._limits: dict[int, tuple[float, Late]] = {}
+        """What is to be done with a group that is still there when the engine has been busy for so
+        many seconds. Time in which nothing can be sampled (updates, sleep) does not count."""
         self._numbers = itertools.count()
         self._gate = threading.Lock()
         """Held to give a command and to say that no more are taken, so that none is lost."""
@@ -111,7 +118,8 @@ class Engine:
         record: bool = True,
         draw: int = 0,
     ) -> Future[Group]:
-        """Sample `group_size` answers to `prompt`. Cancelling the future aborts them.
+        """Sample `group_size` answers to `prompt`. Cancelling the future aborts them. After
+        `rollout.deadline_s` they are cut where they are.
 
         `sampling` differs from the recipe's for evaluation, where `record` is False: routes and
         kept sets are then left out (log-probabilities never are). The future fails with
@@ -130,6 +138,7 @@ class Engine:
             if future.cancelled():
                 return
             self._groups[job] = future
+            self._limits[job] = self._busy_s + self._config.deadline_s, "cut"
             try:
                 sampler.add(job, prompt, **options)
             except BaseException:
@@ -284,7 +293,7 @@ class Engine:
             while self._take_commands(sampler, waiting):
                 if sampler.busy:
                     began = time.perf_counter()
-                    for job, group in sampler.step():
+                    for job, group in chain(self._hurry(sampler), sampler.step()):
                         self._resolve(job, group)
                     self._busy_s += time.perf_counter() - began
         except RecordingError as error:
@@ -319,12 +328,25 @@ class Engine:
             return sampler.open or self._failed
         return command.when == "now" or not sampler.busy
 
+    def _hurry(self, sampler: SamplerLike) -> Iterator[tuple[int, Group]]:
+        """See to the groups whose time is up."""
+        for job, (due, what) in list(self._limits.items()):
+            if due > self._busy_s:
+                continue
+            if what == "cut":
+                self._limits[job] = self._busy_s + CUT_S, "give up"
+                yield from sampler.cut(job)
+            else:
+                yield from sampler.give_up(job)
+
     def _abort(self, sampler: SamplerLike, job: int) -> None:
         self._groups.pop(job, None)
+        self._limits.pop(job, None)
         sampler.abort(job)
 
     def _resolve(self, job: int, group: Group) -> None:
         future = self._groups.pop(job, None)
+        self._limits.pop(job, None)
         if future is not None and future.set_running_or_notify_cancel():
             future.set_result(group)
 

@@ -82,7 +82,6 @@ class Order:
     sampling: SamplingConfig
     purpose: Purpose
     draw: int
-    deadline: float
     answer: Future[Group] = field(default_factory=Future[Group])
 
     @property
@@ -101,6 +100,16 @@ class Order:
     def give(self, group: Group) -> None:
         with suppress(InvalidStateError):
             self.answer.set_result(group)
+
+
+@dataclass(slots=True)
+class Flight:
+    """An order that an engine is at."""
+
+    order: Order
+    slot: Slot
+    deadline: float
+    """When the engine has been silent for too long. Does not count while it is not ready."""
 
 
 @dataclass(slots=True)

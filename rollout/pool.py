@@ -21,7 +21,7 @@ from typing import Any
 from configs.schema import RolloutConfig, SamplingConfig
 from rl.types import Group, Prompt
 from rollout.fleet import Deliver, Fleet, settle, to_each
-from rollout.orders import Order, Purpose, RolloutEngine, Slot, Update
+from rollout.orders import Flight, Order, Purpose, RolloutEngine, Slot, Update
 from rollout.spec import EngineError
 
 STOP_S = 10.0
@@ -69,7 +69,7 @@ class RolloutPool:
             update_s=update_deadline_s or config.update_deadline_s,
         )
         self._waiting: list[Order] = []
-        self._flights: dict[Future[Group], tuple[Order, Slot]] = {}
+        self._flights: dict[Future[Group], Flight] = {}
 
     @property
     def restarts(self) -> int:
@@ -94,9 +94,11 @@ class RolloutPool:
     ) -> Future[Group]:
         """Sample `group_size` answers to `prompt`. Cancelling the future gives them up.
 
-        A group that is not there after `rollout.deadline_s` is given up and comes without answers,
-        its reason in `dropped`. Evaluation is not recorded for replay. The future fails with what
-        an engine says about the prompt, and with `EngineError` when one keeps dying.
+        Its engine cuts it at `rollout.deadline_s` (`Engine.submit`), counted from when it begins:
+        how long it waits for an engine is no matter of its own. An engine that is silent for longer
+        is replaced, and its groups are sampled again. Evaluation is not recorded for replay. The
+        future fails with what an engine says about the prompt, and with `EngineError` when one
+        keeps dying.
         """
         (answer,) = self._submit([prompt], group_size, sampling, purpose)
         return answer
@@ -108,7 +110,6 @@ class RolloutPool:
         sampling: SamplingConfig | None,
         purpose: Purpose,
     ) -> list[Future[Group]]:
-        deadline = time.monotonic() + self._config.deadline_s
         how = sampling or self._config.sampling
         orders: list[Order] = []
         with self._gate:
@@ -116,7 +117,7 @@ class RolloutPool:
                 draw = self._draws[prompt.prompt_id]
                 self._draws[prompt.prompt_id] += 1
                 number = next(self._numbers)
-                orders.append(Order(number, prompt, group_size, how, purpose, draw, deadline))
+                orders.append(Order(number, prompt, group_size, how, purpose, draw))
             if (ended := self._ended) is None:
                 self._asked += orders
                 self._open |= {order.number: order for order in orders}
@@ -225,7 +226,7 @@ class RolloutPool:
         assert self._ended is not None
         for future in self._flights:
             future.cancel()
-        flying = [order for order, _ in self._flights.values()]
+        flying = [flight.order for flight in self._flights.values()]
         with self._gate:
             orders = [*flying, *self._waiting, *self._asked]
             updates = (self._fleet.wanted, self._update)
@@ -248,8 +249,8 @@ class RolloutPool:
             update, resting = self._update, self._asleep
         self._waiting.sort(key=lambda order: order.rank)
         self._fleet.follow(update, resting)
-        for future, (order, _) in list(self._flights.items()):
-            if order.answer.cancelled():
+        for future, flight in list(self._flights.items()):
+            if flight.order.answer.cancelled():
                 future.cancel()
                 self._take(future)
         self._waiting = [order for order in self._waiting if not order.answer.cancelled()]
@@ -272,7 +273,7 @@ class RolloutPool:
                 draw=order.draw,
             )
             del self._waiting[0]
-            self._flights[future] = (order, slot)
+            self._flights[future] = Flight(order, slot, self._silent_at())
             slot.sequences += order.group_size
             slot.load += order.tokens
 
@@ -280,8 +281,8 @@ class RolloutPool:
         """Sleep until something happens, and deal with it: a caller, a group that is there, a slot
         that has come a stage further, a deadline."""
         pending = self._fleet.pending
-        late = [order.deadline for order in (*self._waiting, *self._flying())]
-        until = min([*late, *(slot.deadline for slot in pending.values())], default=None)
+        silent = [flight.deadline for flight in self._sampling().values()]
+        until = min([*silent, *(slot.deadline for slot in pending.values())], default=None)
         timeout = None if until is None else max(0.0, until - time.monotonic())
         anything: list[Future[Any]] = [self._called, *self._flights, *pending]
         done, _ = wait(anything, timeout, FIRST_COMPLETED)
@@ -293,13 +294,22 @@ class RolloutPool:
             over = future in done or time.monotonic() >= slot.deadline
             if over and (error := self._fleet.advance(slot)) is not None:
                 self._replace(slot, error)
-        self._give_up_late_ones()
+            elif over and slot.stage == "ready":  # its groups go on
+                for flight in self._flights.values():
+                    if flight.slot is slot:
+                        flight.deadline = self._silent_at()
+        self._replace_silent_ones()
 
-    def _flying(self) -> list[Order]:
-        return [order for order, _ in self._flights.values()]
+    def _silent_at(self) -> float:
+        return time.monotonic() + self._config.silent_s
+
+    def _sampling(self) -> dict[Future[Group], Flight]:
+        """What engines are at that can sample; each other has a deadline of its own."""
+        return {f: flight for f, flight in self._flights.items() if flight.slot.stage == "ready"}
 
     def _take(self, future: Future[Group]) -> Order:
-        order, slot = self._flights.pop(future)
+        flight = self._flights.pop(future)
+        order, slot = flight.order, flight.slot
         slot.sequences -= order.group_size
         slot.load -= order.tokens
         return order
@@ -308,7 +318,7 @@ class RolloutPool:
         """A group is there, or its engine is gone and it is sampled again."""
         if future not in self._flights:  # went down with another group of its engine
             return
-        _, slot = self._flights[future]
+        slot = self._flights[future].slot
         error = future.exception()
         if isinstance(error, EngineError):
             self._replace(slot, error)
@@ -317,26 +327,22 @@ class RolloutPool:
         else:
             self._take(future).give(future.result())
 
-    def _give_up_late_ones(self) -> None:
-        now = time.monotonic()
-        reason = f"late: not finished in {self._config.deadline_s:g} s"
-        flights = [future for future, (order, _) in self._flights.items() if order.deadline <= now]
-        for future in flights:
-            future.cancel()
-        late = [self._take(future) for future in flights]
-        late += [order for order in self._waiting if order.deadline <= now]
-        self._waiting = [order for order in self._waiting if order.deadline > now]
-        for order in late:
-            nothing = Group(
-                prompt=order.prompt, trajectories=(), dropped=(reason,) * order.group_size
-            )
-            order.give(nothing)
+    def _replace_silent_ones(self) -> None:
+        for future, flight in self._sampling().items():
+            late = flight.deadline <= time.monotonic() and not future.done()
+            if late and future in self._flights:  # not gone with another of its engine
+                error = EngineError(
+                    f"fell silent: no answer about prompt {flight.order.prompt.prompt_id} in "
+                    f"{self._config.silent_s:g} s, though it is cut after rollout.deadline_s = "
+                    f"{self._config.deadline_s:g}"
+                )
+                self._replace(flight.slot, error)
 
     def _replace(self, slot: Slot, error: EngineError) -> None:
         """Have the engine replaced, and sample its groups again."""
         self._fleet.replace(slot, error)
         self.say(f"rollout engine {slot.index} is started again: {error}")
-        for future in [future for future, (_, on) in self._flights.items() if on is slot]:
+        for future in [future for future, it in self._flights.items() if it.slot is slot]:
             order = self._take(future)
             # What had already arrived when the engine died is as good as any.
             if future.done() and not future.cancelled() and future.exception() is None:

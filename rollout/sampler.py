@@ -26,7 +26,7 @@ from model.channel import Meeting
 from model.load import full_attention
 from model.routers import is_moe
 from model.weights import Bucket
-from rl.types import Group, Prompt, Trajectory
+from rl.types import FinishReason, Group, Prompt, Trajectory
 from rollout import cache, shims
 from rollout.conversion import (
     RenderedPrompt,
@@ -42,6 +42,7 @@ from rollout.recorder import Recorder, Wanted, recorder_name
 from rollout.recorder_native import NativeRecorder
 from rollout.recorder_packed import PackedRecorder
 from rollout.recorder_v1 import V1Recorder
+from rollout.scheduler import cut_short
 from rollout.spec import EngineSpec, RecordingError, parallel_args
 
 MAX_AHEAD = 64
@@ -51,6 +52,8 @@ CPU_BLOCK = 32
 DISCARD = 2
 """vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
 GIB = 2**30
+NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.deadline_s)"
+NOT_CUT = "late: had no further token after the time of its group was up (rollout.deadline_s)"
 
 # Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -63,9 +66,17 @@ class _Job:
     prompt: Prompt
     rendered: RenderedPrompt
     wanted: Wanted
+    max_tokens: int
     requests: dict[str, int] = field(default_factory=dict)
     """Sibling of each unfinished request, by the name given to vLLM."""
     done: dict[int, Trajectory] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    cut: bool = False
+    """Whether what was unfinished at its deadline is to end with the next token."""
+
+    def group(self) -> Group:
+        answers = tuple(self.done[sibling] for sibling in sorted(self.done))
+        return Group(prompt=self.prompt, trajectories=answers, dropped=tuple(self.dropped))
 
 
 class Sampler:
@@ -153,7 +164,7 @@ class Sampler:
         wanted = Wanted(
             routes=record and self._routes, kept=record and self._kept and sampling.truncated
         )
-        self._jobs[job] = entry = _Job(prompt, rendered, wanted)
+        self._jobs[job] = entry = _Job(prompt, rendered, wanted, sampling.max_tokens)
         # One request a sibling: each has a seed of its own, and they share the prompt's blocks.
         for sibling in range(group_size):
             name = f"{job}.{sibling}"
@@ -180,18 +191,38 @@ class Sampler:
             answer = output.outputs[0]
             entry.done[sibling] = self._trajectory(entry, sibling, internal, answer, text)
             if not entry.requests:
-                del self._jobs[job]
-                answers = tuple(entry.done[index] for index in sorted(entry.done))
-                yield job, Group(prompt=entry.prompt, trajectories=answers)
+                yield job, self._jobs.pop(job).group()
+
+    def cut(self, job: int) -> list[tuple[int, Group]]:
+        """Have a group's unfinished answers end with their next token, as at `max_tokens`.
+
+        Those without a token are dropped: an empty answer is no sample, and since none of it has
+        been seen, leaving it out prefers no length. Returns the group if nothing else is missing.
+        """
+        entry = self._jobs[job]
+        entry.cut = True
+        begun = {name: cut_short(self._scheduler, self._internal[name]) for name in entry.requests}
+        return self._leave(job, [name for name in begun if not begun[name]], NEVER_BEGUN)
+
+    def give_up(self, job: int) -> list[tuple[int, Group]]:
+        """Drop a group's unfinished answers, and return those that are there."""
+        return self._leave(job, list(self._jobs[job].requests), NOT_CUT)
+
+    def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Group]]:
+        entry = self._jobs[job]
+        self._drop(entry, names)
+        entry.dropped += [reason] * len(names)
+        return [] if entry.requests else [(job, self._jobs.pop(job).group())]
 
     def abort(self, job: int) -> None:
         """Give a group up. Nothing of it is kept; unknown and finished jobs are ignored."""
-        entry = self._jobs.pop(job, None)
-        if entry is None:
-            return
-        internal = [self._internal.pop(name) for name in entry.requests]
-        for name in entry.requests:
-            del self._owner[name]
+        if (entry := self._jobs.pop(job, None)) is not None:
+            self._drop(entry, list(entry.requests))
+
+    def _drop(self, entry: _Job, names: list[str]) -> None:
+        internal = [self._internal.pop(name) for name in names]
+        for name in names:
+            del self._owner[name], entry.requests[name]
         self._llm.abort_request(internal, internal=True)
         for request in internal:
             self._recorder.forget(request)
@@ -311,12 +342,15 @@ class Sampler:
             routes=recording.routes,
         )
         self.sampled_tokens += len(ids)
+        finish: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+        if finish == "length" and entry.cut and len(ids) < entry.max_tokens:
+            finish = "deadline"
         return build_trajectory(
             sibling,
             segment,
             text,
             thinking=entry.rendered.thinking,
-            finish_reason=output.finish_reason,
+            finish_reason=finish,
         )
 
     def _check_reload(self) -> None:

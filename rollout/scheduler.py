@@ -382,6 +382,21 @@ class _Short(Scheduler):
             output.new_token_ids = late + output.new_token_ids
 
 
+def cut_short(scheduler: Scheduler, request_id: str) -> bool:
+    """Have a request end with its next token, or with those on their way: as if these were as many
+    as it may have, so that all that a recorder reads at an end is there. False, and nothing is
+    done, where no token of it has been sampled yet."""
+    if isinstance(scheduler, _Short):
+        scheduler._settle()
+    request = scheduler.requests[request_id]
+    flying = request.num_output_placeholders
+    if request.num_output_tokens + flying == 0:
+        return False
+    limit = request.num_output_tokens + max(1, flying)
+    request.max_tokens = min(request.max_tokens, limit)
+    return True
+
+
 class ShortScheduler(_Short):
     """Steps one after the other."""
 

@@ -46,6 +46,10 @@ class SamplingConfig:
         return self.top_p < 1 or self.top_k > 0
 
 
+CUT_S = 60.0
+"""Longest that a completion may go on once it is to be cut: until its next token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     engines: int = 1
@@ -88,7 +92,9 @@ class RolloutConfig:
     in_flight: they pause, and go on with the new weights; each token carries its version. drain:
     they are finished first, so that an answer is of one version."""
     deadline_s: float = 600.0
-    """Longest wait for a group, from when it is asked for; what is late is dropped and counted."""
+    """Seconds for a group, from when its engine begins it; those in which the engine takes weights
+    or sleeps do not count. Then its completions are cut where they are, as by `max_tokens`, and
+    counted (`rollout/cut`). One without a token by then is dropped."""
     weight_transfer: Literal["auto", "direct", "store"] = "auto"
     """How new weights reach the engines. direct: from the trainer's ranks over NCCL, or in place
     where engine and rank share a GPU (between CPUs: gloo). store: through host memory, by Ray's
@@ -114,6 +120,12 @@ class RolloutConfig:
         require(0 < self.gpu_memory < 1, "rollout.gpu_memory", self.gpu_memory, "must be in (0, 1)")
         for name in ("kv_cache_gib", "deadline_s", "update_deadline_s"):
             require(getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "must be > 0")
+
+    @property
+    def silent_s(self) -> float:
+        """An engine that has not returned a group after so long is taken for dead: one that is
+        alive gives up what it cannot even cut (`CUT_S`)."""
+        return self.deadline_s + 2 * CUT_S
 
     def packs(self, *, full_attention: bool) -> bool:
         """Whether an engine on GPUs has the packed recorder. `full_attention`: see

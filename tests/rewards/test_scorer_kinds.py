@@ -12,8 +12,8 @@ from configs.schema import JudgeConfig
 from rewards.judge.results import JudgeStopped
 from rewards.judge.service import JudgeService
 from rewards.length import LengthRule
-from rewards.scorer import Scorer
-from rl.types import CUT_OFF, Group, Prompt
+from rewards.scorer import Scorer, _spoken
+from rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
 from tests.rewards.judge_server import Reply, Server, good, material_of, running
 
@@ -131,9 +131,12 @@ def test_length_costs_and_what_was_added_is_written_down() -> None:
     ("rule", "rewards", "dropped"),
     [("keep", [1, 1], ()), ("zero", [1, 0], ()), ("drop", [1], (CUT_OFF,))],
 )
-def test_cut_answers(rule: Any, rewards: list[float], dropped: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("finish", ["length", "deadline"])
+def test_cut_answers(
+    rule: Any, rewards: list[float], dropped: tuple[str, ...], finish: FinishReason
+) -> None:
     whole = trajectory(0, "</think>3", tokens=20)
-    cut = trajectory(1, "</think>3", "length", tokens=60)
+    cut = trajectory(1, "</think>3", finish, tokens=60)
     asked = Group(prompt=PROMPT, trajectories=(whole, cut))
     lengths = {"maths": LengthRule(truncated=rule)}
     with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
@@ -141,5 +144,15 @@ def test_cut_answers(rule: Any, rewards: list[float], dropped: tuple[str, ...]) 
         (measured,) = scorer.score([asked], "eval")
     assert scored.rewards_G.tolist() == rewards
     assert scored.group.dropped == dropped
+    assert scored.left_out == ((cut,) if dropped else ())
     # An evaluation leaves nothing out, or answers that never end would make a policy look better.
     assert len(measured.rewards_G) == 2
+
+
+def test_no_reward_knows_which_limit_an_answer_was_cut_at() -> None:
+    """The clock of an engine is nothing to learn from."""
+    cuts = [trajectory(i, "</think>3", finish) for i, finish in enumerate(("length", "deadline"))]
+    with Scorer({"maths": {"correct": 1.0, "format": 1.0}}, workers=0) as scorer:
+        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=tuple(cuts))])
+    assert scored.parts_G[0] == scored.parts_G[1] and scored.parts_G[0]["format"] == 0
+    assert {_spoken(cut).finish_reason for cut in cuts} == {"length"}

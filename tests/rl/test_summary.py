@@ -30,9 +30,12 @@ def test_rewards_lengths_staleness_and_losses() -> None:
         "reward/correct": Mean(2.0, 3),
         "reward/format": Mean(0.5, 1),
         "length/mean": Mean(6 + 1 + 1, 3),
+        "length/drawn": Mean(6 + 1 + 1, 3),
         # 4 tokens of version 3, 2 of version 4, 1 and 1 of version 5
         "staleness/mean": Mean(4 * 3 + 2 * 2 + 1 + 1, 8),
+        "staleness/max": Max(3),
         "rollout/truncated_fraction": Mean(1, 3),
+        "rollout/cut": Sum(0),
         "rollout/dropped": Sum(3),
         "rollout/uniform_groups": Sum(1),
     }
@@ -42,6 +45,19 @@ def test_answers_that_were_dropped_for_their_length_count_as_truncated() -> None
     kept = [trajectory(segment(0, 3)), trajectory(segment(4, 3), sibling=1, finish="length")]
     groups = [scored(kept, [1, 0], dropped=(CUT_OFF, "late")), scored([], [], dropped=(CUT_OFF,))]
     assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(3, 4)
+
+
+def test_what_was_drawn_is_told_apart_from_what_is_trained_on() -> None:
+    """The filtered group is longer, and so is what the scorer left out of the other."""
+    short = trajectory(segment(0, 3), finish="deadline")
+    lost = trajectory(segment(10, 9), sibling=1, finish="deadline")
+    trained = replace(scored([short], [1.0], dropped=(CUT_OFF,)), left_out=(lost,))
+    filtered = scored([trajectory(segment(20, 6))], [0.0])
+    metrics = summarize([trained], version=0, discarded=[filtered])
+    assert metrics["length/mean"] == Mean(2, 1)
+    assert metrics["length/drawn"] == Mean(2 + 8 + 5, 3)
+    assert metrics["rollout/cut"] == Sum(2)
+    assert metrics["rollout/truncated_fraction"] == Mean(2, 3)
 
 
 def test_kept_sets_are_averaged_over_the_tokens_that_were_truncated() -> None:

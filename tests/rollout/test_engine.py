@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,8 @@ class FakeSampler:
         self.go = threading.Event()
         self.go.set()
         self.fail: Callable[[], None] = lambda: None
+        self.deaf = False
+        """Whether what is cut goes on."""
 
     @property
     def busy(self) -> bool:
@@ -56,6 +59,16 @@ class FakeSampler:
     def abort(self, job: int) -> None:
         if self.jobs.pop(job, None) is not None:
             self.events.append(f"abort {job}")
+
+    def cut(self, job: int) -> list[tuple[int, Group]]:
+        self.events.append(f"cut {self.jobs[job].prompt_id}")
+        if not self.deaf:
+            self.go.set()
+        return []
+
+    def give_up(self, job: int) -> list[tuple[int, Group]]:
+        self.events.append(f"give up {self.jobs[job].prompt_id}")
+        return [(job, Group(prompt=self.jobs.pop(job), trajectories=(), dropped=("late",)))]
 
     def sleep(self) -> list[tuple[int, Group]]:
         return self.pause("asleep")
@@ -199,6 +212,41 @@ def test_running_groups_pause_while_the_engine_sleeps(engine: Engine, sampler: F
     engine.update_weights(1, [])
     later.result(5)
     assert sampler.events == ["asleep", "begin", "finish", "later"]
+
+
+def test_a_group_is_cut_at_its_deadline(sampler: FakeSampler) -> None:
+    engine = Engine(lambda: sampler, config(deadline_s=0.05))
+    sampler.go.clear()
+    early = engine.submit(prompt("early"), group_size=2)
+    assert not early.result(5).dropped
+    assert sampler.events == ["cut early", "early"]
+    engine.close()
+
+
+def test_what_cannot_even_be_cut_is_given_up(
+    sampler: FakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engine.CUT_S", 0.05)
+    sampler.deaf = True
+    engine = Engine(lambda: sampler, config(deadline_s=0.05))
+    sampler.go.clear()
+    assert engine.submit(prompt("a"), group_size=2).result(5).dropped == ("late",)
+    assert sampler.events == ["cut a", "give up a"]
+    assert engine.stats()["groups"] == 0 and not engine._limits
+    engine.close()
+
+
+def test_time_without_weights_does_not_count_towards_the_deadline(sampler: FakeSampler) -> None:
+    engine = Engine(lambda: sampler, config(deadline_s=0.2))
+    sampler.go.clear()
+    future = engine.submit(prompt("a"), group_size=2)
+    engine.begin_update()
+    time.sleep(0.3)
+    sampler.go.set()
+    engine.finish_update(1)
+    future.result(5)
+    assert sampler.events == ["begin", "finish", "a"], "was cut"
+    engine.close()
 
 
 def test_an_update_can_wait_for_running_groups(draining: Engine, sampler: FakeSampler) -> None:

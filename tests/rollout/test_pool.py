@@ -26,8 +26,12 @@ def test_every_prompt_is_answered_once() -> None:
 
 
 def test_work_is_shared_out_evenly_and_bounded() -> None:
-    world = World(answer=lambda engine, name: None, deadline_s=0.05)
-    world.run(12)
+    world = World(answer=lambda engine, name: None)
+    world.pool.start()
+    for index in range(12):
+        world.pool.submit(prompt(f"p{index}"), group_size=2)
+    eventually(lambda: sum(len(engine.asked) for engine in world.lives) == 4)
+    time.sleep(0.02)
     # Two answers to a prompt, four sequences an engine: two groups each, the rest waits.
     assert [sorted(engine.asked) for engine in world.lives] == [["p0", "p2"], ["p1", "p3"]]
 
@@ -37,24 +41,67 @@ def test_the_engine_with_less_to_do_gets_the_next_group() -> None:
         if engine.name == "1.0":
             engine.finish(name)
 
-    world = World(answer=answer, deadline_s=0.2)
-    groups = world.run(8)
+    world = World(answer=answer)
+    world.pool.start()
+    groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(8)]
+    eventually(lambda: sum(group.done() for group in groups) == 6)
     slow, quick = world.lives
     assert len(slow.asked) == 2 and len(quick.asked) == 6
-    assert sum(not group.dropped for group in groups) == 6
 
 
-def test_late_groups_are_dropped_with_a_reason_and_cancelled() -> None:
+def test_an_engine_that_falls_silent_is_replaced_and_loses_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is alive cuts its groups at their deadline."""
+
     def answer(engine: FakeEngine, name: str) -> None:
-        if name != "p1":
+        if engine.name != "0.0" or name == "p2":
             engine.finish(name)
 
-    world = World(answer=answer, deadline_s=0.05)
-    groups = {group.prompt.prompt_id: group for group in world.run(3)}
-    assert groups["p0"].dropped == () and groups["p2"].dropped == ()
-    assert groups["p1"].dropped == ("late: not finished in 0.05 s",) * 2
-    assert any(e.asked["p1"].cancelled() for e in world.lives if "p1" in e.asked)
-    assert ids(world.run(0)) == []  # and the pool goes on
+    monkeypatch.setattr("configs.sections.rollout.CUT_S", 0.05)
+    world, said = World(answer=answer, deadline_s=0.05), list[str]()
+    world.pool.say = said.append
+    groups = world.run(5)
+    assert ids(groups) == [f"p{i}" for i in range(5)]
+    assert not any(group.dropped for group in groups)
+    assert world.names() == ["0.0", "1.0", "0.1"] and world.lives[0].killed
+    (reason,) = said
+    assert "engine 0 is started again: fell silent: no answer about prompt p0 in 0.15 s" in reason
+
+
+def test_time_in_which_an_engine_takes_weights_is_not_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("configs.sections.rollout.CUT_S", 0.05)
+    world = World(answer=lambda engine, name: None, engines=1, deadline_s=0.1)
+    taken: Future[int] = Future()
+    world.update = lambda engine, version, buckets: taken  # type: ignore[method-assign]
+    world.pool.start()
+    group = world.pool.submit(prompt("p"), group_size=2)
+    eventually(lambda: "p" in world.lives[0].asked)
+    updated = world.pool.update(1, [])
+    time.sleep(0.4)
+    taken.set_result(1)
+    updated.result(timeout=10)
+    time.sleep(0.05)
+    assert world.names() == ["0.0"]
+    world.lives[0].finish("p")
+    assert group.result(timeout=10).prompt.prompt_id == "p"
+
+
+def test_a_group_may_wait_for_an_engine_for_longer_than_it_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("configs.sections.rollout.CUT_S", 0.05)
+    world = World(answer=lambda engine, name: None, engines=1, max_concurrent=2, deadline_s=0.1)
+    world.pool.start()
+    groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(6)]
+    for index, group in enumerate(groups):
+        eventually(lambda name=f"p{index}": name in world.lives[0].asked)
+        time.sleep(0.08)
+        world.lives[0].finish(f"p{index}")
+        assert not group.result(timeout=10).dropped
+    assert world.names() == ["0.0"]
 
 
 def test_groups_of_a_dead_engine_go_to_the_others() -> None:
