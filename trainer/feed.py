@@ -19,7 +19,7 @@ from rl.futures import then
 from rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
-"""Beyond the deadlines of sampling, scoring and loading weights, each of which has its own."""
+"""Beyond `Config.group_deadline_s`, whose parts are watched over by what they are deadlines of."""
 
 
 class Feed:
@@ -53,15 +53,10 @@ class Feed:
             filter_by=algorithm.filter_groups,
             max_refills=algorithm.max_refills,
         )
-        self._deadline_s = (
-            config.rollout.deadline_s
-            + config.sending_deadline_s
-            + config.scoring_deadline_s
-            + GRACE_S
-        )
+        self._deadline_s = config.group_deadline_s + GRACE_S
         self._changed = threading.Condition(threading.RLock())
         self._flights: dict[int, Future[ScoredGroup]] = {}
-        self._sampling = 0
+        self._sampling: set[int] = set()
         self._failure: BaseException | None = None
         self._update: Future[None] | None = None
         self._open = False
@@ -79,22 +74,28 @@ class Feed:
         for flight in flights:
             flight.cancel()
 
-    def take(self, version: int, waiting: Callable[[str], Any]) -> Batch:
-        """The next batch for a trainer at `version`.
+    def take(self, waiting: Callable[[str], Any]) -> Batch:
+        """The next batch.
 
-        `waiting(what)` is a context in which it waits: for a group to be sampled (`rollout`) or,
-        all of them being there, to be scored (`reward`). Raises what sampling or scoring raised,
-        and TimeoutError if nothing at all arrives for longer than all their deadlines together.
+        `waiting(what)` is a context in which it waits: for one of the batch's groups to be sampled
+        (`rollout`) or, all of them being there, to be scored (`reward`). Raises what sampling or
+        scoring raised, and TimeoutError if nothing at all arrives for longer than all their
+        deadlines together.
         """
         with self._changed:
-            while not self._ready(version):
-                with waiting("rollout" if self._sampling else "reward"):
+            while not self._buffer.ready():
+                if self._failure is not None:
+                    raise self._failure
+                awaited = self._buffer.awaited()
+                sampled = bool(awaited) and self._sampling.isdisjoint(awaited)
+                with waiting("reward" if sampled else "rollout"):
                     if not self._changed.wait(self._deadline_s):
                         raise TimeoutError(
-                            f"waited {self._deadline_s:.0f} s for a group (rollout.deadline_s + "
-                            "rollout.update_deadline_s for a rank's engines + those of rewards + "
-                            f"{GRACE_S:.0f}): {len(self._flights)} are on their way, "
-                            f"{self._sampling} of them being sampled"
+                            f"waited {self._deadline_s:.0f} s for a group (rollout.deadline_s, "
+                            "twice in case that an engine is replaced, with run.startup_deadline_s "
+                            "and rollout.update_deadline_s for the new one, and the deadlines of "
+                            f"rewards): {len(self._flights)} are on their way, "
+                            f"{len(self._sampling)} of them being sampled"
                         )
             return self._buffer.take()
 
@@ -124,30 +125,22 @@ class Feed:
         with self._changed:  # so that no prompt is drawn meanwhile, and then in neither part
             return self._position(self._buffer.unfinished())
 
-    def _ready(self, version: int) -> bool:
-        if self._buffer.ready(version):
-            return True
-        self._fill()  # in the place of stale groups
-        if self._failure is not None:
-            raise self._failure
-        return self._buffer.ready(version)
-
     def _fill(self) -> None:
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0
             asked = [(self._buffer.drawn(prompt), prompt) for prompt in self._draw(room)]
-            self._sampling += len(asked)
+            self._sampling.update(number for number, _ in asked)
         for number, prompt in asked:
             sampled = self._sample(prompt)
-            sampled.add_done_callback(self._sampled)
+            sampled.add_done_callback(lambda _, number=number: self._sampled(number))
             flight = then(sampled, self._score)
             with self._changed:
                 self._flights[number] = flight
             flight.add_done_callback(lambda done, number=number: self._arrived(number, done))
 
-    def _sampled(self, _: Future[Group]) -> None:
+    def _sampled(self, number: int) -> None:
         with self._changed:
-            self._sampling -= 1
+            self._sampling.discard(number)
             self._changed.notify_all()
 
     def _arrived(self, number: int, flight: Future[ScoredGroup]) -> None:

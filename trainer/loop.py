@@ -119,7 +119,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         for step in range(start + 1, run.steps + 1):
             clock, version = Clock(), learner.version
             parts.journal.begin("sampling")
-            batch = feed.take(version, clock.time)
+            batch = feed.take(clock.time)
             require_some(batch.groups, step)
             parts.journal.begin("training")
             with clock.time("train"):

@@ -32,15 +32,16 @@ class AlgorithmConfig:
     """Optimizer steps on each batch of rollouts."""
     max_lag: int = 0
     """Batches that the engines may sample ahead while the trainer works. 0: they wait for new
-    weights, so that each batch is of the policy it trains. Groups with a token from weights older
-    than that when their turn comes are dropped and counted (`rollout/stale`)."""
+    weights, so that each batch is of the policy it trains. Groups train in the order that their
+    prompts were drawn, however long they take: no token is from weights older than that, and none
+    is dropped for it (`staleness/max`)."""
     filter_groups: Literal["none", "reward", "correct"] = "none"
     """Leave groups out that teach nothing and ask another prompt instead: those whose rewards are
     all equal, or whose `correct` parts are (all right, or all wrong). Their KL term goes with
     them."""
     max_refills: float = 2.0
-    """Prompts asked instead of filtered or stale groups, for one batch and relative to
-    `prompts_per_step`. After that, groups are taken as they come."""
+    """Prompts asked instead of filtered groups, for one batch and relative to `prompts_per_step`.
+    After that, its groups are taken as they were drawn."""
     publish_every: int = 1
     """The engines get new weights every so many steps, and before an evaluation. Above 1, answers
     come from older weights: `staleness/mean` counts the optimizer steps."""

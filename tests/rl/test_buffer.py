@@ -1,7 +1,9 @@
-"""What may be sampled ahead, what is thrown away, and what a resumed run asks again."""
+"""What may be sampled ahead, in what order it is trained on, what is filtered, and what a resumed
+run asks again."""
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.buffer import GroupBuffer, Lag, oldest_version, uninformative
+from rl.buffer import GroupBuffer, Lag, uninformative
 from rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 
 
@@ -60,9 +62,9 @@ def test_on_policy_there_is_room_for_one_batch_until_its_weights_are_adopted() -
     numbers = fill(one)
     assert len(numbers) == 2 and one.room() == 0
     for number in reversed(numbers):
-        assert not one.ready(0)
+        assert not one.ready()
         one.arrived(number, scored(f"g{number}"))
-    assert one.ready(0)
+    assert one.ready()
     names = [group.group.prompt.prompt_id for group in one.take().groups]
     assert names == [f"g{number}" for number in numbers], "in the order they were drawn"
     assert one.room() == 0, "trained on, but the engines do not have the weights yet"
@@ -79,47 +81,73 @@ def test_the_last_steps_ask_for_no_more_than_they_train_on() -> None:
 @given(
     lag=st.integers(0, 3),
     every=st.integers(1, 3),
-    order=st.lists(st.integers(0, 30), min_size=30, max_size=60),
+    updates=st.integers(1, 2),
+    refills=st.sampled_from([0.0, 0.7, 2.0]),
+    random=st.randoms(use_true_random=False),
 )
-def test_whatever_order_groups_finish_in_none_is_trained_on_past_the_lag(
-    lag: int, every: int, order: list[int]
+def test_whatever_order_groups_finish_in_they_train_in_the_order_they_were_drawn(
+    lag: int, every: int, updates: int, refills: float, random: Random
 ) -> None:
-    """A run of random luck: engines adopt weights every so many steps, groups take what they take.
-    Nothing is lost, nothing is trained on twice, and the run never stalls."""
-    one = buffer(batch=3, steps=8, lag=Lag(batches=lag, publish_every=every))
-    flying: list[tuple[int, int]] = []
-    step, engines, trained = 0, 0, list[int]()
+    """A run of random luck: engines adopt weights every so many steps, groups take what they take,
+    and about a third of them teach nothing. None is trained on past the lag, none is lost or
+    trained on twice, the run never stalls, and what is filtered depends on no arrival."""
+    bound = Lag(batches=lag, publish_every=every, updates=updates)
+    one = buffer(batch=3, steps=8, lag=bound, filter_by="correct", max_refills=refills)
+    luck = Random(7)
+    drawn: list[tuple[int, bool]] = []
+    """Version of the engines, and whether the group teaches anything, by number."""
+    flying: list[int] = []
+    step, engines = 0, 0
+    trained, discarded = list[int](), list[int]()
     while step < 8:
-        ready = one.ready(step)
-        flying += [(number, engines) for number in fill(one)]
+        for number in fill(one):
+            drawn.append((engines, luck.random() > 0.3))
+            flying.append(number)
         assert len(flying) <= 3 * (lag + every)
-        if ready:
-            batch = one.take()
-            ages = [step - (oldest_version(group) or 0) for group in batch.groups]
-            assert max(ages) <= lag + every - 1
-            trained += [int(group.group.prompt.prompt_id) for group in batch.groups]
-            step += 1
-            if step % every == 0:
-                engines = step
-                one.adopted(step)
+        if not one.ready():
+            assert flying, "stalled"
+            assert set(one.awaited()) <= set(flying) and one.awaited()
+            number = flying.pop(random.randrange(len(flying)))
+            version, useful = drawn[number - 1]
+            correct = (1.0, 0.0) if useful else (0.0, 0.0)
+            one.arrived(number, scored(str(number), correct, versions=(version,)))
             continue
-        assert flying, "stalled"
-        number, version = flying.pop((order.pop() if order else 0) % len(flying))
-        one.arrived(number, scored(str(number), versions=(version,)))
-    assert len(trained) == len(set(trained)) == 24
+        batch = one.take()
+        trained += [int(group.group.prompt.prompt_id) for group in batch.groups]
+        discarded += [int(group.group.prompt.prompt_id) for group in batch.discarded]
+        for group in batch.groups:
+            version, _ = drawn[int(group.group.prompt.prompt_id) - 1]
+            assert 0 <= step * updates - version <= bound.versions
+        assert sum(m.value for m in batch.metrics.values()) == len(batch.discarded)
+        step += 1
+        if step % every == 0:
+            engines = step * updates
+            one.adopted(step)
+    assert trained == sorted(trained) and len(trained) == 24
+    assert sorted(trained + discarded) == list(range(1, max(trained) + 1))
+    # One at a time, in the order of the draws:
+    expected: list[int] = []
+    members = spent = 0
+    for number in range(1, max(trained) + 1):
+        if not drawn[number - 1][1] and spent < int(refills * 3):
+            spent += 1
+            expected.append(number)
+        elif (members := members + 1) % 3 == 0:
+            spent = 0
+    assert discarded == expected
 
 
-def test_stale_groups_are_counted_and_replaced() -> None:
-    one = buffer(batch=1, lag=Lag(batches=1))
-    old, new = fill(one)
-    one.arrived(new, scored("new", versions=(0, 3)))  # its first token is as old as can be
-    assert not one.ready(version=2)
-    assert one.room() == 1
-    one.arrived(old, scored("old", versions=(1,)))
-    assert one.ready(version=2)
-    batch = one.take()
-    assert [group.group.prompt.prompt_id for group in batch.discarded] == ["new"]
-    assert batch.metrics["rollout/stale"].value == 1
+def test_a_step_waits_for_its_own_groups_and_for_no_others() -> None:
+    one = buffer(batch=2, lag=Lag(batches=1))
+    first, second, third, fourth = fill(one)
+    assert one.awaited() == [first, second]
+    for number in (second, third, fourth):
+        one.arrived(number, scored(f"g{number}"))
+    assert not one.ready() and one.awaited() == [first]
+    one.arrived(first, scored(f"g{first}", versions=(0, 3)))  # its first token is as old as can be
+    names = [[group.group.prompt.prompt_id for group in one.take().groups] for _ in range(2)]
+    assert names == [["g1", "g2"], ["g3", "g4"]]
+    assert one.awaited() == []
 
 
 @pytest.mark.parametrize(
@@ -148,17 +176,43 @@ def test_a_filtered_group_frees_its_slot_while_the_budget_lasts() -> None:
     one.arrived(second, scored("b", (0.0, 0.0)))  # one refill a batch: this one stays
     assert one.room() == 0
     one.arrived(third, scored("c"))
-    assert one.ready(0)
     batch = one.take()
     assert [group.group.prompt.prompt_id for group in batch.groups] == ["b", "c"]
+    assert [group.group.prompt.prompt_id for group in batch.discarded] == ["a"]
     assert batch.metrics["rollout/filtered_right"].value == 1
 
 
+def test_the_budget_is_not_for_those_that_arrive_first() -> None:
+    """They are short. The first drawn has it, if it needs it."""
+    one = buffer(batch=2, filter_by="correct", max_refills=0.5)
+    first, second = fill(one)
+    one.arrived(second, scored("short", (0.0, 0.0)))
+    assert one.room() == 0, "the one before it may need the refill"
+    one.arrived(first, scored("long", (0.0, 0.0)))
+    assert one.room() == 1
+    (third,) = fill(one)
+    one.arrived(third, scored("c"))
+    assert [g.group.prompt.prompt_id for g in one.take().discarded] == ["long"]
+
+
+def test_a_refill_does_not_wait_for_a_straggler_where_the_budget_has_enough_for_both() -> None:
+    one = buffer(batch=2, filter_by="correct", max_refills=1.0)
+    first, second = fill(one)
+    one.arrived(second, scored("short", (0.0, 0.0)))
+    assert one.room() == 1
+    (third,) = fill(one)
+    assert [p.prompt_id for p in one.unfinished()] == ["p0", "p0"], "what is filtered is done with"
+    one.arrived(third, scored("c"))
+    one.arrived(first, scored("long"))
+    batch = one.take()
+    assert [group.group.prompt.prompt_id for group in batch.groups] == ["long", "c"]
+    assert [group.group.prompt.prompt_id for group in batch.discarded] == ["short"]
+
+
 def test_what_was_drawn_and_not_trained_on_is_asked_again() -> None:
-    one = buffer(batch=1, steps=9, lag=Lag(batches=2))
-    numbers = [one.drawn(prompt(name)) for name in "abc"]
-    one.arrived(numbers[2], scored("c"))
-    one.arrived(numbers[0], scored("a"))
-    assert one.ready(0)
+    one = buffer(batch=2, steps=9, lag=Lag(batches=2))
+    numbers = [one.drawn(prompt(name)) for name in "abcdef"]
+    for index in (2, 0, 3, 1, 4):  # a batch, another, and a part of the third
+        one.arrived(numbers[index], scored("abcdef"[index]))
     one.take()
-    assert [p.prompt_id for p in one.unfinished()] == ["b", "c"]
+    assert [p.prompt_id for p in one.unfinished()] == ["c", "d", "e", "f"]

@@ -66,8 +66,8 @@ class World:
         self.waits.append(what)
         yield
 
-    def take(self, version: int = 0) -> list[str]:
-        batch = self.feed.take(version, self.waiting)
+    def take(self) -> list[str]:
+        batch = self.feed.take(self.waiting)
         return [group.group.prompt.prompt_id for group in batch.groups]
 
 
@@ -105,40 +105,28 @@ def test_waiting_is_for_samples_first_and_then_for_scores() -> None:
     assert set(world.waits) <= {"rollout", "reward"}
 
 
-def test_a_stale_group_is_replaced_while_the_trainer_waits() -> None:
+def test_a_long_group_is_waited_for_and_holds_up_nothing_else() -> None:
+    """It is trained on in its turn, however many have overtaken it, and by then it is as old as
+    `max_lag` allows."""
     world = World(max_lag=1)
     world.feed.open()
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
-    world.finish("p1", "p2")
-    assert world.take(0) == ["p1", "p2"]
-    world.feed.adopting(1, done())
-    world.finish("p3", "p4")
-    assert world.take(1) == ["p3", "p4"]
-    world.feed.adopting(2, done())
-    world.finish("p0", "p5", version=0)  # took too long
-    threading.Timer(0.05, lambda: world.finish(*list(world.asked)[-2:], version=2)).start()
-    taken = world.take(2)
-    assert "p0" not in taken and "p5" not in taken
+    world.finish("p1", "p2", "p3")
+    threading.Timer(0.05, lambda: world.finish("p0")).start()
+    assert world.take() == ["p0", "p1"]
+    assert world.take() == ["p2", "p3"], "there already"
+    assert "rollout" in world.waits
 
 
-def test_a_replacement_that_is_there_at_once_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_waited_for_is_what_the_batch_needs() -> None:
+    """Not what is being sampled ahead of it."""
     world = World(max_lag=1)
     world.feed.open()
-    monkeypatch.setattr(world.feed, "_deadline_s", 0.02)
-    world.finish("p0", "p1", "p2", "p3")  # all of version 0
-    answer = world.sample
-
-    def at_once(asked: Prompt) -> Future[Group]:
-        future = answer(asked)
-        world.judged[asked.prompt_id] = Future()
-        world.judged[asked.prompt_id].set_result(scored(asked.prompt_id, versions=(5,)))
-        future.set_result(Group(prompt=asked, trajectories=()))
-        return future
-
-    monkeypatch.setattr(world.feed, "_sample", at_once)
-    assert world.take(5) == ["p4", "p5"]
+    world.finish("p1")
+    world.sampled("p0")
+    threading.Timer(0.05, lambda: world.judged["p0"].set_result(scored("p0"))).start()
+    assert world.take() == ["p0", "p1"]
+    assert set(world.waits) == {"reward"}
 
 
 def done() -> Future[None]:
