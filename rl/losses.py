@@ -76,10 +76,11 @@ def grpo_loss(
     clip_high: float = 0.2,
     mask_delta: float | None = None,
     kl: KL = "unbiased_k3",
+    sequence_weight: Tensor | None = None,
 ) -> LossOutput:
     r"""This part's share of the negated objective. DeepSeek-V3.2 (2025), Eq. 5 and 7–9.
 
-        −1/B Σ_i 1/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
+        −1/B Σ_i w_i/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
 
     with r = π_θ/π_old per token, M from `off_policy_sequence_mask` and KL from `rl.kl`. M drops the
     first term alone: neither the KL nor a denominator knows of it.
@@ -92,6 +93,12 @@ def grpo_loss(
         kl_coef                               β, a number, a scalar tensor or [N]; `logp_ref` may be
                                               None iff it is 0
         mask_delta                            δ in nats a token; None: M = 1
+        sequence_weight                       [S] w, 1 on average over the B sequences of the step;
+                                              None: 1 for each
+
+    Eq. 5 is a mean over groups of the mean over each group's sequences. Where all groups have the
+    same size, that is the mean over all sequences; where some have lost theirs, it is w_i = B / (n
+    G_i), with n groups in the step and G_i sequences left in that of i (`rl.packing.pack`).
 
     Both denominators are global, so the shares (and gradients) of any split of a step into ranks,
     micro-batches and segments add up to those of the whole. With `mask_delta`, all tokens of a
@@ -105,9 +112,10 @@ def grpo_loss(
     Metrics: `loss`; `kl/ref` (the chosen estimator, over tokens whose `logp_ref` is not NaN);
     `mismatch/kl` (k3 of π_old against π_θ), `mismatch/logp_abs`, `mismatch/ratio_mean`,
     `mismatch/ratio_max` and `mismatch/ratio_outside` (the share of ratios outside [0.9, 1.1]);
-    `mask/sequence_fraction`; `mask/gap_max` (the largest mean of log π_old − log π_θ over a
-    sequence, whatever its advantage: what δ is compared with, in nats per token; with `mask_delta`
-    alone); `clip/fraction` (tokens that the clip leaves without a gradient).
+    `mask/sequence_fraction` (weighted as in the loss); `mask/gap_max` (the largest mean of
+    log π_old − log π_θ over a sequence, whatever its advantage: what δ is compared with, in nats
+    per token; with `mask_delta` alone); `clip/fraction` (tokens that the clip leaves without a
+    gradient).
 
     Raises `ValueError` naming the argument, and on the CPU the row (see `rl.checks`).
     """
@@ -115,6 +123,7 @@ def grpo_loss(
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
+    weight_S = _checked_weight(sequence_weight, sequence_tokens, logp)
     if isinstance(kl_coef, Tensor) and kl_coef.ndim == 0:
         kl_coef = kl_coef.expand_as(logp)
     _check_kl(logp, logp_ref, kl_coef)
@@ -132,7 +141,7 @@ def grpo_loss(
         )
     surrogate, clipped = _surrogate(logp - logp_old, advantage, keep, clip_low, clip_high)
     penalty = _kl_penalty(logp, logp_old, logp_ref, kl_coef, ESTIMATORS[kl])
-    weight = 1 / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
+    weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
     loss = (weight * (penalty - surrogate)).sum()
 
     with torch.no_grad():
@@ -156,7 +165,7 @@ def grpo_loss(
                 *_total((logp - logp_old).abs(), everywhere),
                 *_total(ratio, everywhere),
                 *_total((ratio < 1 - FAR) | (ratio > 1 + FAR), everywhere),
-                *_total(dropped_S > 0, present_S),
+                *_weighted(dropped_S > 0, present_S, weight_S),
                 *_total(clipped, everywhere),
             ]
         )
@@ -201,6 +210,26 @@ def _kl_penalty(
 def _total(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of `values` where `counted`, and how many those are, as float64 scalars."""
     return torch.where(counted, values.double(), 0.0).sum(), counted.sum().double()
+
+
+def _weighted(flags_S: Tensor, counted_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of what is flagged, and of all that is counted, as float64 scalars."""
+    weights = torch.where(counted_S, weight_S.double(), 0.0)
+    return (weights * flags_S).sum(), weights.sum()
+
+
+def _checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
+    """[S] in the type of `logp`."""
+    if weight is None:
+        return torch.ones_like(sequence_tokens, dtype=logp.dtype)
+    require(
+        weight.shape == sequence_tokens.shape and weight.is_floating_point(),
+        f"sequence_weight is {weight.dtype} {list(weight.shape)}: must be floating point, "
+        f"{list(sequence_tokens.shape)} as sequence_tokens",
+    )
+    fits = weight.isfinite() & (weight >= 0)
+    require_rows("sequence_weight", weight, fits, "must be finite and not negative")
+    return weight.detach().to(logp.dtype)
 
 
 def _check_step(

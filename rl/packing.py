@@ -33,6 +33,8 @@ class MicroBatch:
     kl_coef_N: NDArray[np.float32]
     sequence_tokens_S: NDArray[np.int64]
     """|o_i| of each trajectory, all its segments counted."""
+    sequence_weight_S: NDArray[np.float32]
+    """What each trajectory counts in the loss, 1 on average over the step: see `pack`."""
     routes_NLK: NDArray[np.int16] | None = None
     """Input-aligned; rows of −1 use the live router."""
     kept: KeptSets | None = None
@@ -60,6 +62,11 @@ class MicroBatch:
         if (self.sequence_tokens_S < np.maximum(1, np.bincount(owner, minlength=sequences))).any():
             raise ValueError(
                 "micro-batch: sequence_tokens_S must be above 0 and count all trainable tokens"
+            )
+        weights = self.sequence_weight_S
+        if len(weights) != sequences or not (np.isfinite(weights) & (weights > 0)).all():
+            raise ValueError(
+                f"micro-batch: sequence_weight_S must be {sequences} finite numbers above 0"
             )
         for name in ("advantage_N", "kl_coef_N"):
             values: NDArray[np.float32] = getattr(self, name)[trainable]
@@ -133,8 +140,15 @@ def pack(
     and ranks have equally many, so that their collectives meet; where work runs out, a micro-batch
     is one untrainable token of no sequence. Same groups, same batches.
 
+    Each group counts as much as any other, whatever it has lost (Eq. 5): a trajectory of a group of
+    G_i, among B trajectories in n groups, has the weight B / (n G_i) in a loss that divides by B.
+    That is exactly 1 where all groups are equally large. Groups without a trajectory do not count
+    among the n: nothing is known of them. An advantage is measured from a mean that the trajectory
+    is part of, so a smaller group teaches less, by 1 − 1/G_i on average; a lone survivor's is 0,
+    and only its KL term is left.
+
     `skip_uniform_groups` leaves out groups whose advantages and KL coefficient are all 0. They
-    still count in `total_sequences`, so the gradient is the same.
+    still count in `total_sequences` and n, so the gradient is the same.
 
     Raises `ValueError` when there is no trajectory at all, for `ranks` or `micro_batch_tokens`
     below 1, and naming the prompt where recorded routes are missing or of another shape than the
@@ -147,9 +161,15 @@ def pack(
     total_sequences = sum(len(group.group.trajectories) for group in groups)
     if total_sequences == 0:
         raise ValueError(f"groups: none of {len(groups)} has a trajectory to learn from")
+    answered = sum(bool(group.group.trajectories) for group in groups)
     layout = _Layout.of(groups)
     work = [
-        _Work(trajectory, float(advantage), group.group.prompt.kl_coef)
+        _Work(
+            trajectory,
+            float(advantage),
+            group.group.prompt.kl_coef,
+            weight=total_sequences / (answered * len(group.group.trajectories)),
+        )
         for group in groups
         if not (skip_uniform_groups and group.uniform and group.group.prompt.kl_coef == 0)
         for trajectory, advantage in zip(group.group.trajectories, group.advantages_G, strict=True)
@@ -206,6 +226,7 @@ class _Work:
     trajectory: Trajectory
     advantage: float
     kl_coef: float
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +276,7 @@ def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
         advantage_N=np.repeat(np.asarray(advantages, np.float32), lengths),
         kl_coef_N=np.repeat(np.asarray(kl_coefs, np.float32), lengths),
         sequence_tokens_S=np.asarray([item.trajectory.sampled_tokens for item in work], np.int64),
+        sequence_weight_S=np.asarray([item.weight for item in work], np.float32),
         routes_NLK=None
         if layout.routes is None
         else np.concatenate([_routes(segment, layout.routes) for segment in segments]),

@@ -74,24 +74,30 @@ def kl_estimate(token: Token, kl: str) -> Tensor:
 def reference_grpo(
     answers: Sequence[Answer],
     *,
+    groups: Sequence[int] | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     mask_delta: float | None = None,
     kl: str = "unbiased_k3",
 ) -> Result:
-    """The negated objective over all answers of an optimizer step, and its metrics."""
-    objective = torch.zeros((), dtype=torch.float64)
+    """The negated objective over all answers of an optimizer step, and its metrics.
+
+    `groups` says which group each answer belongs to: Eq. 5 is a mean over the groups of the mean
+    over each one's answers. None: all groups are equally large, so that one mean over all answers
+    is the same.
+    """
+    of_group: dict[int, list[Tensor]] = {}
+    masked_of_group: dict[int, list[float]] = {}
     ratios: list[float] = []
     gaps: list[float] = []
     mismatch_kl: list[float] = []
     reference_kl: list[float] = []
     clipped: list[bool] = []
-    masked: list[bool] = []
     far: list[float] = [0.0]
-    for answer in answers:
+    for answer, group in zip(answers, groups or [0] * len(answers), strict=True):
         far.append(mean([token.logp_old - token.logp.item() for token in answer.tokens]))
         mask = sequence_mask(answer, mask_delta)
-        masked.append(mask == 0)
+        masked_of_group.setdefault(group, []).append(mask == 0)
         inner = torch.zeros((), dtype=torch.float64)
         for token in answer.tokens:
             ratio = torch.exp(token.logp - token.logp_old)
@@ -107,8 +113,9 @@ def reference_grpo(
             mismatch_kl.append(ratio.item() + gap - 1)
             reference_kl.append(estimate.item())
             clipped.append(mask == 1 and limited.item() < free.item())
-        objective = objective + inner / len(answer.tokens)
-    loss = -objective / len(answers)
+        of_group.setdefault(group, []).append(inner / len(answer.tokens))
+    group_means = [torch.stack(parts).mean() for parts in of_group.values()]
+    loss = -torch.stack(group_means).mean()
     return Result(
         loss=loss,
         metrics={
@@ -119,7 +126,7 @@ def reference_grpo(
             "mismatch/ratio_mean": mean(ratios),
             "mismatch/ratio_outside": mean([not 0.9 <= ratio <= 1.1 for ratio in ratios]),
             "mismatch/ratio_max": max(ratios),
-            "mask/sequence_fraction": mean(masked),
+            "mask/sequence_fraction": mean([mean(part) for part in masked_of_group.values()]),
             **({} if mask_delta is None else {"mask/gap_max": max(far)}),
             "clip/fraction": mean(clipped),
         },

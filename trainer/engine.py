@@ -222,6 +222,7 @@ class TrainerEngine:
                 clip_high=self._config.algorithm.clip_high,
                 mask_delta=self._config.algorithm.mask_delta,
                 kl=self._config.algorithm.kl,
+                sequence_weight=inputs.sequence_weight_S,
             )
             self._engine.backward(share.loss * self._world_size)
         share = replace(share, loss=share.loss.detach())  # lets go of the graph

@@ -55,6 +55,7 @@ class Inputs:
     kl_coef_R: Tensor
     sequence_R: Tensor
     sequence_tokens_S: Tensor
+    sequence_weight_S: Tensor
     routes_NLK: Tensor | None
 
     @property
@@ -93,6 +94,7 @@ class Inputs:
             kl_coef_R=moved(batch.kl_coef_N[rows], torch.float32),
             sequence_R=moved(batch.sequence_N[rows], torch.long),
             sequence_tokens_S=moved(batch.sequence_tokens_S, torch.long),
+            sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
         )
 

@@ -270,6 +270,7 @@ def micro_batch(seed: int = 0, vocab: int = 12, kept: bool = True) -> MicroBatch
         advantage_N=np.ones(9, np.float32),
         kl_coef_N=np.zeros(9, np.float32),
         sequence_tokens_S=np.array([2, 2]),
+        sequence_weight_S=np.ones(2, np.float32),
         kept=KeptSets.from_lists(spans) if kept else None,
     )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from random import Random
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl.losses import KL
+from rl.metrics import Metric, merge, values
 from tests.reference_grpo import reference_grpo
 from tests.rl.batches import Batch
 
@@ -44,6 +48,51 @@ def test_agrees_with_the_oracle(
     torch.testing.assert_close(gradient, leaf.grad)
     found = {name: metric.value for name, metric in output.metrics.items()}
     assert found == pytest.approx(expected.metrics, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    delta=st.none() | st.floats(0, 1),
+    kl=st.sampled_from(["unbiased_k3", "k3"]),
+    cuts=st.integers(1, 3),
+)
+def test_groups_count_alike_whatever_they_have_lost(
+    seed: int, sizes: list[int], delta: float | None, kl: KL, cuts: int
+) -> None:
+    """The oracle has no weights: it takes the mean over groups of the mean inside each. Any split
+    into micro-batches gives the same, in its metrics too."""
+    random = Random(seed)
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    batch = Batch.random(seed, [random.randint(1, 4) for _ in groups])
+    answers, leaf = batch.answers()
+    expected = reference_grpo(answers, groups=groups, mask_delta=delta, kl=kl)
+    expected.loss.backward()
+    total = len(groups)
+    weight = torch.tensor([total / (len(sizes) * sizes[group]) for group in groups])
+    torch.testing.assert_close(weight.mean().item(), 1.0)
+    part = torch.tensor([random.randrange(cuts) for _ in groups])[batch.sequence]
+    loss, gradient, metrics = 0.0, torch.zeros_like(batch.logp), list[Mapping[str, Metric]]()
+    for index in range(cuts):
+        rows = (part == index).nonzero()[:, 0]
+        owners = torch.unique(batch.sequence[rows])
+        output, found = batch.rows(rows).loss(
+            mask_delta=delta, kl=kl, total_sequences=total, sequence_weight=weight[owners]
+        )
+        loss += output.loss.item()
+        gradient[rows] += found
+        metrics.append(output.metrics)
+    torch.testing.assert_close(loss, expected.loss.item())
+    torch.testing.assert_close(gradient, leaf.grad)
+    assert values(merge(metrics)) == pytest.approx(expected.metrics, abs=1e-6)
+
+
+def test_a_weight_of_one_changes_no_bit() -> None:
+    batch = Batch.random(5, [3, 1, 4, 2], drift=1.0)
+    without, gradient = batch.loss(mask_delta=0.2)
+    ones, same = batch.loss(mask_delta=0.2, sequence_weight=torch.ones(4))
+    assert torch.equal(without.totals, ones.totals) and torch.equal(gradient, same)
 
 
 def test_the_examples_reach_every_branch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from rl.losses import grpo_loss
 from rl.packing import MicroBatch, TrainBatch, balance, pack, split_updates
 from rl.types import NO_ROUTE, ScoredGroup
+from tests.reference_grpo import Answer, Token, reference_grpo
 from tests.rl.rollouts import (
     EXPERTS,
     LAYERS,
@@ -51,6 +53,7 @@ def gradient(batches: Sequence[TrainBatch]) -> tuple[float, Tensor]:
                     torch.from_numpy(micro_batch.sequence_N)[rows],
                     sequence_tokens=torch.from_numpy(micro_batch.sequence_tokens_S),
                     total_sequences=batch.total_sequences,
+                    sequence_weight=torch.from_numpy(micro_batch.sequence_weight_S),
                     logp_ref=torch.full((len(rows),), -1.0),
                     kl_coef=torch.from_numpy(micro_batch.kl_coef_N)[rows],
                     mask_delta=0.5,
@@ -88,6 +91,80 @@ def test_every_token_arrives_once_with_all_that_was_recorded_of_it(seed, ranks, 
             assert micro_batch.kept[t].tolist() == (kept_of(token) if sampled else [])
             assert (micro_batch.routes_NLK[t] == (NO_ROUTE if last[t] else token % 8)).all()
     assert sorted(seen) == sorted(expected)
+
+
+def thinned(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGroup]:
+    """Groups that have lost some of their trajectories, or all; the first keeps one at least."""
+    made: list[ScoredGroup] = []
+    for index, group in enumerate(groups):
+        size = len(group.rewards_G)
+        kept = sorted(random.sample(range(size), random.randint(index == 0, size)))
+        answers = [group.group.trajectories[i] for i in kept]
+        coefficient = group.group.prompt.kl_coef
+        made.append(scored(answers, [float(i) for i in kept], kl_coef=coefficient))
+    return made
+
+
+def oracle(groups: Sequence[ScoredGroup], table: Tensor) -> Tensor:
+    """The loss of the policy of `gradient`, from the definition alone."""
+    answers: list[Answer] = []
+    owners: list[int] = []
+    for index, group in enumerate(groups):
+        for answer, advantage in zip(group.group.trajectories, group.advantages_G, strict=True):
+            tokens = [
+                Token(
+                    logp=-table[int(segment.token_ids_T[t])].exp(),
+                    logp_old=float(segment.logp_old_T[t]),
+                    logp_ref=-1.0,
+                    kl_coef=group.group.prompt.kl_coef,
+                )
+                for segment in answer.segments
+                for t in np.flatnonzero(segment.trainable_T)
+            ]
+            answers.append(Answer(tokens=tokens, advantage=float(advantage)))
+            owners.append(index)
+    return reference_grpo(answers, groups=owners, mask_delta=0.5).loss
+
+
+@settings(deadline=None, max_examples=25)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
+def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
+    seed, ranks, capacity, updates, skip
+) -> None:
+    groups = thinned(random_groups(seed), Random(seed))
+    for part in split_updates(groups, updates):
+        table = torch.linspace(-1, 1, 1000, dtype=torch.float64).sin().requires_grad_()
+        expected = oracle(part, table)
+        expected.backward()
+        packed = pack(part, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
+        loss, found = gradient(packed)
+        np.testing.assert_allclose(found, table.grad, rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(loss, expected.item(), rtol=1e-5, atol=1e-9)
+        batches = pack(part, ranks=ranks, micro_batch_tokens=capacity)
+        weights = [w for one in micro_batches(batches) for w in one.sequence_weight_S.tolist()]
+        assert sum(weights) == pytest.approx(batches[0].total_sequences)
+
+
+def test_a_lone_survivor_counts_as_a_group_and_has_no_advantage() -> None:
+    """Of 4 + 1 trajectories it has half of the weight; a group that lost all has none."""
+    whole = random_groups(1, groups=1, size=4, uniform=0.0)[0]
+    alone = thinned(random_groups(2, groups=1, size=1), Random(0))[0]
+    gone = scored([], [])
+    assert alone.advantages_G.tolist() == [0.0]
+    (batch,) = pack([whole, gone, alone], ranks=1, micro_batch_tokens=10_000)
+    (micro_batch,) = batch.micro_batches
+    assert sorted(micro_batch.sequence_weight_S.tolist()) == [0.625] * 4 + [2.5]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_equal_groups_have_a_weight_of_exactly_one(groups, size) -> None:
+    """So that their loss has the bits that it had without weights."""
+    answer = trajectory(segment())
+    made = [scored([answer] * size, [0.0] * size) for _ in range(groups)]
+    for batch in pack(made, ranks=1, micro_batch_tokens=10_000):
+        for micro_batch in batch.micro_batches:
+            assert (micro_batch.sequence_weight_S == 1).all()
 
 
 @settings(deadline=None, max_examples=25)
@@ -321,6 +398,7 @@ GOOD: dict[str, Any] = {
     "advantage_N": np.array([1, 1, 1, -1, -1], np.float32),
     "kl_coef_N": np.zeros(5, np.float32),
     "sequence_tokens_S": np.array([2, 1], np.int64),
+    "sequence_weight_S": np.ones(2, np.float32),
 }
 EMPTY = {name: values[:0] for name, values in GOOD.items()}
 
@@ -337,6 +415,8 @@ EMPTY = {name: values[:0] for name, values in GOOD.items()}
         ({"sequence_N": np.array([0, 0, -1, 1, 1])}, "sequence_N is out of range"),
         ({"sequence_tokens_S": np.array([1, 1])}, "sequence_tokens_S must be above 0 and count"),
         ({"sequence_tokens_S": np.array([2, 1, 0])}, "sequence_tokens_S must be above 0"),
+        ({"sequence_weight_S": np.ones(3, np.float32)}, "sequence_weight_S must be 2 finite"),
+        ({"sequence_weight_S": np.zeros(2, np.float32)}, "sequence_weight_S must be 2 finite"),
         ({"advantage_N": np.array([1, 1, 2, 0, 0], np.float32)}, "advantage_N must be one finite"),
         ({"advantage_N": np.full(5, np.nan, np.float32)}, "advantage_N must be one finite"),
         ({"kl_coef_N": np.array([0, 0, 1, 0, 0], np.float32)}, "kl_coef_N must be one finite"),
