@@ -51,9 +51,13 @@ def tolerance() -> Tolerance:
 
 class TestPackedRecorder:
     check = RecorderContract.check
+    check_cut = RecorderContract.check_cut
     test_chunked_prefill = RecorderContract.test_chunked_prefill
     test_prefix_cache_hits = RecorderContract.test_prefix_cache_hits
     test_preemption = RecorderContract.test_preemption
     test_evaluation = RecorderContract.test_evaluation_records_log_probabilities_alone
+    test_cut = RecorderContract.test_answers_that_are_cut_at_the_deadline
+    test_cut_waiting = RecorderContract.test_answers_that_are_cut_while_they_are_preempted_or_wait
     test_weights_change = RecorderContract.test_weights_change_while_answers_are_sampled
+    test_cut_across = RecorderContract.test_answers_are_cut_while_weights_change
     test_weight_update = RecorderContract.test_weight_update

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,42 @@ class RecorderContract:
         ]
         assert np.mean(same) > 0.8  # float noise may turn a draw
 
+    def test_answers_that_are_cut_at_the_deadline(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        groups = engine.sample_cut(prompts(3, shared=10, own=7, tag="k"), group_size=4)
+        self.check_cut(engine, groups, reference, tolerance, size=4)
+
+    def test_answers_that_are_cut_while_they_are_preempted_or_wait(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        engine.watch()
+        groups = engine.sample_cut(prompts(9, shared=0, own=60, tag="y"), group_size=4)
+        self.check_cut(engine, groups, reference, tolerance, size=4)
+        assert engine.watch().preempted > 0, "nothing was preempted"
+        reasons = {reason for group in groups for reason in group.dropped}
+        assert len(reasons) == 1 and "had no token" in reasons.pop(), "nothing waited"
+
+    def check_cut(
+        self,
+        engine: RemoteEngine,
+        groups: Sequence[Group],
+        reference: Reference,
+        tolerance: Tolerance,
+        *,
+        size: int,
+    ) -> None:
+        """What was cut is recorded like anything else, and nothing is left behind."""
+        self.check([replace(group, dropped=()) for group in groups], reference, tolerance)
+        longest = TRUNCATED.max_tokens
+        answers = [t for group in groups for t in group.trajectories]
+        cut = [t.sampled_tokens for t in answers if t.finish_reason == "deadline"]
+        assert cut and max(cut) < longest
+        assert all(t.sampled_tokens == longest for t in answers if t.finish_reason == "length")
+        assert {len(group.trajectories) + len(group.dropped) for group in groups} == {size}
+        stats = engine.stats()
+        assert stats["groups"] == 0 and stats["recordings"] == 0
+
     def test_evaluation_records_log_probabilities_alone(self, engine: RemoteEngine) -> None:
         (group,) = engine.sample(prompts(1, shared=0, own=9, tag="e"), 2, OPEN, record=False)
         for trajectory in group.trajectories:
@@ -147,6 +184,18 @@ class RecorderContract:
         stats = engine.stats()
         assert stats["groups"] == 0 and stats["recordings"] == 0
 
+    def test_answers_are_cut_while_weights_change(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        """They end with a token of the new weights."""
+        asked = prompts(5, shared=40, own=9, tag="g")
+        reference.older[int(engine.stats()["version"])] = copy.deepcopy(reference.model)
+        tensors = perturbed(reference.model, seed=3)
+        groups = engine.sample_across_update(asked, 3, 5, tensors, cut=True)
+        self.check_cut(engine, groups, reference, tolerance, size=3)
+        cut = [t for g in groups for t in g.trajectories if t.finish_reason == "deadline"]
+        assert {int(t.segments[0].version_T[-1]) for t in cut} == {5}
+
     def test_weight_update(
         self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
     ) -> None:
@@ -155,11 +204,11 @@ class RecorderContract:
         self.check(before, reference, tolerance)
         if engine.sleeps:
             engine.sleep()
-        engine.update(5, perturbed(reference.model, seed=1))
+        engine.update(6, perturbed(reference.model, seed=1))
         engine.watch()
         groups = engine.sample(asked, group_size=2)
         self.check(groups, reference, tolerance)
-        assert {t.segments[0].version_T[-1] for group in groups for t in group.trajectories} == {5}
+        assert {t.segments[0].version_T[-1] for group in groups for t in group.trajectories} == {6}
 
     def test_wrong_weights_are_refused_by_name(
         self, engine: RemoteEngine, reference: Reference
@@ -167,6 +216,6 @@ class RecorderContract:
         tensors = checkpoint_tensors(reference.model)
         name = "model.layers.2.mlp.experts.3.up_proj.weight"
         with pytest.raises(ValueError, match=f"no tensor '{name}x'"):
-            engine.update(6, {**tensors, f"{name}x": tensors[name]})
+            engine.update(7, {**tensors, f"{name}x": tensors[name]})
         with pytest.raises(RuntimeError, match=r"prompt w0: .* weights"):
             engine.sample(prompts(1, shared=0, own=9, tag="w"))

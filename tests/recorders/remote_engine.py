@@ -168,14 +168,41 @@ def _fingerprint() -> dict[str, str]:
     return asked.result(timeout=DEADLINE_S)
 
 
-def _sample_across(items: Sequence[Item], version: int, buckets: Sequence[Any]) -> list[Group]:
-    """New weights come after some twenty steps."""
+def _begun(items: Sequence[Item]) -> list[Future[Group]]:
+    """Some twenty steps of them are done."""
     first, futures = _WATCH.steps, _submitted(items)
     until = time.monotonic() + DEADLINE_S
     while _WATCH.steps < first + 20:
         assert time.monotonic() < until
         time.sleep(0.001)
-    _update(version, buckets)
+    return futures
+
+
+def _time_is_up() -> None:
+    def late(_: Any) -> None:
+        for job in _ENGINE._limits:
+            _ENGINE._limits[job] = 0.0, "cut"
+
+    _ENGINE._ask(late).result(timeout=DEADLINE_S)
+
+
+def _sample_across(
+    items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
+) -> list[Group]:
+    """New weights come, and time may be up while they do."""
+    futures = _begun(items)
+    _ENGINE.begin_update()
+    if cut:
+        _time_is_up()
+    for bucket in buckets:
+        _ENGINE.load_bucket(bucket)
+    _ENGINE.finish_update(version)
+    return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
+def _sample_cut(items: Sequence[Item]) -> list[Group]:
+    futures = _begun(items)
+    _time_is_up()
     return [future.result(timeout=DEADLINE_S) for future in futures]
 
 
@@ -267,12 +294,19 @@ class RemoteEngine:
         group_size: int,
         version: int,
         tensors: dict[str, torch.Tensor],
+        *,
+        cut: bool = False,
     ) -> list[Group]:
-        """New weights come while the answers are being sampled."""
+        """New weights come while the answers are being sampled, and `cut`: their deadline too."""
         items = [(prompt, group_size, None, True) for prompt in prompts]
         buckets = list(pack_buckets(tensors.items(), 40_000))
-        done = self.process.submit(_sample_across, items, version, buckets)
+        done = self.process.submit(_sample_across, items, version, buckets, cut)
         return done.result(timeout=DEADLINE_S)
+
+    def sample_cut(self, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
+        """Their deadline comes while the answers are being sampled."""
+        items = [(prompt, group_size, None, True) for prompt in prompts]
+        return self.process.submit(_sample_cut, items).result(timeout=DEADLINE_S)
 
     def stats(self) -> dict[str, float]:
         return self.process.submit(_stats).result(timeout=DEADLINE_S)

@@ -138,6 +138,7 @@ def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
         expected.backward()
         packed = pack(part, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
         loss, found = gradient(packed)
+        assert table.grad is not None
         np.testing.assert_allclose(found, table.grad, rtol=1e-5, atol=1e-9)
         np.testing.assert_allclose(loss, expected.item(), rtol=1e-5, atol=1e-9)
         batches = pack(part, ranks=ranks, micro_batch_tokens=capacity)

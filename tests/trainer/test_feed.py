@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -127,6 +128,45 @@ def test_what_is_waited_for_is_what_the_batch_needs() -> None:
     threading.Timer(0.05, lambda: world.judged["p0"].set_result(scored("p0"))).start()
     assert world.take() == ["p0", "p1"]
     assert set(world.waits) == {"reward"}
+
+
+class Alarm(threading.Condition):
+    """A clock that stands still until someone waits; then the next group is there."""
+
+    def __init__(self, world: World, durations: Random) -> None:
+        super().__init__(threading.RLock())
+        self.world, self.random, self.now = world, durations, 0.0
+        self.ends: dict[str, float] = {}
+        self.durations: dict[str, float] = {}
+
+    def begin(self, asked: Prompt) -> Future[Group]:
+        name = asked.prompt_id
+        self.durations[name] = self.random.lognormvariate(0, 1.2)
+        self.ends[name] = self.now + self.durations[name]
+        return self.world.sample(asked)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        name = min(self.ends, key=lambda name: self.ends[name])
+        self.now = self.ends.pop(name)
+        self.world.judged[name] = Future()
+        self.world.judged[name].set_result(scored(name))
+        self.world.sampled(name)
+        return True
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_lengths_trained_on_are_those_that_were_drawn(lag: int) -> None:
+    """A whole run of heavy-tailed durations, on a clock that moves as the loop waits."""
+    world = World(steps=150, max_lag=lag)
+    alarm = Alarm(world, Random(lag))
+    world.feed._changed, world.feed._sample = alarm, alarm.begin
+    world.feed.open()
+    trained: list[str] = []
+    for step in range(1, 151):
+        trained += world.take()
+        if step < 150:
+            world.feed.adopting(step, done())
+    assert trained == list(alarm.durations) and len(trained) == 300
 
 
 def done() -> Future[None]:
