@@ -36,7 +36,7 @@ NOTES = (
     "mask/sequence_fraction",
     "staleness/mean",
     "rollout/dropped",
-    "rollout/stale",
+    "rollout/cut",
     "time/idle_fraction",
 )
 PACKED = {
