@@ -16,6 +16,7 @@ REFUSED_TASKS = {
     "coin_flip": "its verifier gives full marks to a prefix of the right number: 0 for 0.1",
     "composite": "list its parts as sources of their own, each with metrics of its own",
     "game_of_life_halting": "its verifier accepts every answer that is not empty",
+    "puzzle24": "its verifier does not ask which numbers were given; take countdown",
 }
 """Tasks that a policy could only learn to cheat at, or that Keel does better. Verifiers of
 reasoning_gym 0.1.25; `tests/rewards/test_rules.py` tries nonsense on all the others."""

@@ -3,11 +3,17 @@
 Some reasoning_gym verifiers call `eval` on the answer, and others call sympy's `parse_expr`, which
 does the same: `__import__("os").system(…)` would run. A policy under reinforcement learning is the
 last thing to hand an interpreter to, so such an answer is checked here and counts as wrong.
+
+Others look for the right answer somewhere in the text, or at its beginning alone, and pass it with
+anything around it: a second answer, a "not", a list of candidates. There, `is_all_answer` says
+whether the text is the answer and nothing else.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 
 EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose verifier evaluates the answer as a Python literal."""
@@ -25,6 +31,34 @@ SYMBOLIC_TASKS = frozenset(
 
 NAN_TASKS = frozenset({"complex_arithmetic"})
 """Tasks whose verifier takes "nan" for a perfect answer: `min(1.0, nan)` is 1.0."""
+
+SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
+"""Tasks with one right answer, whose verifier overlooks words or ends at the last one wanted."""
+
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
+_TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
+_MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+[.,]?"
+_FRACTION = r"\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+"
+SHAPES = {
+    task: re.compile(shape, re.IGNORECASE)
+    for task, shape in {
+        "advanced_geometry": r"[^,]*(?:,[^,]*)?",
+        "fraction_simplification": rf"\$?\s*(?:{_FRACTION})\s*\$?",
+        "gsm_symbolic": r"\$?\s?\d+(?:\.\d+)?\s?[%.]?",
+        "kakurasu": r"[01\s,\[\]]*",
+        "polynomial_equations": rf"{_NUMBER}(?:\s*,\s*{_NUMBER})*",
+        "quantum_lock": r"[a-c](?:(?:\s*(?:→|->|,)\s*|\s+|)[a-c])*",
+        "sokoban": r"[udlr\s]*",
+        "survo": r"[-\d\s]*",
+        "time_intervals": rf"-?\d+(?: days?)?|(?:-?\d+ days?, )?{_TIME}",
+        "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
+    }.items()
+}
+"""What the whole answer has to look like where a verifier overlooks what it cannot read."""
+
+_WORD = re.compile(r"\w+")
+FILLERS = {"knights_knaves": frozenset({"a", "an", "and", "is"})}
+"""Words that an answer may do without, or have once more."""
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
@@ -51,6 +85,24 @@ def may_be_judged(task: str, answer: str) -> bool:
         # sympy rewrites its input first (`3!`), so what Python cannot parse may still run there.
         return tree is not None and all(_is_symbolic(node) for node in ast.walk(tree))
     return task not in NAN_TASKS or "nan" not in answer.casefold()
+
+
+def is_all_answer(task: str, answer: str, right: str) -> bool:
+    """Whether `answer`, which `task`'s verifier passes, is an answer and nothing else.
+
+    right: the known answer. For most tasks the verifier has seen to it.
+    """
+    if task in SAME_WORDS_TASKS:
+        given, wanted = _WORD.findall(answer.casefold()), _WORD.findall(right.casefold())
+        if len(given) > 2 * len(wanted):
+            return False
+        fillers = FILLERS.get(task, frozenset())
+        return _without(fillers, given) == _without(fillers, wanted)
+    return task not in SHAPES or SHAPES[task].fullmatch(answer.strip()) is not None
+
+
+def _without(fillers: frozenset[str], words: list[str]) -> Counter[str]:
+    return Counter(word for word in words if word not in fillers)
 
 
 def _parse(answer: str) -> ast.Expression | None:

@@ -13,7 +13,7 @@ from rewards.code import CodeSettings, judge_code
 from rewards.code_spec import read_task
 from rewards.custom import function
 from rewards.entries import from_jsonable
-from rewards.guard import may_be_judged
+from rewards.guard import is_all_answer, may_be_judged
 from rewards.language import language
 from rewards.maths import mathematical
 from rewards.sandbox import open_sandbox
@@ -26,6 +26,13 @@ what a policy comes up with: `rewards.pool` is there to survive that."""
 
 MAX_CHARACTERS = 32_768
 """Longer answers are wrong, unless the right one is that long."""
+MOST_PARTIAL = 0.9
+"""What a procedural verifier's partial credit is worth at most.
+
+Some give 1 − 1e-16, or more than 1, to the right answer with words after it: the share of its
+letters that are in place. A policy gains nothing by leaving such words out unless that is worth
+something, so all that is not wholly right is a tenth below what is, and no pass.
+"""
 
 
 def judge_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> Judge:
@@ -44,8 +51,10 @@ def judge_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> Judg
 
 
 def reasoning_gym(spec: Mapping[str, Any], _: CodeSettings) -> Judge:
-    """The task's own verifier, partial credit included.
+    """The task's own verifier, partial credit included: at most `MOST_PARTIAL`.
 
+    Full marks are for what it gives exactly 1 (as every task of reasoning_gym 0.1.25 does for its
+    own answers), and that has nothing else around it (`rewards.guard.is_all_answer`).
     Spec: `task`, `params` (the generator's options; verifiers read some of them), `entry`.
     """
     task = str(spec.get("task"))
@@ -65,7 +74,9 @@ def reasoning_gym(spec: Mapping[str, Any], _: CodeSettings) -> Judge:
         score = float(verify(answer, entry))
         if not math.isfinite(score):
             raise ValueError(f"the verifier of {task} returned {score}")
-        return min(max(score, 0.0), 1.0)
+        if score == 1.0 and is_all_answer(task, answer, entry["answer"] or ""):
+            return 1.0
+        return min(max(score, 0.0), MOST_PARTIAL)
 
     return judge
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 PASS = 1 - 1e-9
-"""`correct` of an answer that is wholly right. Below 1 only by the rounding of a sum or a mean of
-parts; the largest partial credit (`rewards.rules.MOST_PARTIAL`, 1,999 tests of 2,000) is less."""
+"""`correct` of an answer that is wholly right is 1, up to the rounding of a mean or of weights that
+add up to 1. Whoever gives credit keeps partial credit well below (`rewards.rules.MOST_PARTIAL`)."""
 FAIL = 1e-9
 """`correct` of one that has no credit at all, to the same rounding."""
 

@@ -33,6 +33,8 @@ NONSENSE = ["?", "0", "1", "nan", "-inf", "nan+nanj", "[]", "{}", "''", "None", 
 
 
 def entry_of(task: str, index: int = 0, size: int = 1) -> dict[str, Any]:
+    if task in REFUSED_TASKS:  # by the source; a file's line may still name it
+        return {"kind": "reasoning_gym", "task": task, "entry": {"answer": "1", "metadata": {}}}
     source = SourceConfig(
         name="x", source="reasoning_gym", task=task, size=size, params={"seed": 7}
     )
@@ -44,7 +46,7 @@ def test_every_task_accepts_its_own_answer_after_json(task: str) -> None:
     spec = json.loads(json.dumps(entry_of(task)))
     judge = judge_for(spec)
     right = spec["entry"]["answer"]
-    assert judge(right) == pytest.approx(1.0)
+    assert judge(right) == 1.0
     assert judge("") == 0.0
     for nonsense in NONSENSE:
         assert nonsense == right or score(judge, nonsense) < 0.9, nonsense
