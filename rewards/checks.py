@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from rewards.code import CodeSettings, check_outputs, check_reference
 from rewards.code_spec import read_task
 from rewards.compose import check_parts
+from rewards.custom import SpokenTrajectory, prompt_fields
+from rewards.failures import is_function
 from rewards.judge.specs import KINDS as JUDGED_KINDS
 from rewards.judge.specs import is_judged, judged_spec
+from rewards.pool import WorkerPool
 from rewards.rules import KINDS as RULE_KINDS
 from rewards.rules import judge_for
 from rewards.sandbox import open_sandbox
 from rl.types import Prompt
 
+SAMPLE_S = 30.0
+"""Longest wait for a user's function on the sample; it loads its libraries meanwhile."""
 REFERENCES = 16
 REFERENCES_S = 20.0
 """Of each source so many reference solutions are run, and none is begun after so long."""
@@ -36,6 +41,53 @@ def check_spec(spec: Mapping[str, Any]) -> None:
             judge_for(spec)
         except (AttributeError, KeyError, TypeError) as error:  # options that a task cannot take
             raise ValueError(f"reward spec of kind {kind!r}: {error}") from error
+
+
+def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, str]:
+    """Call each user's function of `weights` once, in a worker process, with the first prompt and a
+    sample answer to it (the right one where the prompt knows it).
+
+    Returns what came of it, for people, by function. Nothing is raised: the sample may be what the
+    function never meets.
+    """
+    names = [name for name in weights if is_function(name)]
+    if not names or not prompts:
+        return {}
+    prompt = prompts[0]
+    answer = sample_answer(prompt)
+    pool = WorkerPool(1, deadline_s=SAMPLE_S)
+    said: dict[str, str] = {}
+    try:
+        for name in names:
+            spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
+            (verdict,) = pool.submit(spec, [answer.dumps()]).result()
+            at = f" ({verdict.at})" if verdict.at else ""
+            said[name] = (
+                f"WARNING: failed on a sample answer to {prompt.prompt_id}: {verdict.error}{at}. "
+                "Mend it: in the run such answers get 0 for it, and too many stop the run "
+                "(rewards.failure_share)"
+                if verdict.error
+                else f"{verdict.score:g} for a sample answer to {prompt.prompt_id}"
+            )
+    finally:
+        pool.close()
+    return said
+
+
+def sample_answer(prompt: Prompt) -> SpokenTrajectory:
+    """An answer such as a policy might give."""
+    known = prompt.reward.get("answer")
+    if isinstance(entry := prompt.reward.get("entry"), Mapping):
+        known = cast(Mapping[str, Any], entry).get("answer")
+    text = known if isinstance(known, str) and known else "Here is what I found: it is 42."
+    thought = "Let me think about it. The question is clear."
+    message: dict[str, Any] = {"role": "assistant", "content": text, "raw": text}
+    if prompt.thinking:
+        raw = f"<think>{thought}</think>{text}"
+        message |= {"reasoning_content": thought, "raw": raw}
+    return SpokenTrajectory(
+        messages=(message,), finish_reason="stop", sampled_tokens=1 + len(message["raw"]) // 4
+    )
 
 
 def check_prompts(

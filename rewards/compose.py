@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rewards.custom import is_function, load_function
+from rewards.custom import load_function
+from rewards.failures import is_function
 from rl.metrics import Mean
 from rl.passing import passed
 from rl.types import ScoredGroup

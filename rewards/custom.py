@@ -4,14 +4,17 @@
         return 1.0 if trajectory.answer.endswith(".") else 0.0
 
 It gets an `rl.types.Prompt` and a `SpokenTrajectory`, and returns a number from 0 to 1. It runs in
-the worker processes, under the same deadline as the verifiers.
+the worker processes, under the same deadline as the verifiers, and may print: to the run folder's
+`rewards/worker_*.log`.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from rewards.failures import place, shown
 from rewards.text import final_text, raw_text, thinking_text
 
 
@@ -62,15 +66,11 @@ class SpokenTrajectory:
 Function = Callable[[Any, SpokenTrajectory], float]
 
 
-def is_function(part: str) -> bool:
-    """Whether a reward part is a dotted name."""
-    return "." in part
-
-
 def load_function(name: str) -> Function:
     """The function with the dotted name `name`; modules are found in the working directory too.
 
-    Raises ValueError naming the nearest module or function there is.
+    Raises ValueError naming the nearest module or function there is, and one that could not be
+    called as `name(prompt, trajectory)` or is async.
     """
     module_name, _, attribute = name.rpartition(".")
     here = os.getcwd()
@@ -91,15 +91,50 @@ def load_function(name: str) -> Function:
             f"reward {name!r}: there is no module {error.name!r} (looked in {here}, and where "
             f"Python does){hint}"
         ) from error
-    except (ImportError, SyntaxError) as error:
-        raise ValueError(f"reward {name!r}: {module_name} cannot be imported: {error}") from error
+    except Exception as error:  # a user's file may raise anything
+        at = "" if isinstance(error, (ImportError, SyntaxError)) else f" ({place(error)})"
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise ValueError(
+            f"reward {name!r}: {module_name} cannot be imported: {kind}{error}{at}"
+        ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if callable(value)]
         near = difflib.get_close_matches(attribute, names, n=1)
         hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
         raise ValueError(f"reward {name!r}: {module_name} has no function {attribute!r}{hint}")
+    _check_callable(name, found)
     return cast(Function, found)
+
+
+def _check_callable(name: str, found: Callable[..., Any]) -> None:
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise ValueError(
+            f"reward {name!r}{_where(found)}: is async, and nothing awaits it; write `def`, and "
+            "call what is async with asyncio.run"
+        )
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some built-in ones do not tell
+        return
+    try:
+        signature.bind("prompt", "trajectory")
+    except TypeError as error:
+        raise ValueError(
+            f"reward {name!r}{_where(found)}: takes {signature}, and is called with one prompt and "
+            f"one trajectory: {error}. Write def {name.rpartition('.')[2]}(prompt, trajectory)"
+        ) from error
+
+
+def _where(found: Callable[..., Any]) -> str:
+    """` (my_rewards.py:12 in brief)`, where that is known."""
+    at = _defined(found)
+    return f" ({at})" if at else ""
+
+
+def _defined(found: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    return shown(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
@@ -127,13 +162,43 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
     prompt = Prompt(**fields)
 
     def judge(text: str) -> float:
-        score = reward(prompt, SpokenTrajectory.loads(text))
         try:
-            number = float(score)
-        except (TypeError, ValueError):
-            number = -1.0
-        if not 0.0 <= number <= 1.0:  # NaN neither
-            raise ValueError(f"{name} returned {score!r}, must be a number from 0 to 1"[:200])
+            score = reward(prompt, SpokenTrajectory.loads(text))
+        except SystemExit as error:  # would end the worker, or the run
+            left = RuntimeError(f"called exit({error.code})")
+            raise left.with_traceback(error.__traceback__) from error
+        number = _number(score)
+        if isinstance(number, str):
+            raise BadReward(f"returned {number}", _defined(reward))
         return number
 
     return judge
+
+
+class BadReward(ValueError):
+    """A function returned what is no reward."""
+
+    def __init__(self, message: str, at: str) -> None:
+        super().__init__(message)
+        self.at = at
+        """Where the function is."""
+
+
+def _number(score: Any) -> float | str:
+    """As a number from 0 to 1, else what it is and what to do."""
+    if score is None:
+        return "None; is there a way through it without a `return`?"
+    if inspect.isawaitable(score):
+        if inspect.iscoroutine(score):
+            score.close()  # so that Python does not warn that nothing awaited it
+        return "a coroutine, which nothing awaits; call it with asyncio.run"
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        return f"a {type(score).__name__} ({str(score)[:50]!r}); a number from 0 to 1 is wanted"
+    if math.isnan(number):
+        return "NaN; is it a mean of nothing?"
+    if not 0.0 <= number <= 1.0:
+        side = "below 0" if number < 0 else "above 1"
+        return f"{number:g}, {side}; scale it to 0 … 1, its weight is in the recipe"
+    return number

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rewards.code import CodeSettings
+from rewards.failures import place_in
 from rewards.rules import judge_for
 from rewards.worker import judged
 
@@ -25,6 +26,7 @@ CODE_GRACE_S = 5.0
 """Beyond the time that a program's tests may take together, for starting and ending sandboxes."""
 GRACE_S = 5.0
 """Beyond an answer's own deadline, for the worker's timer to go off."""
+STANDARD_ERROR = 2
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -34,6 +36,8 @@ class Verdict:
 
     score: float
     error: str = ""
+    at: str = field(default="", compare=False)
+    """Where it failed, if that is known: `my_rewards.py:12 in brief`."""
 
 
 class WorkerPool:
@@ -43,10 +47,16 @@ class WorkerPool:
     """
 
     def __init__(
-        self, workers: int, *, deadline_s: float, code: Mapping[str, Any] | None = None
+        self,
+        workers: int,
+        *,
+        deadline_s: float,
+        code: Mapping[str, Any] | None = None,
+        log: Path | None = None,
     ) -> None:
         """deadline_s: longest look at one answer; code: how programs are run, the fields of
-        `configs.schema.CodeConfig`, whose `answer_s` is the deadline for them."""
+        `configs.schema.CodeConfig`, whose `answer_s` is the deadline for them; log: folder for what
+        the workers print, a file each; without one it goes to standard error."""
         if workers < 0 or not deadline_s > 0:
             raise ValueError(
                 f"worker pool: workers = {workers} must not be negative, deadline_s = {deadline_s} "
@@ -56,7 +66,10 @@ class WorkerPool:
         settings = CodeSettings.from_knobs(self._code)
         self._deadlines = {"code": settings.answer_s + CODE_GRACE_S}
         self._deadline_s = deadline_s
-        self._workers = [_Worker(self._code) for _ in range(workers)]
+        if log is not None:
+            log.mkdir(parents=True, exist_ok=True)
+        logs = [log and log / f"worker_{number}.log" for number in range(workers)]
+        self._workers = [_Worker(self._code, path) for path in logs]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             worker.start()  # they import while the first rollouts are under way
@@ -66,6 +79,10 @@ class WorkerPool:
     def submit(self, spec: Mapping[str, Any], answers: Sequence[str]) -> Future[list[Verdict]]:
         """One verdict an answer. The future raises ValueError if no rule reads `spec`."""
         return self._threads.submit(self._judge, spec, answers)
+
+    def printed(self) -> bool:
+        """Whether a worker has written to its log."""
+        return any(worker.written() for worker in self._workers)
 
     def close(self) -> None:
         """Stop the workers. Batches that have not started are dropped."""
@@ -97,8 +114,10 @@ class _WorkerLost(Exception):
 class _Worker:
     """One worker process, replaced whenever it is lost. Used by one thread at a time."""
 
-    def __init__(self, code: Mapping[str, Any]) -> None:
+    def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code = code
+        self._log = log
+        self._began = self._read = self._size()
         self._deadline_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -113,13 +132,15 @@ class _Worker:
         # A fresh interpreter: nothing of the parent's (CUDA, Ray, open files, the caller's
         # `__main__`) reaches the process that meets the policy's text.
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs:
+        with theirs, open(self._log or os.devnull, "ab") as log:
+            output = log if self._log else STANDARD_ERROR
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rewards.worker", str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
 
     def close(self) -> None:
@@ -149,14 +170,15 @@ class _Worker:
                 self.stop()
                 raise RuntimeError(
                     f"a reward worker {lost} while preparing for {spec.get('kind')!r}; its own "
-                    "message is on standard error"
+                    f"message is {f'in {self._log}' if self._log else 'on standard error'}"
                 ) from lost
             try:
                 for _ in rest:
+                    self._read = self._size()
                     verdicts.append(_verdict(self._receive(self._deadline_s + GRACE_S)))
             except _WorkerLost as lost:
                 self.stop()
-                verdicts.append(Verdict(0.0, f"verifier {lost}"))
+                verdicts.append(Verdict(0.0, f"verifier {lost}", place_in(self._last_words())))
         return verdicts
 
     def _begin(self, spec: Mapping[str, Any], answers: Sequence[str]) -> None:
@@ -198,6 +220,23 @@ class _Worker:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
+    def written(self) -> bool:
+        """Whether this run's processes have written to the log."""
+        return self._size() > self._began
+
+    def _size(self) -> int:
+        return self._log.stat().st_size if self._log and self._log.exists() else 0
+
+    def _last_words(self) -> str:
+        """What was written to the log since the answer that it ended at."""
+        if self._log is None:
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            said = file.read(1 << 16).decode(errors="replace")
+        _, dumped, frames = said.rpartition("most recent call first")
+        return frames if dumped else ""
+
     def _how_it_ended(self) -> str:
         if self._process is None:
             return "was closed"
@@ -212,5 +251,5 @@ class _Worker:
 
 def _verdict(reply: Mapping[str, Any]) -> Verdict:
     if "error" in reply:
-        return Verdict(0.0, str(reply["error"]))
+        return Verdict(0.0, str(reply["error"]), str(reply.get("at", "")))
     return Verdict(float(reply["score"]))

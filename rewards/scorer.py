@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 
 from rewards.compose import ERROR, LANGUAGE_PARTS, Score, check_parts, check_weights, compose
-from rewards.custom import SpokenTrajectory, is_function, prompt_fields
+from rewards.custom import SpokenTrajectory, prompt_fields
+from rewards.failures import Failures, is_function, to_standard_error
 from rewards.judge.results import Counts, Failed, Judged
 from rewards.judge.service import JudgeService
 from rewards.judge.specs import is_judged
@@ -54,11 +56,16 @@ class Scorer:
         code: Mapping[str, Any] | None = None,
         lengths: Mapping[str, LengthRule] | None = None,
         judge: JudgeService | None = None,
+        failure_share: float = 1.0,
+        log: Path | None = None,
+        say: Callable[[str], None] = to_standard_error,
     ) -> None:
         """weights: domain → reward part → weight; scale: of the advantages; workers: processes
         (0: none, and then no deadline either); deadline_s: longest look at one answer; code: how
         programs are run, the fields of `configs.schema.CodeConfig`; lengths: domain → its rule;
-        judge: for rubrics and proofs, closed by whoever opened it.
+        judge: for rubrics and proofs, closed by whoever opened it; failure_share: of the answers to
+        a user's function, as `RewardsConfig`; log: folder for what the worker processes print
+        (standard error without one); say: for people, the first error of each kind.
 
         Raises ValueError for a reward part that does not exist.
         """
@@ -68,7 +75,13 @@ class Scorer:
         self._lengths = lengths or {}
         self._judge = judge
         self._counted = Counts()
-        self._pool = WorkerPool(workers, deadline_s=deadline_s, code=code)
+        self._failures = Failures(failure_share, say)
+        self._log, self._told = log, False
+        self._pool = WorkerPool(workers, deadline_s=deadline_s, code=code, log=log)
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """From now on say there what went wrong."""
+        self._failures.say = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
         """Judge all trajectories of a group.
@@ -76,7 +89,8 @@ class Scorer:
         An answer whose verifier fails gets 0 for that part and `error` 1. One that the judge could
         not judge is dropped from its group, with the reason; so is, in training, one that was cut
         off, where the domain's rule says so. The future fails with ValueError naming the prompt for
-        a domain without weights and for a reward spec that nothing reads, and with JudgeStopped.
+        a domain without weights and for a reward spec that nothing reads, and with JudgeStopped or
+        RewardStopped where too many answers could not be scored.
         """
         try:
             pending = self._submit(group)
@@ -218,10 +232,14 @@ class Scorer:
                 parts.append(f"the judge failed ({result.kind}): {result.reason}")
             else:
                 parts.append({"correct": result.value, **result.parts, ERROR: 0.0})
-        for verdict in (verdict for future in pending.rule for verdict in future.result()):
+        ruled = [verdict for future in pending.rule for verdict in future.result()]
+        for verdict in ruled:
             parts.append({"correct": verdict.score, ERROR: float(bool(verdict.error))})
+        self._note(_verifier(group.prompt), group, ruled)
         for name, future in pending.others.items():
-            for found, verdict in zip(parts, future.result(), strict=True):
+            verdicts = future.result()
+            self._note(name, group, verdicts)
+            for found, verdict in zip(parts, verdicts, strict=True):
                 if not isinstance(found, str):
                     found[name] = verdict.score
                     found[ERROR] = max(found[ERROR], float(bool(verdict.error)))
@@ -235,6 +253,19 @@ class Scorer:
                     )
                 )
         return parts
+
+    def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:
+        errors = [(verdict.error, verdict.at) for verdict in verdicts]
+        self._failures.note(name, group.prompt.prompt_id, errors)
+        if self._log is not None and not self._told and self._pool.printed():
+            self._told = True
+            self._failures.say(f"the reward workers print to {self._log}")
+
+
+def _verifier(prompt: Prompt) -> str:
+    """For messages: `correct (reasoning_gym gcd)`. No dots in it: it is no user's function."""
+    said = [str(prompt.reward.get(key, "")) for key in ("kind", "task", "match")]
+    return f"correct ({' '.join(filter(None, said))})".replace(".", " ")
 
 
 def _with_length(

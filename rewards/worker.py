@@ -6,15 +6,20 @@ that ran a policy's text must not be unpickled.
     ← {"spec": {…}, "answers": ["…"], "deadline_s": 3.0, "code": {…}}   code: as `CodeConfig`
     → {"ready": true}              the judge is built (libraries are imported at the first)
     → {"score": 1.0}               one line an answer, in order
-    → {"error": "ValueError: …"}   in place of a score
+    → {"error": "ValueError: …", "at": "my.py:12 in f"}    in place of a score
     → {"refused": "…"}             in place of "ready": no rule reads the spec
 
 Each answer is judged under a timer whose signal ends the process, whatever it is stuck in, even if
-the parent is gone. The parent sees the socket close and starts another worker.
+the parent is gone. The parent sees the socket close and starts another worker. What a process says
+when it ends that way, it writes to standard error: where it was.
+
+Standard output is for what the user's functions print. Verifiers print about every answer that they
+cannot read, so theirs goes nowhere.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -22,11 +27,15 @@ import signal
 import socket
 import sys
 import warnings
-from typing import Any
+from io import TextIOWrapper
+from typing import Any, cast
 
 from rewards.code import CodeSettings
+from rewards.failures import place
 from rewards.rules import Judge, judge_for
 
+MOST_SAID = 500
+"""Characters of an error: it may quote an answer."""
 MEMORY_BYTES = 8 << 30
 """Address space of a worker: an answer that asks for more gets a MemoryError, not the machine."""
 
@@ -36,12 +45,14 @@ def judged(judge: Judge, answer: str) -> dict[str, Any]:
     try:
         return {"score": judge(answer)}
     except Exception as error:  # third-party code on hostile text may raise anything
-        return {"error": f"{type(error).__name__}: {error}"[:200]}
+        at = getattr(error, "at", "") or place(error)
+        return {"error": f"{type(error).__name__}: {error}"[:MOST_SAID], "at": at}
 
 
 def serve(connection: socket.socket) -> None:
     """Answer requests until the other side closes."""
-    with connection.makefile("rwb") as stream:
+    theirs = sys.stdout
+    with connection.makefile("rwb") as stream, open(os.devnull, "w") as nowhere:
 
         def send(reply: dict[str, Any]) -> None:
             stream.write(json.dumps(reply).encode() + b"\n")
@@ -49,6 +60,7 @@ def serve(connection: socket.socket) -> None:
 
         for line in stream:
             request = json.loads(line)
+            sys.stdout = theirs if request["spec"].get("kind") == "function" else nowhere
             try:
                 judge = judge_for(request["spec"], CodeSettings.from_knobs(request["code"]))
             except (KeyError, TypeError, ValueError) as error:
@@ -65,6 +77,9 @@ def serve(connection: socket.socket) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)  # then it ends us
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     wanted = MEMORY_BYTES if limit == resource.RLIM_INFINITY else min(MEMORY_BYTES, limit)
     resource.setrlimit(resource.RLIMIT_AS, (wanted, limit))

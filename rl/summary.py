@@ -18,9 +18,10 @@ def summarize(
 
     Rewards and losses are of all groups that were sampled for it: without the `discarded` ones
     (`algorithm.filter_groups`), a policy that is nearly always right would look as good as one that
-    is right half the time. Staleness, kept sets and `length/mean` are of what is trained on.
-    `length/drawn` is of all that was sampled for it, answers that were left out included: where the
-    two differ, length decides about what is trained on.
+    is right half the time. Staleness, kept sets, `length/mean` and `rollout/uniform_fraction` (the
+    share of groups with no answer better than another: at 1 there is nothing to learn) are of what
+    is trained on. `length/drawn` is of all that was sampled for it, answers that were left out
+    included: where the two differ, length decides about what is trained on.
 
     Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. Answers that
     were cut off count in `rollout/truncated_fraction`, those among them that ran out of time in
@@ -47,6 +48,7 @@ def summarize(
         "rollout/cut": Sum(sum(t.finish_reason == "deadline" for t in drawn)),
         "rollout/dropped": Sum(sum(len(group.group.dropped) for group in groups)),
         "rollout/uniform_groups": Sum(sum(group.uniform for group in groups)),
+        "rollout/uniform_fraction": mean_of(group.uniform for group in trained if group.parts_G),
     }
     kept = _kept(ours)
     if kept.count:

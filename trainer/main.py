@@ -69,7 +69,7 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
         if state:
             task.dataset.train.restore(state.cursor)
         print(task.text(), flush=True)
-        system = stack.enter_context(running(task, print))
+        system = stack.enter_context(running(task, print, folder.rewards))
         if state and folder.latest:
             system.learner.load(folder.latest)
         reached = start
@@ -202,8 +202,9 @@ class System:
 
 
 @contextmanager
-def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
-    """Start everything `task` needs, and end it all at exit, whatever happened."""
+def running(task: Task, say: Callable[[str], None], *, log: Path | None = None) -> Iterator[System]:
+    """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
+    what reward functions print."""
     config, deadline = task.config, task.config.run.startup_deadline_s
     with ExitStack() as stack:
         judge = None
@@ -232,6 +233,9 @@ def running(task: Task, say: Callable[[str], None]) -> Iterator[System]:
                 code=asdict(config.rewards.code),
                 lengths=length_rules(config),
                 judge=judge,
+                failure_share=config.rewards.failure_share,
+                log=log,
+                say=say,
             )
         )
         spec = engine_spec(config, model)
@@ -336,6 +340,7 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
         )
         stack.callback(journal.close)
         system.pool.say = view.say
+        system.scorer.tell(view.say)
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,

@@ -20,7 +20,7 @@ from model.embedded.build import model_config
 from model.embedded.tokenizer import build_tokenizer
 from model.load import ModelFacts, facts_of, load_model_config, load_tokenizer
 from model.trainable import check_ids, check_same_family, check_trainable
-from rewards.checks import check_prompts, check_spec
+from rewards.checks import check_prompts, check_spec, try_functions
 from rewards.code import CodeSettings
 from rewards.compose import check_weights
 from rewards.judge.specs import is_judged
@@ -44,7 +44,7 @@ class Task:
     plan: Plan
     gpu: bool
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Source name → what became of its reference solutions."""
+    """As `check_rewards`."""
 
     @property
     def judged(self) -> bool:
@@ -107,7 +107,8 @@ def prepare(recipe: str, overrides: Sequence[str]) -> Task:
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Source name → what became of its reference solutions. Raises ConfigError."""
+    """Source name → what became of its reference solutions; and with the name of a user's reward
+    function, of one call of it. Raises ConfigError."""
     notes: dict[str, str] = {}
     settings = CodeSettings.from_knobs(asdict(config.rewards.code))
     try:
@@ -120,6 +121,8 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
             note = check_prompts(prompts, source.rewards, code=settings)
             if note:
                 notes[source.name] = note
+            tried = try_functions(prompts, source.rewards)
+            notes |= {f"{source.name}, {name}": said for name, said in tried.items()}
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
     return notes

@@ -5,6 +5,7 @@ metrics.jsonl   one object a step
 tensorboard/    the same as curves
 trajectories/   readable samples of each step
 checkpoints/    what `run.resume: auto` continues from
+rewards/        what reward functions print, a file for each worker
 model/          the trained model, once the run has ended; model_60 that of an earlier end
 before_1/ …     what runs that ended without a checkpoint wrote here
 """
@@ -24,7 +25,7 @@ from trainer import checkpoint
 from trainer.checkpoint import State
 from trainer.journal import metric_lines
 
-WRITTEN = ("config.yaml", "metrics.jsonl", "tensorboard", "trajectories", "model")
+WRITTEN = ("config.yaml", "metrics.jsonl", "tensorboard", "trajectories", "rewards", "model")
 
 
 class RunFolder:
@@ -124,6 +125,11 @@ class RunFolder:
     def model(self) -> Path:
         """Where the trained model is, once `export` has been through."""
         return self.path / "model"
+
+    @property
+    def rewards(self) -> Path:
+        """For what reward functions print."""
+        return self.path / "rewards"
 
     def begin(self, step: int) -> None:
         """The run goes on from `step`: what it exported there is no longer its end."""

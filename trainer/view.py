@@ -29,6 +29,7 @@ SHOWN = (
     ("answer length", "length/mean", "{:.1f}"),
     ("tokens a second", "throughput/tokens_per_second", "{:,.0f}"),
 )
+ERRORS, UNIFORM = "reward/error", "rollout/uniform_fraction"
 SPLIT = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -74,7 +75,7 @@ class PlainView:
         pass
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
-        line = [f"step {step}/{self._steps}"]
+        line = [f"step {step}/{self._steps}", *troubles(numbers)]
         line += [f"{name} {value:.3f}" for name, value in held_out(numbers).items()]
         line += [
             f"{label} {form.format(numbers[key])}" for label, key, form in SHOWN if key in numbers
@@ -157,6 +158,8 @@ class LiveView:
         for label, key, form in SHOWN:
             if key in self._numbers:
                 table.add_row(label, form.format(self._numbers[key]))
+        for trouble in troubles(self._numbers):
+            table.add_row(Text(trouble, style="bold yellow"))
         return table
 
     def _curves(self) -> RenderableType:
@@ -181,6 +184,16 @@ def held_out(numbers: Mapping[str, float]) -> dict[str, float]:
         if name.startswith("eval/")
         and (name.endswith("/pass@1") or (name.endswith("/unscored") and value > 0))
     }
+
+
+def troubles(numbers: Mapping[str, float]) -> list[str]:
+    """What a step's rewards came short of, where they did."""
+    found: list[str] = []
+    if (share := numbers.get(ERRORS, 0.0)) > 0:
+        found.append(f"REWARD ERRORS in {share:.1%} of the completions")
+    if numbers.get(UNIFORM) == 1.0:
+        found.append("NO GROUP DIFFERS: all advantages are 0")
+    return found
 
 
 def sparkline(series: list[float], width: int = 40) -> str:

@@ -250,9 +250,19 @@ class RewardsConfig:
     """Processes for the verifiers; 0: judge in the driver, without deadlines."""
     deadline_s: float = 3.0
     """Longest look at one answer; then it counts as wrong, and as `reward/error`."""
+    failure_share: float = 0.2
+    """The run stops when a reward function of yours failed on more than this share of the last 200
+    answers (at the start: of 20). 0: stop at the first; 1: never. Verifiers do not count: what they
+    cannot read is wrong."""
     code: CodeConfig = field(default_factory=CodeConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     def __post_init__(self) -> None:
         require(self.workers >= 0, "rewards.workers", self.workers, "must not be negative")
+        require(
+            0 <= self.failure_share <= 1,
+            "rewards.failure_share",
+            self.failure_share,
+            "must be in [0, 1]",
+        )
         require(self.deadline_s > 0, "rewards.deadline_s", self.deadline_s, "must be positive (s)")

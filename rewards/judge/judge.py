@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from rewards.failures import Recent
 from rewards.judge.prompts import (
     MetaCheck,
     Verification,
@@ -31,11 +32,6 @@ from rewards.judge.untrusted import size, tail
 from rewards.text import outside_think
 from rl.types import Prompt
 
-WINDOW = 200
-"""The share of failures is taken over so many answers …"""
-LEAST = 20
-"""… and, while there are fewer, as if there were so many."""
-
 T = TypeVar("T")
 
 
@@ -58,7 +54,7 @@ class Judge:
             f"at {settings.base_url}" if settings.base_url else f"{settings.model!r} of this run"
         )
         self._endpoint = Endpoint(settings, server=server, backoff_s=backoff_s)
-        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._recent = Recent(settings.failure_share)
         self._failed: Counter[FailureKind] = Counter()
         self._judged = self._unasked = 0
 
@@ -186,17 +182,14 @@ class Judge:
 
     def _note(self, result: Judged | Failed) -> Judged | Failed:
         """Count `result`; raise JudgeStopped if too many of late were failures."""
-        failed = isinstance(result, Failed)
-        self._recent.append(failed)
-        if not failed:
+        much = self._recent.add(isinstance(result, Failed))
+        if not isinstance(result, Failed):
             self._judged += 1
             return result
         self._failed[result.kind] += 1
-        share = self._settings.failure_share
-        bad, seen = sum(self._recent), len(self._recent)
-        if bad > share * max(seen, LEAST):
+        if much:
             raise self._endpoint.stop(
-                f"the judge {self._where} failed on {bad} of the last {seen} "
-                f"answers, and rewards.judge.failure_share = {share:g}; the last: {result.reason}"
+                f"the judge {self._where} failed on {much}, and rewards.judge.failure_share = "
+                f"{self._settings.failure_share:g}; the last: {result.reason}"
             )
         return result

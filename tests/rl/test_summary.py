@@ -38,6 +38,7 @@ def test_rewards_lengths_staleness_and_losses() -> None:
         "rollout/cut": Sum(0),
         "rollout/dropped": Sum(3),
         "rollout/uniform_groups": Sum(1),
+        "rollout/uniform_fraction": Mean(1, 2),
     }
 
 

@@ -72,6 +72,36 @@ def test_a_bad_recipe_is_refused_with_a_cure(
     assert "Traceback" not in err
 
 
+def test_check_calls_each_reward_function_once_and_names_what_it_got_wrong(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = (
+        "def half(prompt, trajectory):\n    return 0.5\n\ndef forgets(prompt, trajectory):\n    1\n"
+    )
+    (tmp_path / "checked_rewards.py").write_text(mine)
+    monkeypatch.chdir(tmp_path)
+    parts = "{correct: 1, checked_rewards.half: 0.5, checked_rewards.forgets: 0.5}"
+    code, out, _ = run(
+        capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
+    )
+    assert code == 0
+    assert "spelling, checked_rewards.half: 0.5 for a sample answer to spelling/" in out
+    assert "spelling, checked_rewards.forgets: WARNING: failed on a sample answer" in out
+    assert "returned None; is there a way through it without a `return`? (checked_rewards.py:4" in (
+        out
+    )
+    (tmp_path / "checked_rewards.py").write_text(
+        "async def half(prompt, trajectory):\n    return 1\n"
+    )
+    __import__("sys").modules.pop("checked_rewards", None)
+    parts = "{checked_rewards.half: 0.5}"
+    code, _, err = run(
+        capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
+    )
+    assert code == 2
+    assert "(checked_rewards.py:1 in half): is async, and nothing awaits it" in err
+
+
 def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,3 +80,30 @@ def test_a_sparkline_has_its_lowest_and_highest_bar() -> None:
     assert drawn.startswith("▁")
     assert drawn[2] == "█"
     assert len(sparkline([1.0] * 1000).split(" ")[0]) <= 40
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        ({"reward/error": 0.25}, "REWARD ERRORS in 25.0% of the completions"),
+        ({"rollout/uniform_fraction": 1.0}, "NO GROUP DIFFERS"),
+    ],
+)
+def test_rewards_that_fail_or_do_not_differ_stand_on_the_step(
+    numbers: dict[str, float], shown: str
+) -> None:
+    stream = io.StringIO()
+    PlainView(10, stream).record(3, {**NUMBERS, **numbers})
+    assert f"step 3/10  {shown}" in stream.getvalue()
+    console = Console(file=io.StringIO(), force_terminal=True, width=130)
+    with LiveView("quickstart", 10, console) as view:
+        view.record(3, {**NUMBERS, **numbers})
+    assert shown in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_healthy_rewards_are_not_mentioned() -> None:
+    stream = io.StringIO()
+    healthy = {"reward/error": 0.0, "rollout/uniform_fraction": 0.75}
+    PlainView(10, stream).record(3, {**NUMBERS, **healthy})
+    assert "ERROR" not in stream.getvalue()
+    assert "DIFFERS" not in stream.getvalue()

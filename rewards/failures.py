@@ -1,0 +1,134 @@
+"""What rewards fail of: each kind of error said once, and the run stopped where it is too much."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+WINDOW = 200
+"""The share of failures is taken over so many answers …"""
+LEAST = 20
+"""… and, while there are fewer, as if there were so many."""
+MOST_SAID = 5
+"""Errors of one function, or of one kind of verifier, that are said: each is of another place."""
+
+_OURS = str(Path(__file__).resolve().parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_DUMPED = re.compile(r'File "(.+)", line (\d+) in (.+)')
+
+
+class RewardStopped(RuntimeError):
+    """Too many answers could not be scored: the run has to stop."""
+
+
+class Recent:
+    """How many of the last answers failed. Not for several threads."""
+
+    def __init__(self, share: float) -> None:
+        """share: more than this of the last `WINDOW` (at the start: of `LEAST`) is too much. 0: one
+        is; 1: none ever are."""
+        self._share = share
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
+
+    def add(self, failed: bool) -> str:
+        """Why that is too much, or "": `5 of the last 5 answers`."""
+        self._failed.append(failed)
+        bad, seen = sum(self._failed), len(self._failed)
+        if not failed or bad <= self._share * max(seen, LEAST):
+            return ""
+        return f"{bad} of the last {seen} answers"
+
+
+class Failures:
+    """Says and counts the errors of one run's rewards. For any number of threads."""
+
+    def __init__(self, share: float, say: Callable[[str], None]) -> None:
+        """share: of a function's answers, as in `Recent`; say: for people, a line at a time."""
+        self._share = share
+        self.say = say
+        self._recent: dict[str, Recent] = {}
+        self._said: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]]) -> None:
+        """Of each answer to a prompt, what `name` failed of ("" if it did not), and where.
+
+        Raises RewardStopped once too many answers to a user's function failed. A verifier that
+        cannot read what the policy came up with is the policy's failure, and does not count.
+        """
+        lines: list[str] = []
+        stop = ""
+        with self._lock:
+            said = self._said.setdefault(name, set())
+            recent = self._recent.setdefault(name, Recent(self._share))
+            for error, at in errors:
+                place = at or error.partition(":")[0]
+                if error and place not in said and len(said) < MOST_SAID:
+                    said.add(place)
+                    lines.append(
+                        f"reward {name} failed on prompt {prompt_id}: {_told(error, at)}. Such "
+                        "answers get 0 for it and count in reward/error; this is said once"
+                    )
+                if (much := recent.add(bool(error))) and is_function(name):
+                    stop = stop or (
+                        f"reward {name} failed on {much}, and rewards.failure_share = "
+                        f"{self._share:g}; the last, of prompt {prompt_id}: {_told(error, at)}. "
+                        "Mend the function, or raise rewards.failure_share"
+                    )
+        for line in lines:
+            self.say(line)
+        if stop:
+            raise RewardStopped(stop)
+
+
+def to_standard_error(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def is_function(part: str) -> bool:
+    """Whether a reward part is a dotted name: a function of the user's."""
+    return "." in part
+
+
+def place(error: BaseException) -> str:
+    """Where it was raised, as `my_rewards.py:12 in brief`: the innermost line that is neither a
+    library's nor of this package, else the innermost."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    theirs = [frame for frame in frames if not _is_known(frame.filename)]
+    found = (theirs or frames)[-1]
+    return shown(found.filename, found.lineno or 0, found.name)
+
+
+def place_in(dump: str) -> str:
+    """As `place`, from what `faulthandler` wrote when the process ended: innermost line first."""
+    frames = _DUMPED.findall(dump)
+    if not frames:
+        return ""
+    theirs = [frame for frame in frames if not _is_known(frame[0])]
+    file, line, name = (theirs or frames)[0]
+    return shown(file, int(line), name)
+
+
+def shown(file: str, line: int, name: str) -> str:
+    """`my_rewards.py:12 in brief`, relative to the working directory if it is in there."""
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{line} in {name}"
+
+
+def _is_known(file: str) -> bool:
+    return file.startswith((_OURS + os.sep, "<frozen", *_LIBRARIES))
+
+
+def _told(error: str, at: str) -> str:
+    """For a terminal: a policy's text may be in there, and escape sequences in that."""
+    text = f"{error} ({at})" if at else error
+    return "".join(c if c.isprintable() else "�" for c in text.replace("\n", " "))

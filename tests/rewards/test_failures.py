@@ -1,0 +1,265 @@
+"""What a user's reward function gets wrong is said, with its place, and stops the run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rewards.checks import sample_answer, try_functions
+from rewards.compose import check_weights
+from rewards.failures import LEAST, MOST_SAID, Failures, Recent, RewardStopped
+from rewards.pool import WorkerPool
+from rewards.scorer import Scorer
+from tests.rewards.groups import PROMPT, group
+
+MINE = '''"""Rewards with all that can be wrong with one."""
+import asyncio, json, os, signal, time
+
+def raises(prompt, trajectory):
+    return json.loads(trajectory.answer)["score"]
+
+def raises_twice(prompt, trajectory):
+    if trajectory.answer == "3":
+        raise KeyError("three")
+    return 1 / len(trajectory.thinking)
+
+def none(prompt, trajectory):
+    if not trajectory.answer:
+        return 1.0
+
+def nan(prompt, trajectory):
+    return float("nan")
+
+def below(prompt, trajectory):
+    return -0.5
+
+def above(prompt, trajectory):
+    return 7
+
+def text(prompt, trajectory):
+    return "good"
+
+def scores(prompt, trajectory, **more):
+    return [1.0, 0.0]
+
+def wrapped(prompt, trajectory):
+    return later(prompt, trajectory)
+
+def leaves(prompt, trajectory):
+    raise SystemExit(3)
+
+def escapes(prompt, trajectory):
+    raise ValueError("\\x1b[2J" + trajectory.answer)
+
+def dies(prompt, trajectory):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def hangs(prompt, trajectory):
+    time.sleep(60)
+
+def talks(prompt, trajectory):
+    print("heard", trajectory.answer)
+    return 0.5
+
+def some(prompt, trajectory):
+    assert trajectory.answer != "bad", "a bad one"
+    return 0.5
+
+async def later(prompt, trajectory):
+    return 1.0
+
+def alone(trajectory):
+    return 1.0
+
+def trl(completions, **kwargs):
+    return [1.0 for _ in completions]
+'''
+LINES = {
+    line.partition("def ")[2].partition("(")[0]: number
+    for number, line in enumerate(MINE.splitlines(), start=1)
+    if "def " in line
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    (tmp_path / "failing_rewards.py").write_text(MINE)
+    yield tmp_path
+    sys.modules.pop("failing_rewards", None)
+
+
+def weights(name: str) -> dict[str, dict[str, float]]:
+    return {"maths": {"correct": 1.0, f"failing_rewards.{name}": 0.5}}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("raises", 1, "TypeError: 'int' object is not subscriptable"),
+        ("none", 0, "BadReward: returned None; is there a way through it without a `return`"),
+        ("nan", 0, "BadReward: returned NaN"),
+        ("below", 0, "BadReward: returned -0.5, below 0"),
+        ("above", 0, "BadReward: returned 7, above 1; scale it"),
+        ("text", 0, "BadReward: returned a str ('good'); a number"),
+        ("scores", 0, "BadReward: returned a list ('[1.0, 0.0]'); a number"),
+        ("wrapped", 0, "BadReward: returned a coroutine, which nothing awaits"),
+        ("leaves", 1, "RuntimeError: called exit(3)"),
+        ("escapes", 1, "ValueError: �[2J3"),
+    ],
+)
+def test_the_first_error_is_said_once_with_its_place(
+    workers: int, name: str, line: int, message: str
+) -> None:
+    said: list[str] = []
+    with Scorer(weights(name), workers=workers, deadline_s=30.0, say=said.append) as scorer:
+        for _ in range(3):
+            (scored,) = scorer.score([group("</think>3", "</think>3")])
+    place = f"failing_rewards.py:{LINES[name] + line} in {name}"
+    (only,) = said
+    assert f"failing_rewards.{name} failed on prompt file/1: {message}" in only
+    assert f"({place})" in only
+    assert [parts["error"] for parts in scored.parts_G] == [1.0, 1.0]
+    assert [parts["correct"] for parts in scored.parts_G] == [1.0, 1.0]
+
+
+def test_errors_of_other_places_are_said_as_well() -> None:
+    said: list[str] = []
+    with Scorer(weights("raises_twice"), workers=0, say=said.append) as scorer:
+        scorer.score([group("</think>3", "</think>4", "</think>3", "</think>5")])
+    assert len(said) == 2
+    assert "KeyError: 'three'" in said[0]
+    assert "ZeroDivisionError" in said[1]
+    failures = Failures(1.0, said.append)
+    for number in range(100):
+        failures.note("a.b", "x/1", [("ValueError: x", f"a.py:{number} in b")])
+    assert len(said) == 2 + MOST_SAID
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_that_always_fails_stops_the_run(workers: int) -> None:
+    with Scorer(weights("none"), workers=workers, failure_share=0.2, say=list) as scorer:  # type: ignore[arg-type]
+        future = scorer.submit(group(*["</think>3"] * 8))
+        place = f"failing_rewards.py:{LINES['none']} in none"
+        message = (
+            "reward failing_rewards.none failed on 5 of the last 5 answers, and "
+            f"rewards.failure_share = 0.2; the last, of prompt file/1: .*{place}.*Mend the function"
+        )
+        with pytest.raises(RewardStopped, match=message):
+            future.result(30)
+
+
+def test_a_few_failures_do_not_and_neither_does_a_verifier_that_cannot_read() -> None:
+    unreadable = {
+        "kind": "reasoning_gym",
+        "task": "prime_factorization",
+        "entry": {"answer": "2 × 3", "metadata": {}},
+    }
+    prompt = replace(PROMPT, reward=unreadable)
+    said: list[str] = []
+    with Scorer(weights("some"), workers=0, failure_share=0.2, say=said.append) as scorer:
+        for _ in range(30):
+            scored = scorer.score([group(*["</think>ok"] * 9, "</think>bad", prompt=prompt)])
+    assert [parts["error"] for parts in scored[0].parts_G] == [1.0] * 10
+    assert re.search(r"reward correct \(reasoning_gym prime_factorization\).*ValueError", said[0])
+    assert "a bad one" in said[1]
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(("share", "stops_at"), [(0.0, 1), (0.2, 5), (0.5, 11), (1.0, None)])
+def test_the_share_at_the_start_is_of_twenty(share: float, stops_at: int | None) -> None:
+    recent = Recent(share)
+    first = next((n for n in range(1, 10 * LEAST) if recent.add(True)), None)
+    assert first == stops_at
+    assert Recent(share).add(False) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("later", r"is async, and nothing awaits it; write `def`"),
+        ("alone", r"takes \(trajectory\), .*Write def alone\(prompt, trajectory\)"),
+        ("trl", r"takes \(completions, \*\*kwargs\), and is called with one prompt and one traj"),
+    ],
+)
+def test_what_can_never_work_is_refused_before_the_run(name: str, message: str) -> None:
+    at = f"failing_rewards.py:{LINES[name]} in {name}"
+    with pytest.raises(ValueError, match=message) as refused:
+        check_weights(weights(name))
+    assert at in str(refused.value)
+
+
+def test_a_module_that_fails_to_load_says_where(folder: Path) -> None:
+    (folder / "failing_rewards.py").write_text("import math\nlimit = math.sqrt(-1)\n")
+    message = r"cannot be imported: ValueError: .* \(failing_rewards.py:2 in <module>\)"
+    with pytest.raises(ValueError, match=message):
+        check_weights(weights("x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("dies", "verifier ended with SIGSEGV"), ("hangs", "verifier ran past its deadline of 1 s")],
+)
+def test_a_worker_that_dies_says_where_it_was(folder: Path, name: str, message: str) -> None:
+    said: list[str] = []
+    log = folder / "run" / "rewards"
+    with Scorer(weights(name), workers=1, deadline_s=1.0, say=said.append, log=log) as scorer:
+        scorer.score([group("</think>3")])
+    assert f"{message} (failing_rewards.py:{LINES[name] + 1} in {name})" in "".join(said)
+
+
+def test_what_a_function_prints_is_kept_and_the_user_told_where(folder: Path) -> None:
+    said: list[str] = []
+    log = folder / "run" / "rewards"
+    with Scorer(weights("talks"), workers=1, deadline_s=30.0, say=said.append, log=log) as scorer:
+        scorer.score([group("</think>3", "</think>4"), group("</think>5")])
+    assert (log / "worker_0.log").read_text() == "heard 3\nheard 4\nheard 5\n"
+    assert said == [f"the reward workers print to {log}"]
+
+
+def test_without_a_log_it_is_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with Scorer(weights("talks"), workers=1, deadline_s=30.0) as scorer:
+        scorer.score([group("</think>3")])
+    assert "heard 3" in capfd.readouterr().err
+
+
+def test_what_verifiers_print_is_not_kept(folder: Path) -> None:
+    # The Tower of Hanoi's prints each move that it refuses.
+    entry = {
+        "question": "?",
+        "answer": "Move disk 1 from Peg 1 to Peg 2",
+        "metadata": {"num_disks": 1, "num_pegs": 3, "start_peg": 1, "target_peg": 2},
+    }
+    spec = {"kind": "reasoning_gym", "task": "tower_of_hanoi", "entry": entry}
+    pool = WorkerPool(1, deadline_s=60.0, log=folder / "rewards")
+    right, wrong = pool.submit(spec, [entry["answer"], "Move disk 1 from Peg 1 to Peg 9"]).result(
+        60
+    )
+    pool.close()
+    assert (right.score, wrong.score) == (1.0, 0.0)
+    assert not pool.printed()
+
+
+def test_each_function_is_tried_on_a_sample_before_the_run() -> None:
+    names = ("some", "none", "raises")
+    tried = try_functions([PROMPT], {f"failing_rewards.{name}": 1.0 for name in names})
+    assert tried["failing_rewards.some"] == "0.5 for a sample answer to file/1"
+    assert "WARNING: failed on a sample answer to file/1" in tried["failing_rewards.none"]
+    assert f"(failing_rewards.py:{LINES['none']} in none)" in tried["failing_rewards.none"]
+    assert f":{LINES['raises'] + 1} in raises)" in tried["failing_rewards.raises"]
+    assert try_functions([PROMPT], {"correct": 1.0}) == {}
+
+
+def test_the_sample_is_an_answer_to_the_prompt() -> None:
+    answer = sample_answer(PROMPT)
+    assert (answer.answer, answer.finish_reason) == ("3", "stop")
+    assert answer.thinking and answer.raw.endswith("</think>3") and answer.sampled_tokens > 3
+    task = replace(PROMPT, reward={"kind": "code", "tests": []}, thinking=False)
+    assert sample_answer(task).answer and sample_answer(task).thinking == ""
