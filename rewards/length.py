@@ -3,15 +3,21 @@
 Both costs are in units of reward; n is the number of sampled tokens, all turns together:
 
     linear:   linear  · max(0, n − target) / (limit − target)
-    overlong: overlong · clip((n − (limit − margin)) / margin, 0, 1)     DAPO (2025), Eq. 13
+    overlong: overlong · clip((n − (limit − margin)) / margin, 0, 1)
 
-The cost is centred among the siblings that are alike: c_i = mean(cost) − cost_i over the right
+`linear` is centred among the siblings that are alike: c_i = mean(cost) − cost_i over the right
 answers of the group, and over its wrong ones if `wrong_too`. So the mean reward of the right and
 of the wrong answers is what it was, and a group in which all are of one length is left alone.
 
+`overlong` is the soft overlong punishment of DAPO (arXiv 2503.14476, Eq. 13), with L_max = limit
+and L_cache = margin. DAPO takes it off every answer, right or wrong, and so does
+`overlong_charges: all`: c_i = mean(cost) − cost_i over the whole group, which is DAPO's up to a
+constant of the group that no advantage sees. `right` centres it like `linear`, which is ours and
+not DAPO's: a wrong answer then loses nothing by being cut off.
+
 Then all c of the group are scaled down, if need be, until every right answer that was ahead of a
-wrong one keeps half of its lead. With `may_outweigh` nothing is scaled, and the cost is centred
-over the whole group: a short wrong answer may then beat a long right one.
+wrong one keeps half of its lead. That is ours too. With `may_outweigh` nothing is scaled, and both
+costs are centred over the whole group: a short wrong answer may then beat a long right one.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ class LengthRule:
 
     linear: float = 0.0
     overlong: float = 0.0
+    overlong_charges: Literal["all", "right"] = "all"
     target: int = 0
     limit: int = 1
     margin: int = 1
@@ -71,23 +78,32 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
-        """[G] ≥ 0, in units of reward."""
-        tokens = tokens_G.astype(np.float64)
-        above = np.maximum(0.0, tokens - self.target) / (self.limit - self.target)
-        late = np.clip((tokens - (self.limit - self.margin)) / self.margin, 0.0, 1.0)
-        return self.linear * above + self.overlong * late
+        """[G] ≥ 0, in units of reward: both."""
+        return self._linear(tokens_G) + self._overlong(tokens_G)
+
+    def _linear(self, tokens_G: NDArray[np.int64]) -> Floats:
+        above = np.maximum(0.0, tokens_G - np.float64(self.target))
+        return self.linear * above / (self.limit - self.target)
+
+    def _overlong(self, tokens_G: NDArray[np.int64]) -> Floats:
+        late = (tokens_G - np.float64(self.limit - self.margin)) / self.margin
+        return self.overlong * np.clip(late, 0.0, 1.0)
 
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
         """[G]: what is added to each reward. rewards_G: without length; correct_G: 0 … 1."""
-        cost = self.cost(tokens_G)
         right = correct_G >= self.right
+        everyone = np.ones_like(right)
         if self.may_outweigh:
-            return _centred(cost, np.ones_like(right))
+            return _centred(self.cost(tokens_G), everyone)
+        to_all = self.overlong_charges == "all"
+        cost = self._linear(tokens_G) if to_all else self.cost(tokens_G)
         added = _centred(cost, right)
         if self.wrong_too:
             added += _centred(cost, ~right)
+        if to_all:
+            added += _centred(self._overlong(tokens_G), everyone)
         lead = rewards_G[right][:, None] - rewards_G[~right][None, :]
         lost = added[~right][None, :] - added[right][:, None]
         endangered = (lead > 0) & (lost > (1 - KEPT_LEAD) * lead)

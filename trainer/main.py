@@ -202,7 +202,7 @@ class System:
 
 
 @contextmanager
-def running(task: Task, say: Callable[[str], None], *, log: Path | None = None) -> Iterator[System]:
+def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> Iterator[System]:
     """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
     what reward functions print."""
     config, deadline = task.config, task.config.run.startup_deadline_s

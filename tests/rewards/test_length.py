@@ -16,6 +16,9 @@ ANSWER = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 1200), st.fl
 GROUP = st.lists(ANSWER, min_size=1, max_size=12)
 COST = {"linear": st.floats(0, 3), "overlong": st.floats(0, 3), "target": st.integers(0, 999)}
 RULE = st.builds(LengthRule, limit=st.just(1000), margin=st.integers(1, 1000), **COST)
+DAPO = st.builds(
+    LengthRule, limit=st.just(1000), margin=st.integers(1, 1000), overlong=COST["overlong"]
+)
 
 
 def rule(**knobs: Any) -> LengthRule:
@@ -35,7 +38,7 @@ def adjust(
 def test_each_class_keeps_its_mean_and_every_lead_its_sign(
     group: list[tuple[float, int, float]], rule: LengthRule, wrong_too: bool
 ) -> None:
-    rule = LengthRule(**{**_fields(rule), "wrong_too": wrong_too})
+    rule = LengthRule(**{**_fields(rule), "wrong_too": wrong_too, "overlong_charges": "right"})
     correct = np.array([c for c, _, _ in group])
     tokens = np.array([n for _, n, _ in group])
     rewards = correct + np.array([e for _, _, e in group])
@@ -53,6 +56,50 @@ def test_each_class_keeps_its_mean_and_every_lead_its_sign(
     for members in (right, ~right):
         order = np.argsort(tokens[members])
         assert (np.diff(added[members][order]) <= 1e-9).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(GROUP, DAPO, st.booleans())
+def test_overlong_is_what_dapo_takes_by_length_alone_up_to_a_constant_and_a_factor(
+    group: list[tuple[float, int, float]], rule: LengthRule, may_outweigh: bool
+) -> None:
+    rule = LengthRule(**{**_fields(rule), "may_outweigh": may_outweigh})
+    correct = np.array([c for c, _, _ in group])
+    tokens = np.array([n for _, n, _ in group])
+    rewards = correct + np.array([e for _, _, e in group])
+    added = rule.adjustment(rewards, correct, tokens)
+    dapo = rule.overlong * np.array([_punished(n, rule.limit, rule.margin) for n in tokens])
+    ours, theirs = added - added[0], dapo - dapo[0]
+    spread = np.abs(theirs).max()
+    factor = np.abs(ours).max() / spread if spread > 1e-9 else 1.0
+    np.testing.assert_allclose(ours, factor * theirs, atol=1e-9)
+    assert factor <= 1 + 1e-9
+    right = correct >= rule.right
+    leads = rewards[right][:, None] - rewards[~right][None, :]
+    now = leads + added[right][:, None] - added[~right][None, :]
+    if may_outweigh or not (leads > 0).any():
+        assert factor == pytest.approx(1)
+    else:
+        assert (now[leads > 0] >= KEPT_LEAD * leads[leads > 0] - 1e-9).all()
+
+
+def _punished(tokens: int, limit: int, cache: int) -> float:
+    """R_length of DAPO (arXiv 2503.14476), Eq. 13, case by case: 0 … −1."""
+    if tokens <= limit - cache:
+        return 0.0
+    if tokens <= limit:
+        return (limit - cache - tokens) / cache
+    return -1.0
+
+
+def test_a_wrong_answer_that_was_cut_off_loses_to_one_that_ended_unless_told_otherwise() -> None:
+    correct, tokens = [1.0, 0.0, 0.0], [300, 300, 1000]
+    added = adjust(rule(overlong=0.3), correct, tokens)
+    assert added == pytest.approx([0.1, 0.1, -0.2])
+    assert adjust(rule(overlong=0.3), [0.0, 0.0], [300, 1000]) == pytest.approx([0.15, -0.15])
+    assert adjust(rule(overlong=0.3, overlong_charges="right"), correct, tokens) == [0.0] * 3
+    # What is paid along the way stays a matter among the right ones.
+    assert adjust(rule(linear=0.3), correct, tokens) == [0.0] * 3
 
 
 def _fields(rule: LengthRule) -> dict[str, Any]:
