@@ -20,8 +20,8 @@ class LengthConfig:
     overlong: float = 0.0
     """Cost of reaching `limit`, growing over the last `margin` tokens before it."""
     overlong_charges: Literal["all", "right"] = "all"
-    """Whom `overlong` costs: every answer that is too long, as in DAPO; or right ones alone, compared
-    with each other, so that a wrong answer loses nothing by being cut off."""
+    """Whom `overlong` costs: every answer that is too long, as in DAPO; or right ones alone, and
+    then a wrong answer loses nothing by being cut off."""
     target: int = 0
     """Tokens that cost nothing (`linear`)."""
     limit: int = 0
