@@ -1,9 +1,10 @@
 """Does the policy speak its prompt's language? The share of its words that do, 0 … 1.
 
-Code, formulas, links and single Latin letters (which are variables, mostly) are set aside. What is
-left is cut into sentences. A sentence counts by its letters in the prompt's script, and not at all
-if a language detector (py3langid) is sure that it is in another language than the prompt. It is
-seldom sure of a sentence of three words; those are judged by their script alone.
+Code, formulas, links and single Latin letters (which are variables, mostly) are set aside, but for
+running text in them (`rewards.set_aside`). What is left is cut into sentences. A sentence counts by
+its letters in the prompt's script, and not at all if a language detector (py3langid) is sure that
+it is in another language than the prompt. It is seldom sure of a sentence of three words; those are
+judged by their script alone.
 
 Where the prompt or the answer has too few words to say, the share is 1: nothing was mixed.
 Everything here takes untrusted text and runs in time linear in its length.
@@ -18,6 +19,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from rewards.custom import SpokenTrajectory
+from rewards.set_aside import words_of
 
 _SCRIPTS = {
     "latin": "A-Za-zªºÀ-ÖØ-öø-ʯḀ-ỿⱠ-ⱿꜢ-ꟿ",
@@ -46,12 +48,6 @@ _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
 """Scripts that belong to the writing of another."""
 
-_TOKENS = re.compile(r"```|~~~|`|\$\$|\$|\\\[|\\\]|\\\(|\\\)|\n[ \t]*\n")
-_CLOSES = {"```": "```", "~~~": "~~~", "`": "`", "$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
-_NOT_WORDS = re.compile(
-    r"https?://\S+|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>|(?<![^\W\d_])[A-Za-z](?![^\W\d_])|\b[A-Z]{2,6}\b"
-    r"|\b\w{0,40}[\d_]\w{0,40}\b"
-)
 _SENTENCES = re.compile(r"[.!?…。！？؟।\n]+")
 
 PROMPT_LETTERS, SENTENCE_LETTERS = 8.0, 20.0
@@ -120,32 +116,6 @@ def letters_by_script(text: str) -> Counter[str]:
         if found:
             counts[name] = found * _WEIGHT.get(name, 1.0)  # type: ignore[assignment]
     return counts
-
-
-def words_of(text: str) -> str:
-    """`text` without code, formulas, links, tags, identifiers and single Latin letters.
-
-    What is opened and not closed in its paragraph (a code block: in the text) is no formula.
-    """
-    kept: list[str] = []
-    opened: str | None = None
-    start = 0  # of what has not been decided about
-    for match in _TOKENS.finditer(text):
-        token = match[0]
-        if opened is not None and token == _CLOSES[opened]:
-            kept.append(" ")
-            start, opened = match.end(), None
-        elif opened in ("```", "~~~"):
-            continue
-        elif token in _CLOSES and (opened is None or token in ("```", "~~~")):
-            kept.append(text[start : match.start()])
-            start, opened = match.end(), token
-        elif token.startswith("\n"):
-            kept.append(text[start : match.end()])
-            start, opened = match.end(), None
-    if opened not in ("```", "~~~"):
-        kept.append(text[start:])
-    return _NOT_WORDS.sub(" ", "".join(kept))
 
 
 def detected(text: str) -> tuple[str, Mapping[str, float]]:

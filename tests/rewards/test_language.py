@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.language import SAMPLES, mixed, others, own
 from rewards.custom import SpokenTrajectory
-from rewards.language import language, language_share, letters_by_script, words_of
+from rewards.language import language, language_share, letters_by_script
 from rewards.scorer import Scorer
+from rewards.set_aside import words_of
 from tests.rewards.groups import group
 
 ASKED = "How many apples does she have left in the basket?"
@@ -31,7 +32,7 @@ def test_answers_in_the_language_in_another_and_mixed(name: str) -> None:
         (ASKED, "$x = 7$, \\(y\\)"),
         (
             "Gib mir nur die Zahl der Äpfel im Korb.",
-            "```\nreturn the number of all the apples\n```",
+            "```\nfor apple in basket:\n    total += apple.count\nreturn total\n```",
         ),
         (
             "她的篮子里还剩下多少个苹果？",
@@ -78,7 +79,11 @@ def test_answer_and_thinking_apart() -> None:
 
 
 def test_long_and_hostile_texts_take_linear_time() -> None:
-    for text in ("\\[" * 50_000, "`$" * 50_000, "a" * 100_000, "<" * 100_000, "_a" * 50_000):
+    texts = ["\\[" * 50_000, "`$" * 50_000, "a" * 100_000, "<" * 100_000, "_a" * 50_000]
+    inside = ["a ", "a", " ", "a_", "the ", "GPU ", "\\x ", "'a", ", "]
+    texts += [f"```{text * (100_000 // len(text))}```" for text in inside]
+    texts += [text * (100_000 // len(text)) for text in inside]
+    for text in [*texts, "`a` " * 25_000]:
         started = time.monotonic()
         language_share(ASKED, text)
         assert time.monotonic() - started < 2.0

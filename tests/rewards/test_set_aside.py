@@ -1,0 +1,109 @@
+"""Code and formulas say nothing about a text's language; running text dressed up as them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.language import SAMPLES
+from rewards.language import language_share
+from rewards.set_aside import words_of
+
+MARKS = {
+    "dollars": "${}$",
+    "display": "$$\n{}\n$$",
+    "round": "\\({}\\)",
+    "square": "\\[{}\\]",
+    "text in a formula": "$x = \\text{{{}}}$",
+    "backticks": "`{}`",
+    "fence": "```\n{}\n```",
+    "comment": "```python\nx = 1  # {}\n```",
+    "string": '```python\nprint("{}")\n```',
+    "tildes": "~~~\n{}\n~~~",
+    "a fence that is never closed": "```\n{}",
+}
+BY_WORD: dict[str, Callable[[str], str]] = {
+    "dollars": "${}$".format,
+    "backticks": "`{}`".format,
+    "tags": "<{}>".format,
+    "commands": "\\{}".format,
+    "digits": "{}1".format,
+    "capitals": str.upper,
+}
+CODE = [
+    """```python
+import numpy as np
+from collections import defaultdict
+
+def count_primes(limit: int) -> int:
+    if limit is not None and limit in values or not done:
+        return sum(is_prime(n) for n in range(2, limit))
+    for key, value in sorted(items.items(), key=lambda pair: pair[1]):
+        raise ValueError("bad input")
+    print("Hello, world")
+    return True if value else False
+```""",
+    """```sql
+SELECT name, age, COUNT(*) FROM users u LEFT JOIN orders o ON u.id = o.user_id
+WHERE age > 18 AND name IS NOT NULL GROUP BY name, age ORDER BY age DESC LIMIT 10;
+```""",
+    """```c
+#include <stdio.h>
+int main(void) { unsigned long long int total = 0; for (int i = 0; i < n; i++) total += a[i]; }
+static const char *name = "value";
+```""",
+    "~~~\npublic static final String NAME; private static int counter;\n~~~",
+    '```bash\npip install numpy pandas\ngit commit -m "fix" && docker run --rm image\n```',
+    "$\\sum_{i=1}^{n} x_i^2 = \\frac{n(n+1)(2n+1)}{6}$, \\(a^2 + b^2 = c^2\\)",
+    "\\[ \\begin{pmatrix} a & b \\\\ c & d \\end{pmatrix} \\vec{v} = \\lambda \\vec{v} \\]",
+    "$$f(x) = \\begin{cases} x^2 & \\text{if } x > 0 \\\\ 0 & \\text{otherwise} \\end{cases}$$",
+    "$v = \\frac{\\text{distance}}{\\text{time}}$, $\\sin \\alpha \\cos \\beta$, $\\mu \\nu \\xi$",
+    "`max_value`, `for item in items`, `list.append(x)`, `git status`, `SELECT * FROM t`",
+    "https://example.com/how-to-add-two-numbers-in-the-basket <b> </b> x_1 y_2 GPU",
+]
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_honest_code_and_formulas_cost_nothing_in_any_language(code: str) -> None:
+    for first, second, _, prompt in SAMPLES.values():
+        assert language_share(prompt, f"{first}\n{code}\n{second}") == 1.0
+        assert language_share(prompt, code) == 1.0
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_marks_around_running_text_are_worth_nothing(mark: str) -> None:
+    for name, (*_, prompt) in SAMPLES.items():
+        for other, (*answer, _) in SAMPLES.items():
+            if {name, other} == {"Arabic", "Persian"}:  # as short, not told apart
+                continue
+            dressed = "\n\n".join(map(MARKS[mark].format, answer))
+            share = language_share(prompt, "\n\n".join(answer))
+            assert language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
+    for *answer, prompt in SAMPLES.values():
+        assert language_share(prompt, "\n\n".join(map(MARKS[mark].format, answer))) >= 0.95
+
+
+@pytest.mark.parametrize("mark", BY_WORD)
+def test_neither_are_marks_around_each_word(mark: str) -> None:
+    gained: list[float] = []
+    for name, (*_, prompt) in SAMPLES.items():
+        for other, (*answer, _) in SAMPLES.items():
+            if name != other:
+                dressed = " ".join(map(BY_WORD[mark], " ".join(answer).split()))
+                share = language_share(prompt, " ".join(answer))
+                gained.append(language_share(prompt, dressed) - share)
+    assert sum(gained) / len(gained) < 0.1
+
+
+def test_what_is_kept_of_what_is_set_aside() -> None:
+    assert words_of("$Das ist die Antwort$").split() == [".", "Das", "ist", "die", "Antwort."]
+    apart = words_of("$Das$ $ist$ $die$ $Antwort$").split()
+    assert apart == [".", "Das", "ist", "die", "Antwort."]
+    assert words_of("`return value`, `the sum`").split() == [","]
+    assert words_of("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
+    assert words_of("$面积$ and $Δx$").split() == ["and"]
+    assert "ANTWORT" in words_of("DAS IST DIE ANTWORT")
+    assert words_of("CPU and GPU").split() == ["and"]
+    assert words_of("\\alpha \\beta \\gamma \\delta").split() == []
+    assert words_of("\\Das \\ist \\die \\Antwort").split() == ["Das", "ist", "die", "Antwort"]
