@@ -28,7 +28,7 @@ from math_verify import parse, verify
 
 from data.jsonable import to_jsonable
 from rewards.pool import WorkerPool
-from rewards.rules import judge_for
+from rewards.rules import MOST_PARTIAL, judge_for
 
 Case = tuple[Any, str, bool]
 """The prompt's answer, a given answer, and whether that is right."""
@@ -281,7 +281,8 @@ def verifiers(entries: int) -> None:
             by_value = judge_for(spec_of("math", right)) if task in BY_VALUE else None
             for given in (right, *others, f"{right} ", "0"):
                 # What `answer_in` strips, their verifiers do not all strip.
-                theirs = min(1.0, max(0.0, float(dataset.score_answer(given.strip(), entry))))
+                theirs = max(0.0, float(dataset.score_answer(given.strip(), entry)))
+                theirs = theirs if theirs == 1.0 else min(theirs, MOST_PARTIAL)
                 ours = judge(given)
                 compared, same = compared + 1, same + (ours == theirs)
                 if ours != theirs:
