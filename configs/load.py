@@ -48,8 +48,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     recipe = _find(Path(path))
     layers, where = _read(recipe, ())
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(*layers))
-        tree = cast(dict[str, Any], merged)
+        tree: dict[str, Any] = {}
+        for layer in layers:
+            tree = _merged(tree, cast(dict[str, Any], OmegaConf.to_container(layer)))
         for override in overrides:
             _apply(tree, where, override)
         whole = OmegaConf.create(_with_defaults(Config, tree))
@@ -59,6 +60,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(f"{recipe}: cannot be read: {error}") from error
     return config_from(cast(dict[str, Any], resolved), where, str(recipe))
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Sections merged, everything else replaced by what `above` has. (OmegaConf's own merge raises
+    a TypeError where a section stands in the place of a list: here the schema will name it.)"""
+    both = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merged(cast(dict[str, Any], old), cast(dict[str, Any], value))
+        if value != "???" or key not in below:
+            both[key] = value
+    return both
 
 
 def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
@@ -103,11 +117,13 @@ def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[DictConfig], dict[s
         raise ConfigError(f"{path}: `defaults` goes round in a circle")
     text = _text(path)
     lines: dict[str, str] = {}
+    nodes: list[tuple[str, yaml.Node, int]] = []
     try:
         root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}:1: a recipe is made of `section:` and `key: value` lines")
-        lines = dict(_lines(root, "", str(path))) if root is not None else {}
+        nodes = list(_nodes(root))
+        lines = {key: f"{path}:{line}" for key, _, line in nodes}
         layer = cast(DictConfig, OmegaConf.create(text) if root is not None else OmegaConf.create())
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {_reason(error)}") from error
@@ -124,7 +140,11 @@ def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[DictConfig], dict[s
         ancestors, base_lines = _read(path.parent / base, (*trail, path.resolve()))
     except ConfigError as error:
         raise ConfigError(f"{lines['defaults']}: defaults: {error}") from error
-    return [*ancestors, layer], base_lines | lines
+    replaced = tuple(
+        f"{key}." for key, value, _ in nodes if not isinstance(value, yaml.MappingNode)
+    )
+    kept = {key: line for key, line in base_lines.items() if not key.startswith(replaced)}
+    return [*ancestors, layer], kept | lines
 
 
 def _text(path: Path) -> str:
@@ -137,15 +157,26 @@ def _text(path: Path) -> str:
         recipes = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
         near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.5) or recipes[:8]
         hint = f"; {folder} has {', '.join(near)}" if near else ""
-        raise ConfigError(f"{path}: {what}{hint}")
+        raise ConfigError(f"{path}: {what}{hint}{_shipped_hint(path)}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
-def _lines(node: yaml.Node, key: str, file: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, file:line) of everything below `node`."""
+def _shipped_hint(path: Path) -> str:
+    """Which recipe of this package a bare name may have meant."""
+    if path.name != str(path) or path.is_dir():
+        return ""
+    names = sorted(shipped.stem for shipped in Path(__file__).parent.glob("*.yaml"))
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    if near:
+        return f"; did you mean {near[0]}, which comes with Keel?"
+    return "" if path.suffix else f"; Keel comes with {', '.join(names)}"
+
+
+def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.Node, int]]:
+    """(dotted key, value, line) of everything below `node`."""
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(name.value), name, value) for name, value in node.value]
@@ -153,8 +184,8 @@ def _lines(node: yaml.Node, key: str, file: str) -> Iterator[tuple[str, str]]:
         children = [(str(index), value, value) for index, value in enumerate(node.value)]
     for name, mark, value in children:
         child = f"{key}.{name}".lstrip(".")
-        yield child, f"{file}:{mark.start_mark.line + 1}"
-        yield from _lines(value, child, file)
+        yield child, value, mark.start_mark.line + 1
+        yield from _nodes(value, child)
 
 
 def _mark(error: yaml.YAMLError) -> str:

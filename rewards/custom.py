@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,13 @@ def load_function(name: str) -> Function:
     called as `name(prompt, trajectory)` or is async.
     """
     module_name, _, attribute = name.rpartition(".")
+    if not all(map(str.isidentifier, name.split("."))):
+        words = [word for word in re.findall(r"\w+", name) if word != "py"]
+        near = f"; did you mean {'.'.join(words)}?" if len(words) > 1 else ""
+        raise ValueError(
+            f"reward {name!r}: must be a module's name, a dot and a function's, for example "
+            f"my_rewards.brief for `def brief` in my_rewards.py of this folder{near}"
+        )
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)  # after everything: a file called `json.py` must not replace json

@@ -86,3 +86,24 @@ def test_light_modules_load_nothing_heavy(module: str, absent: tuple[str, ...]) 
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "quikstart"),
+        ("train", "quickstart", "trainer.lrr=1"),
+        ("eval", "quickstart", "run.steps=0"),
+        ("judge", "answers.jsonl", "--recipe", "quikstart"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_before_anything_heavy_loads(arguments: tuple[str, ...]) -> None:
+    heavy = ("torch", "ray", "vllm", "deepspeed", "transformers", "matplotlib", "numpy", "sympy")
+    code = (
+        f"import sys; from trainer.cli import main; status = main({arguments!r}); "
+        f"print(status, [m for m in {heavy!r} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "2 []", done.stderr

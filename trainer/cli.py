@@ -1,6 +1,7 @@
 """The `keel` command: arguments only, so that `keel --help` answers at once.
 
-The work behind each command is in `trainer/main.py`, imported when a command runs.
+The work behind each command is in `trainer/main.py`, imported when a command runs and its recipe
+has been read: a mistyped knob should not wait for torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ EPILOG = """examples:
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
                                             try a rubric before a run
 """
+REFUSED = 2
+"""Exit status: the recipe or the data cannot be run."""
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
@@ -67,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.command is None:
         root.print_help()
-        return 2
+        return REFUSED
+    if message := recipe_error(arguments):
+        print(f"keel {arguments.command}: {message}", file=sys.stderr)
+        return REFUSED
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
@@ -75,6 +81,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "judge":
         return run("judge", arguments)
     return run(arguments.command, arguments.recipe, arguments.override)
+
+
+def recipe_error(arguments: argparse.Namespace) -> str:
+    """What is wrong with the recipe in itself, or nothing."""
+    if arguments.recipe is None:  # `keel judge` does without
+        return ""
+    from configs.load import load_config  # noqa: PLC0415  OmegaConf: a tenth of a second
+    from configs.schema import ConfigError  # noqa: PLC0415
+
+    try:
+        load_config(arguments.recipe, getattr(arguments, "override", ()))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

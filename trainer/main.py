@@ -37,6 +37,7 @@ from rollout.ray_engines import ray_pool
 from rollout.spec import EngineSpec
 from trainer import loop
 from trainer.checkpoint import State, config_digest
+from trainer.cli import REFUSED
 from trainer.cluster import seating, start_ray
 from trainer.interrupt import Interrupt
 from trainer.journal import Journal
@@ -47,7 +48,7 @@ from trainer.reservation import reserved
 from trainer.run_folder import RunFolder
 from trainer.view import View, open_view
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, INTERRUPTED = 1, 130
 
 
 def train(recipe: str, overrides: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,24 @@ def test_a_recipe_inherits(tmp_path: Path) -> None:
     assert "base.yaml:6: trainer.lrr" in refused(path)
 
 
+def test_what_replaces_an_inherited_value_is_reported_where_it_stands(tmp_path: Path) -> None:
+    base = write(tmp_path, RECIPE, "base.yaml")
+    kinds = "defaults: base.yaml\n"
+    path = write(tmp_path, kinds + "data:\n  sources: {name: x, task: gcd}\n")
+    assert refused(path).startswith(
+        f"{path}:3: data.sources = {{'name': 'x', 'task': 'gcd'}}: must"
+    )
+    path = write(tmp_path, kinds + "run: 3\ndata: [1]\n")
+    assert f"{path}:2: run = 3: must be a section" in refused(path)
+    assert f"{path}:3: data = [1]: must be a section" in refused(path)
+    path = write(tmp_path, kinds + "data:\n  sources:\n    - {source: jsonl, path: a}\n")
+    assert refused(path) == f"{path}:4: data.sources[0].name: missing, and it has no default"
+    # A list is replaced whole, and what the ancestor said about its entries goes with it.
+    assert not re.search(rf"{base}:", refused(path, "data.sources.0.task=3"))
+    path = write(tmp_path, kinds + "run:\n  steps: ???\n")  # what must be said has been said
+    assert load_config(path).run.steps == 7
+
+
 def test_inheritance_that_cannot_be_followed(tmp_path: Path) -> None:
     a = write(tmp_path, "defaults: b.yaml", "a.yaml")
     write(tmp_path, "defaults: a.yaml", "b.yaml")
@@ -190,6 +209,10 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     assert "chain_sum.yaml" in refused(tmp_path / "chain_sums.yaml")
     assert "no such folder" in refused(tmp_path / "nowhere" / "x.yaml")
     assert "is a folder" in refused(tmp_path)
+    for name in ("quikstart", "quickstrat.yaml"):
+        assert "did you mean quickstart, which comes with Keel?" in refused(Path(name))
+    assert "; Keel comes with embedded-100m, gpu-dense, " in refused(Path("zzz"))
+    assert "Keel" not in refused(tmp_path / "quikstart.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: caf\xe9}")
     assert "cannot be read as UTF-8" in refused(tmp_path / "latin.yaml")
 

@@ -58,6 +58,9 @@ def test_a_function_that_returns_nonsense_is_an_error_and_worth_nothing() -> Non
     [
         ("my_keel_reward.polite", "no module 'my_keel_reward' .*did you mean my_keel_rewards.poli"),
         ("my_keel_rewards.polit", "no function 'polit'; did you mean my_keel_rewards.polite"),
+        ("./my_keel_rewards.py:polite", r"a dot and .*did you mean my_keel_rewards\.polite\?"),
+        ("my_keel_rewards:polite.x", "a dot and a function's"),
+        (".polite", "a dot and a function's"),
         ("my_keel_rewards.number", "no function 'number'"),
         ("broken_rewards.x", "broken_rewards cannot be imported: No module named 'nothing_of"),
     ],
