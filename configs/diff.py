@@ -21,6 +21,9 @@ RESUMABLE_KNOBS = frozenset(
         "run.startup_deadline_s",
         # how the same arithmetic is laid out on the machine
         "run.device",
+        "run.gpu_gib",
+        "run.gpus_per_node",
+        "run.nodes",
         "model.embedded.cache_dir",
         "rewards.workers",
         "rewards.deadline_s",

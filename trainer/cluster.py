@@ -13,7 +13,7 @@ from ray._private.state import available_resources_per_node  # nothing public sa
 from configs.schema import Config, ConfigError
 from trainer.estimate import Machine
 from trainer.memory import GIB
-from trainer.placement import Node, assumed_nodes, place
+from trainer.placement import Hardware, Node, allowed, assumed_nodes, idle_nodes, place
 
 CONNECT_S = 10.0
 
@@ -83,31 +83,76 @@ def this_machine() -> list[Node]:
 
 
 def gpu_gib() -> float:
-    """Memory of a GPU here, in GiB; 0 without any."""
-    return torch.cuda.get_device_properties(0).total_memory / GIB if visible_gpus() else 0.0
+    """Memory of a GPU here, in GiB, of the smallest; 0 without any."""
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(visible_gpus())]
+    return min(sizes, default=0) / GIB
 
 
 def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def seating(config: Config) -> list[str]:
-    """Who would sit where: in the cluster that RAY_ADDRESS names, else on this machine, else by
-    rule. Raises ConfigError if they do not fit."""
-    if address := os.environ.get("RAY_ADDRESS"):
-        start_ray()
-        try:
-            nodes = cluster_nodes()
-        finally:
-            ray.shutdown()
-        idle = place(config, [node.empty() for node in nodes])
-        try:
-            return [f"in the cluster at {address}, as it is now", *place(config, nodes).lines()]
-        except ConfigError as error:
-            note = f"in the cluster at {address} once it is idle; now {error}"
-            return [note, *idle.lines()]
-    if nodes := this_machine():
-        return list(place(config, nodes).lines())
-    size = Machine().node_gpus
-    note = f"no GPU here and no RAY_ADDRESS: by rule, on nodes of {size} GPUs"
-    return [note, *place(config, assumed_nodes(config, node_gpus=size)).lines()]
+def hardware_here(config: Config) -> Hardware:
+    """What a run that starts now has: in the cluster that RAY_ADDRESS names or on this machine, and
+    no more of it than the recipe says."""
+    if not uses_gpus(config):
+        return Hardware(gpu=False)
+    run, size = config.run, gpu_gib()
+    return Hardware(
+        gpu=True,
+        nodes=tuple(allowed(_nodes_found(), run)),
+        gpu_gib=min(run.gpu_gib or size, size or run.gpu_gib),
+        note=_place_found(),
+    )
+
+
+def hardware_said(config: Config) -> Hardware:
+    """What `keel check` plans on: what the recipe says the run will have, what it leaves open as it
+    is found, and where nothing is found nodes enough."""
+    found, run = hardware_here(config), config.run
+    size, nodes = run.gpu_gib or found.gpu_gib, found.nodes
+    as_said = not run.gpus_per_node or [n.gpus for n in nodes] == [run.gpus_per_node] * run.nodes
+    if not found.gpu or (nodes and as_said and size == found.gpu_gib):
+        return found
+    notes = ["memory as run.gpu_gib says"] * (run.gpu_gib > 0)
+    if run.gpu_gib > found.gpu_gib:
+        notes[0] += f" (the GPUs here have {found.gpu_gib:.1f} GiB, and a run here goes by that)"
+    if run.gpus_per_node:
+        nodes = idle_nodes(run.nodes, run.gpus_per_node)
+        notes.insert(0, "as run.gpus_per_node and run.nodes say")
+    elif not nodes:
+        nodes = assumed_nodes(config, node_gpus=Machine().node_gpus)
+        notes.insert(0, "by rule, as no GPU is here and no RAY_ADDRESS (run.gpus_per_node)")
+    return Hardware(gpu=True, nodes=tuple(nodes), gpu_gib=size, found=False, note="; ".join(notes))
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether engines and trainer go on GPUs."""
+    if config.run.device == "auto":
+        return bool(visible_gpus()) or config.run.speaks_of_gpus
+    return config.run.device == "gpu"
+
+
+def _nodes_found() -> list[Node]:
+    """Of the cluster that RAY_ADDRESS names, else this machine."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return this_machine()
+    start_ray()
+    try:
+        return cluster_nodes()
+    finally:
+        ray.shutdown()
+
+
+def _place_found() -> str:
+    address = os.environ.get("RAY_ADDRESS")
+    return f"the cluster at {address}" if address else "this machine"
+
+
+def seating(config: Config, hardware: Hardware) -> list[str]:
+    """Who would sit where. Raises ConfigError if they do not fit."""
+    idle = list(place(config, hardware.idle).lines())
+    try:
+        return list(place(config, hardware.nodes).lines())
+    except ConfigError as error:
+        return [f"once it is idle; now {error}", *idle]

@@ -38,7 +38,7 @@ from rollout.spec import EngineSpec
 from trainer import loop
 from trainer.checkpoint import State, config_digest
 from trainer.cli import REFUSED
-from trainer.cluster import seating, start_ray
+from trainer.cluster import hardware_said, seating, start_ray
 from trainer.interrupt import Interrupt
 from trainer.journal import Journal
 from trainer.learner import Learner
@@ -85,9 +85,9 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
 
 def check(recipe: str, overrides: Sequence[str]) -> None:
     """`keel check`: validate everything that can be without starting anything."""
-    task = prepare(recipe, overrides)
+    task = prepare(recipe, overrides, hardware=hardware_said)
     RunFolder(task.config).check()
-    print(task.text(seats=seating(task.config) if task.gpu else ()))
+    print(task.text(seats=seating(task.config, task.hardware) if task.gpu else ()))
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:

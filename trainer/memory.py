@@ -6,7 +6,6 @@ Those for the CPU add the measured size of a process that has loaded the librari
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -41,6 +40,10 @@ HEAD_CHUNK_BYTES = 2048 * 4 * 1.2
 """Support head, for each id of the vocabulary: a chunk of tokens that were not truncated."""
 
 
+class DoesNotFit(ConfigError):
+    """A GPU is too small for what the recipe puts on it. What would help: `trainer.cures`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """One GPU's (or on a CPU one actor's) memory in bytes, by what it is for."""
@@ -65,6 +68,12 @@ def engine_sequences(config: Config) -> int:
     """Answers that an engine works on at once, as far as the recipe goes."""
     sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
     return min(config.rollout.max_concurrent, -(-sequences // config.rollout.engines))
+
+
+def rank_tokens(config: Config) -> float:
+    """Of a micro-batch, those that a rank holds; a trajectory that is longer is one by itself."""
+    longest = max(config.trainer.micro_batch_tokens, context_tokens(config))
+    return longest / config.trainer.sequence_parallel
 
 
 def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
@@ -99,21 +108,26 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
     """Trajectories of full length that an engine's KV cache holds on such GPUs.
 
-    Raises ConfigError if it holds not even one.
+    Raises DoesNotFit if it holds not even one.
     """
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
     budget = config.rollout.gpu_memory * gpu_gib * GIB
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
-        raise ConfigError(
+        raise DoesNotFit(
             f"an engine's GPU needs {gib(rest + one)} ({_largest_first(memory, but='KV cache')}, "
             f"KV cache of one trajectory {gib(one)}), and rollout.gpu_memory = "
             f"{config.rollout.gpu_memory:g} of a GPU with {gpu_gib:.1f} GiB (run.gpu_gib) is "
-            f"{gib(budget)}. Raise rollout.tensor_parallel (now {config.rollout.tensor_parallel}) "
-            "or rollout.gpu_memory, or lower rollout.sampling.max_tokens"
+            f"{gib(budget)}"
         )
     return sequences
+
+
+def within(memory: Memory, budget: float) -> Memory:
+    """An engine's, its KV cache no larger than `budget` bytes leave."""
+    cache = budget - (memory.total - memory.parts["KV cache"])
+    return Memory(parts={**memory.parts, "KV cache": min(cache, memory.parts["KV cache"])})
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
@@ -127,7 +141,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     expert parallelism shards the experts at every stage, sequence parallelism a micro-batch's
     tokens. An offloaded optimizer's state is not on the GPU."""
     trainer, count = config.trainer, facts.parameters
-    ranks, tokens = trainer.ranks, trainer.micro_batch_tokens / trainer.sequence_parallel
+    ranks, tokens = trainer.ranks, rank_tokens(config)
     mixed = gpu and config.model.dtype != "float32"
     stage = stage_in_use(config, gpu=gpu)
     width = BYTES[config.model.dtype] if gpu else 4
@@ -173,52 +187,29 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     return Memory(parts=parts)
 
 
-CURES = {
-    "optimizer": "raise trainer.ranks or trainer.zero_stage (now {t.zero_stage}), or set "
-    "trainer.offload_optimizer",
-    "gradients": "set trainer.zero_stage to 2 or 3 (now {t.zero_stage}), or raise trainer.ranks",
-    "weights": "set trainer.zero_stage to 3 (now {t.zero_stage}), or raise trainer.ranks",
-    "reference": "set trainer.zero_stage to 3 (now {t.zero_stage})",
-    "gathered": "raise trainer.expert_parallel (now {t.expert_parallel})",
-    "activations": "set trainer.activation_checkpointing (now {t.activation_checkpointing}), or "
-    "lower trainer.micro_batch_tokens (now {t.micro_batch_tokens})",
-    "experts' tokens": "set trainer.activation_checkpointing (now {t.activation_checkpointing}), "
-    "or lower trainer.micro_batch_tokens (now {t.micro_batch_tokens})",
-}
-"""What helps where a part of a rank's memory is too large."""
-
-
 def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared: bool) -> None:
-    """Raises ConfigError if a rank needs more than its GPU has; `shared`: with an engine."""
+    """Raises DoesNotFit if a rank needs more than its GPU has; `shared`: with an engine."""
     rollout = config.rollout
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
         stays = TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024  # weights on their way
         stays += 0.0 if config.trainer.park else held_bytes(config, memory) / GIB
-        most = 1 - stays / gpu_gib
-        if rollout.gpu_memory > most:
-            cure = "" if config.trainer.park else ", or set trainer.park"
-            raise ConfigError(
+        if rollout.gpu_memory > 1 - stays / gpu_gib:
+            raise DoesNotFit(
                 f"rollout.gpu_memory = {rollout.gpu_memory:g}: {gib(stays * GIB)} of a "
                 f"GPU's {gpu_gib:.1f} GiB (run.gpu_gib) stay with the trainer while the engine "
-                f"samples. Set it to {math.floor(100 * max(0.0, most)) / 100:g} or less{cure}"
+                "samples"
             )
     else:
         taken = rollout.gpu_memory if shared else 0.0
         room = gpu_gib * (1 - taken)
     if memory.total <= room * GIB:
         return
-    sizes = sorted(memory.parts, key=lambda name: -memory.parts[name])
-    cures = dict.fromkeys(CURES[name] for name in sizes[:2] if name in CURES)
-    advice = "; ".join(cures).format(t=config.trainer) or "lower trainer.micro_batch_tokens"
     limit = f"a GPU has {gpu_gib:.1f} GiB (run.gpu_gib)"
     if shared:
         limit += f", shared with an engine that takes {taken:.2g} of it"
-    if shared and not rollout.sleep:
-        advice += "; lower rollout.gpu_memory, or set rollout.sleep"
-    raise ConfigError(
-        f"a trainer rank needs {gib(memory.total)} ({_largest_first(memory)}), and {limit}. To "
-        f"make it fit: {advice}"
+    raise DoesNotFit(
+        f"a trainer rank needs {gib(memory.total)} ({_largest_first(memory)}), and {limit}"
     )
 
 
@@ -239,7 +230,7 @@ def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
 
 def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     """Gradients of the head's weight and of the hidden states, and what belongs to kept ids."""
-    tokens = config.trainer.micro_batch_tokens / config.trainer.sequence_parallel
+    tokens = rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     if config.rollout.sampling.truncated:
         return gradients + KEPT_ID_BYTES * MEAN_KEPT * tokens

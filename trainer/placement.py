@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from configs.schema import Config, ConfigError
+from configs.schema import Config, ConfigError, RunConfig
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 SHARED = 0.5
@@ -37,9 +37,10 @@ class Kind:
         return 2 if self.guest else 1
 
     @property
-    def knobs(self) -> str:
-        """What to lower where they do not fit."""
-        return ", ".join(filter(None, (self.count_knob, self.size_knob)))
+    def knobs(self) -> list[str]:
+        """What can be lowered where they do not fit."""
+        counted = [self.count_knob] if self.count > 1 or self.name == JUDGE else []
+        return counted + [self.size_knob] * (self.size_knob != "" and self.gpus > 1)
 
 
 def kinds(config: Config) -> tuple[Kind, ...]:
@@ -75,6 +76,8 @@ class Node:
     cpus: int
     free_gpus: int
     free_cpus: int
+    in_use: bool = False
+    """Others have some of its GPUs, and Ray alone knows which."""
 
     def room(self, kind: Kind) -> int:
         """Actors of this kind that find a place here now."""
@@ -82,7 +85,7 @@ class Node:
 
     def empty(self) -> Node:
         """The node as it is when nobody else uses it."""
-        return replace(self, free_gpus=self.gpus, free_cpus=self.cpus)
+        return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
 
     def less(self, kind: Kind, actors: int) -> Node:
         return replace(
@@ -95,6 +98,32 @@ class Node:
         if self.free_cpus < self.free_gpus:
             return f"{self.name} ({self.free_gpus} GPUs, {self.free_cpus} CPU cores)"
         return f"{self.name} ({self.free_gpus})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a run is planned on: found, or said by the recipe (`trainer.cluster`)."""
+
+    gpu: bool
+    nodes: tuple[Node, ...] = ()
+    """Those with GPUs, as they are now."""
+    gpu_gib: float = 0.0
+    """Memory of a GPU; 0: nobody knows."""
+    found: bool = True
+    """It is where the command runs, or the cluster that this has joined."""
+    note: str = ""
+    """What it is and who says so."""
+
+    @property
+    def idle(self) -> list[Node]:
+        """The nodes as they are when nobody else uses them."""
+        return [node.empty() for node in self.nodes]
+
+    def __str__(self) -> str:
+        sizes = [node.gpus for node in self.nodes]
+        parts = [f"{sizes.count(n)} node(s) of {n} GPU(s)" for n in dict.fromkeys(sizes)]
+        each = f"{self.gpu_gib:.1f} GiB each" if self.gpu_gib else "of unknown memory (run.gpu_gib)"
+        return f"{' and '.join(parts)}, {each}: {self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +190,7 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
     if available < needed:
         raise ConfigError(
             f"the recipe needs {needed} GPUs ({_counted(wanted)}), and the cluster has {available}"
-            f"{_listed(nodes)}. Lower {', '.join(kind.knobs for kind in wanted)}; with one of "
-            "each, a single GPU is shared"
+            f"{_listed(nodes)}{_said(config.run)}. {_fewer(wanted)}"
         )
     if config.rollout.sleep and not any(kind.guest for kind in wanted):
         raise ConfigError(
@@ -192,7 +220,7 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
     for index, node in enumerate(nodes):
         first = 0
         for kind, number in taken[index]:
-            known = first if node.free_gpus == node.gpus else None
+            known = first if node.free_gpus == node.gpus and not node.in_use else None
             for name in filter(None, (kind.name, kind.guest)):
                 seat = Seat(kind=name, index=number, node=node, gpus=kind.gpus, first=known)
                 seats.append(replace(seat, shared=bool(kind.guest)))
@@ -201,13 +229,42 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
 
 
 def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
-    """Enough nodes of `node_gpus` GPUs (or of the largest actor's) to plan on without a cluster."""
+    """As many nodes of `node_gpus` GPUs (or of the largest actor's) as it takes, to plan on without
+    a cluster."""
     wanted = [kind for kind in kinds(config) if kind.count]
     size = max(node_gpus, *(kind.gpus for kind in wanted))
-    count = sum(-(-kind.count // (size // kind.gpus)) for kind in wanted)
+    most = sum(-(-kind.count // (size // kind.gpus)) for kind in wanted)
+    for count in range(1, most):
+        try:
+            place(config, idle_nodes(count, size))
+        except ConfigError:
+            continue
+        return idle_nodes(count, size)
+    return idle_nodes(most, size)
+
+
+def idle_nodes(count: int, gpus: int) -> list[Node]:
+    """Nodes that nobody has seen, with CPU cores enough."""
     return [
-        Node(name=f"node {i}", gpus=size, cpus=2 * size, free_gpus=size, free_cpus=2 * size)
+        Node(name=f"node {i}", gpus=gpus, cpus=2 * gpus, free_gpus=gpus, free_cpus=2 * gpus)
         for i in range(count)
+    ]
+
+
+def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
+    """As much of `nodes` as the run may use (`run.gpus_per_node`, `run.nodes`)."""
+    most = run.gpus_per_node
+    if not most:
+        return list(nodes)
+    freest = sorted(nodes, key=lambda node: -min(node.free_gpus, most))[: run.nodes]
+    return [
+        replace(
+            node,
+            gpus=min(node.gpus, most),
+            free_gpus=min(node.free_gpus, most),
+            in_use=node.free_gpus < node.gpus,
+        )
+        for node in freest
     ]
 
 
@@ -221,9 +278,22 @@ def _no_room(kind: Kind, missing: int, nodes: Sequence[Node], wanted: Sequence[K
         )
     return (
         f"{missing} of {kind.count} {kind.name}(s) of {kind.gpus} GPU(s) and a CPU core find no "
-        f"node that has so much left{_listed(nodes)}, for {_counted(wanted)}. Lower "
-        f"{', '.join(kind.knobs for kind in wanted)}"
+        f"node that has so much left{_listed(nodes)}, for {_counted(wanted)}. {_fewer(wanted)}"
     )
+
+
+def _fewer(wanted: Iterable[Kind]) -> str:
+    """What makes them fewer."""
+    knobs = [knob for kind in wanted for knob in kind.knobs]
+    if not knobs:
+        return "Start it where there are as many, or without GPUs (run.device=cpu)"
+    return f"Lower {', '.join(knobs)}; with one engine and one rank, a single GPU is shared"
+
+
+def _said(run: RunConfig) -> str:
+    if not run.gpus_per_node:
+        return ""
+    return f" (run.gpus_per_node = {run.gpus_per_node}, run.nodes = {run.nodes})"
 
 
 def _counted(wanted: Iterable[Kind]) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.schema import Config, ConfigError
 from model.load import ModelFacts
+from trainer.cures import cures
 from trainer.estimate import Machine, StepTime, step_time
 from trainer.families import check_expert_parallel, check_sequence_parallel
 from trainer.memory import (
+    GIB,
+    DoesNotFit,
     Memory,
     cached_sequences,
     check_trainer_fits,
@@ -20,7 +24,9 @@ from trainer.memory import (
     held_bytes,
     stage_in_use,
     trainer_memory,
+    within,
 )
+from trainer.placement import Hardware, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,24 @@ class Plan:
     """None on a CPU."""
 
 
+def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
+    """The plan of a run on this hardware: what `keel check` prints and a run is started by.
+
+    Raises ConfigError where the run finds no place, or a GPU is too small, with what would help.
+    """
+
+    def planned(config: Config) -> Plan:
+        shared = hardware.gpu and place(config, hardware.idle).shared
+        size = hardware.gpu_gib if hardware.gpu else 0.0
+        return make_plan(config, facts, gpu=hardware.gpu, gpu_gib=size, shared=shared)
+
+    try:
+        return planned(config)
+    except DoesNotFit as error:
+        found = cures(config, facts, planned)
+        raise ConfigError(f"{error}. {found}. ({hardware})") from error
+
+
 def make_plan(
     config: Config,
     facts: ModelFacts,
@@ -54,7 +78,8 @@ def make_plan(
     `gpu_gib`: memory of a GPU, or 0 where nobody knows; `shared`: an engine and a rank have one GPU
     together; `machine`: what the time is estimated for.
 
-    Raises ConfigError where the model's context is too short for the recipe, or a GPU too small.
+    Raises ConfigError where the model's context is too short for the recipe, and DoesNotFit where a
+    GPU is too small.
     """
     longest = context_tokens(config)
     if longest > facts.max_context:
@@ -88,6 +113,7 @@ def make_plan(
     cached = None
     if gpu and gpu_gib:
         cached = cached_sequences(config, engine, gpu_gib)
+        engine = within(engine, config.rollout.gpu_memory * gpu_gib * GIB)
         check_trainer_fits(config, rank, gpu_gib, shared=shared)
     time = None
     if gpu:
@@ -112,11 +138,12 @@ def describe(
     plan: Plan,
     data: Sequence[str],
     *,
-    gpu: bool,
+    hardware: Hardware,
     seats: Sequence[str] = (),
 ) -> str:
     """The plan as `keel check` prints it. `data`: one line a source, from the loader; `seats`: who
     sits where, one line a node."""
+    gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
     experts = (
@@ -172,10 +199,10 @@ def describe(
             + ", compiled" * t.compile
             + (f", the judge's vLLM server of {judge.model}" if judge.serve else ""),
         ),
-        *([] if gpu else [("", "on CPU")]),
+        ("hardware", str(hardware) if gpu else "on CPU"),
         *(("placement" if not i else "", line) for i, line in enumerate(seats)),
         ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
-        *(("", line) for line in [cache_line(config, plan)] if line),
+        *(("", line) for line in [cache_line(config, plan, hardware)] if line),
         ("", f"trainer rank: {plan.trainer}"),
         *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.sleep),
         *(
@@ -194,16 +221,19 @@ def sleep_line(config: Config, plan: Plan) -> str:
     return f"  in turns with the engine (rollout.sleep): {size} of it then {where}"
 
 
-def cache_line(config: Config, plan: Plan) -> str:
+def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
     """What the KV cache holds, where the GPU is known."""
     if plan.cached is None:
         return ""
-    wanted = engine_sequences(config)
+    wanted, share = engine_sequences(config), config.rollout.gpu_memory
+    budget = f"of {gib(share * hardware.gpu_gib * GIB)} that it takes (rollout.gpu_memory)"
     if plan.cached >= wanted:
-        return f"  its KV cache holds all {wanted} sequences at full length"
+        enough = math.ceil(100 * plan.engine.total / GIB / hardware.gpu_gib) / 100
+        rest = f"; {enough:g} would do" if enough < share else ""
+        return f"  {budget}: its KV cache holds all {wanted} sequences at full length{rest}"
     return (
-        f"  its KV cache holds {plan.cached} of {wanted} sequences at full length; more will be "
-        "preempted and computed again (rollout.max_concurrent)"
+        f"  {budget}: its KV cache holds {plan.cached} of {wanted} sequences at full length; more "
+        "will be preempted and computed again (rollout.max_concurrent)"
     )
 
 

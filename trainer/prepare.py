@@ -6,11 +6,9 @@ and rollouts.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from configs.load import load_config
@@ -27,9 +25,9 @@ from rewards.judge.specs import is_judged
 from rewards.length import LengthRule
 from rl.types import Prompt
 from rollout.conversion import render_prompt
-from trainer.cluster import gpu_gib, this_machine
-from trainer.placement import place
-from trainer.plan import Plan, describe, make_plan
+from trainer.cluster import hardware_here
+from trainer.placement import Hardware
+from trainer.plan import Plan, describe, plan_on
 
 EMBEDDED = "embedded"
 
@@ -42,9 +40,13 @@ class Task:
     dataset: Dataset
     facts: ModelFacts
     plan: Plan
-    gpu: bool
+    hardware: Hardware
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
     """As `check_rewards`."""
+
+    @property
+    def gpu(self) -> bool:
+        return self.hardware.gpu
 
     @property
     def judged(self) -> bool:
@@ -55,18 +57,27 @@ class Task:
     def text(self, *, seats: Sequence[str] = ()) -> str:
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.programs.items()]
-        return describe(self.config, self.facts, self.plan, lines, gpu=self.gpu, seats=seats)
+        return describe(
+            self.config, self.facts, self.plan, lines, hardware=self.hardware, seats=seats
+        )
 
 
-def prepare(recipe: str, overrides: Sequence[str]) -> Task:
-    """Read and check everything that needs no engine. Raises ConfigError."""
+def prepare(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    hardware: Callable[[Config], Hardware] = hardware_here,
+) -> Task:
+    """Read and check everything that needs no engine. Raises ConfigError.
+
+    `hardware`: on what the run is planned; `trainer.cluster` has the choices.
+    """
     disable_progress_bar()  # transformers' own bars would cut through the view
     config = load_config(recipe, overrides)
     try:
         check_weights(config.data.rewards_by_domain)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    gpu = {"auto": torch.cuda.is_available(), "cpu": False, "gpu": True}[config.run.device]
     if config.model.path == EMBEDDED:
         tokenizer = build_tokenizer()
         facts = facts_of(model_config(config.model.embedded, tokenizer))
@@ -78,10 +89,8 @@ def prepare(recipe: str, overrides: Sequence[str]) -> Task:
         check_trainable(config.model.path, model)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
-    here = [] if not gpu or os.environ.get("RAY_ADDRESS") else this_machine()
-    shared = bool(here) and place(config, here).shared
-    size = config.run.gpu_gib or gpu_gib() if gpu else 0.0
-    plan = make_plan(config, facts, gpu=gpu, gpu_gib=size, shared=shared)
+    machine = hardware(config)
+    plan = plan_on(config, facts, machine)
 
     def count_tokens(prompt: Prompt) -> int:
         token_ids = render_prompt(tokenizer, prompt).token_ids
@@ -99,10 +108,10 @@ def prepare(recipe: str, overrides: Sequence[str]) -> Task:
         dataset=dataset,
         facts=facts,
         plan=plan,
-        gpu=gpu,
+        hardware=machine,
         programs=check_rewards(config, dataset),
     )
-    config.rewards.judge.check_used(judged=task.judged, gpu=gpu)
+    config.rewards.judge.check_used(judged=task.judged, gpu=task.gpu)
     return task
 
 

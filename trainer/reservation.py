@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.schema import Config, ConfigError
 from trainer.cluster import cluster_nodes
-from trainer.placement import SHARED, Placement, Seat, place
+from trainer.placement import SHARED, Placement, Seat, allowed, place
 
 TRY_S = 5.0
 """What looked free can be taken the next moment: look again after so long."""
@@ -52,11 +52,11 @@ def reserved(config: Config, *, deadline_s: float) -> Iterator[Reservation]:
 
 
 def _reserve(config: Config, deadline_s: float) -> Reservation:
-    place(config, [node.empty() for node in cluster_nodes()])
+    place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)])
     end = time.monotonic() + deadline_s
     while True:
         try:
-            placement = place(config, cluster_nodes())
+            placement = place(config, allowed(cluster_nodes(), config.run))
         except ConfigError as error:
             lacking = str(error)
         else:

@@ -16,10 +16,16 @@ class RunConfig:
     """Optimisation steps (one batch of rollouts each)."""
     seed: int = 0
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """auto: GPUs if this machine has any. Say `gpu` where only the rest of the cluster has."""
+    """auto: GPUs if this machine has any or `gpu_gib` or `gpus_per_node` speaks of some. Say `gpu`
+    where only the rest of the cluster has."""
     gpu_gib: float = 0.0
-    """Memory of one GPU, in GiB; 0: what the GPUs of this machine have. Where there are none, say
-    it, or nothing is refused for want of memory."""
+    """Memory of one GPU, in GiB; 0: what the GPUs of this machine have. `keel check` plans for it,
+    on any machine; a run goes by it, too, but never by more than the GPUs here have."""
+    gpus_per_node: int = 0
+    """GPUs of each node that the run may use; 0: all that are found. `keel check` plans for them,
+    whatever is found here."""
+    nodes: int = 1
+    """Nodes that the run may use, of `gpus_per_node` GPUs each."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the last checkpoint in `dir`. never: refuse a `dir` that has one."""
     eval_every: int = 0
@@ -38,6 +44,23 @@ class RunConfig:
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
         require(self.seed >= 0, "run.seed", self.seed, "must not be negative")
         require(self.gpu_gib >= 0, "run.gpu_gib", self.gpu_gib, "must not be negative (GiB)")
+        require(
+            self.gpus_per_node >= 0, "run.gpus_per_node", self.gpus_per_node, "must not be negative"
+        )
+        require(self.nodes >= 1, "run.nodes", self.nodes, "must be at least 1")
+        require(
+            self.nodes == 1 or self.gpus_per_node > 0,
+            "run.nodes",
+            self.nodes,
+            "needs run.gpus_per_node: how many GPUs each of them has",
+        )
+        for name in ("gpu_gib", "gpus_per_node"):
+            require(
+                self.device != "cpu" or not getattr(self, name),
+                f"run.{name}",
+                getattr(self, name),
+                "speaks of GPUs, and run.device is cpu. Set it to 0, or run.device to gpu",
+            )
         require(self.eval_every >= 0, "run.eval_every", self.eval_every, "must not be negative")
         require(
             self.checkpoint_every >= 0,
@@ -63,6 +86,11 @@ class RunConfig:
             self.startup_deadline_s,
             "must be positive (seconds)",
         )
+
+    @property
+    def speaks_of_gpus(self) -> bool:
+        """Whether the recipe says what GPUs there will be."""
+        return self.gpu_gib > 0 or self.gpus_per_node > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

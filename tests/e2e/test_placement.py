@@ -18,11 +18,12 @@ from configs.schema import (
     ConfigError,
     DataConfig,
     RolloutConfig,
+    RunConfig,
     SourceConfig,
     TrainerConfig,
 )
 from trainer.cli import main
-from trainer.cluster import cluster_nodes, seating
+from trainer.cluster import cluster_nodes, hardware_here, hardware_said, seating
 from trainer.placement import ENGINE, RANK
 from trainer.reservation import Reservation, reserved
 
@@ -141,10 +142,12 @@ def test_check_asks_the_cluster(two_nodes: str, monkeypatch: pytest.MonkeyPatch)
     ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     try:
-        lines = seating(config(engines=1, width=2, ranks=4))
+        recipe = replace(config(engines=1, width=2, ranks=4), run=RunConfig(device="gpu"))
+        hardware = hardware_said(recipe)
+        assert hardware == hardware_here(recipe)
         assert not ray.is_initialized()
-        assert "as it is now" in lines[0]
-        assert [line.split(": ")[1] for line in lines[1:]] == [
+        assert f"the cluster at {two_nodes}" in str(hardware)
+        assert [line.split(": ")[1] for line in seating(recipe, hardware)] == [
             "trainer ranks 0–3 on GPUs 0–3",
             "engine 0 on GPUs 0–1",
         ]

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 import ray
 
-from configs.schema import Config, ConfigError, DataConfig, RolloutConfig, SourceConfig
-from trainer.cluster import seating, start_ray
+from configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+)
+from trainer.cluster import hardware_here, hardware_said, seating, start_ray
+from trainer.placement import Hardware
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -19,7 +28,7 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=rf"^RAY_ADDRESS = {address}: no Ray cluster answers"):
-            seating(Config(data=DataConfig(sources=(SOURCE,))))
+            hardware_said(recipe())
     assert not ray.is_initialized()
 
 
@@ -33,18 +42,78 @@ def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyP
         start_ray()
 
 
-def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+GPUS = RunConfig(device="gpu")
+
+
+def recipe(run: RunConfig = GPUS, **shape: int) -> Config:
+    return Config(run=run, data=DataConfig(sources=(SOURCE,)), rollout=RolloutConfig(**shape))
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, gib: float) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("trainer.cluster.visible_gpus", lambda: 0)
-    recipe = Config(
-        data=DataConfig(sources=(SOURCE,)), rollout=RolloutConfig(engines=2, tensor_parallel=8)
-    )
-    assert seating(recipe) == [
-        "no GPU here and no RAY_ADDRESS: by rule, on nodes of 8 GPUs",
+    monkeypatch.setattr("trainer.cluster.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("trainer.cluster.gpu_gib", lambda: gib)
+
+
+def sizes(hardware: Hardware) -> tuple[list[int], float]:
+    return [node.gpus for node in hardware.nodes], hardware.gpu_gib
+
+
+def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, gpus=0, gib=0.0)
+    wide = recipe(engines=2, tensor_parallel=8)
+    rule = hardware_said(wide)
+    assert "by rule, as no GPU is here and no RAY_ADDRESS" in str(rule)
+    assert not rule.found
+    assert seating(wide, rule) == [
         "node 0: engine 0 on GPUs 0–7",
         "node 1: engine 1 on GPUs 0–7",
         "node 2: trainer rank 0 on GPU 0",
     ]
-    monkeypatch.setattr("trainer.cluster.visible_gpus", lambda: 4)
+    here(monkeypatch, gpus=4, gib=80.0)
     with pytest.raises(ConfigError, match=r"needs 17 GPUs .* has 4"):
-        seating(recipe)
+        seating(wide, hardware_said(wide))
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "check", "train"),
+    [
+        # said: device, gpu_gib, gpus_per_node, nodes; found: GPUs and their memory
+        (("auto", 0, 0, 1), (0, 0.0), None, None),
+        (("auto", 0, 0, 1), (2, 80.0), ([2], 80.0), ([2], 80.0)),
+        (("cpu", 0, 0, 1), (2, 80.0), None, None),
+        # GPUs that the recipe speaks of are planned for, and a run without any is not one on a CPU.
+        (("auto", 139, 0, 1), (0, 0.0), ([8], 139.0), ([], 139.0)),
+        (("auto", 139, 4, 2), (0, 0.0), ([4, 4], 139.0), ([], 139.0)),
+        (("auto", 0, 4, 1), (0, 0.0), ([4], 0.0), ([], 0.0)),
+        (("gpu", 0, 0, 1), (0, 0.0), ([8], 0.0), ([], 0.0)),
+        # A run has no more than there is, and no more than the recipe says.
+        (("auto", 139, 8, 1), (2, 80.0), ([8], 139.0), ([2], 80.0)),
+        (("auto", 40, 1, 1), (2, 80.0), ([1], 40.0), ([1], 40.0)),
+        (("auto", 139, 0, 1), (2, 80.0), ([2], 139.0), ([2], 80.0)),
+    ],
+)
+def test_what_a_check_plans_on_and_what_a_run_has(
+    monkeypatch: pytest.MonkeyPatch,
+    said: tuple[Any, float, int, int],
+    found: tuple[int, float],
+    check: tuple[list[int], float] | None,
+    train: tuple[list[int], float] | None,
+) -> None:
+    here(monkeypatch, gpus=found[0], gib=found[1])
+    device, gib, gpus, nodes = said
+    wanted = recipe(RunConfig(device=device, gpu_gib=gib, gpus_per_node=gpus, nodes=nodes))
+    for hardware, expected in ((hardware_said(wanted), check), (hardware_here(wanted), train)):
+        assert hardware.gpu == (expected is not None)
+        if expected:
+            assert sizes(hardware) == expected
+    if check == train:
+        assert hardware_said(wanted) == hardware_here(wanted)
+
+
+def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
+    for speech in ({"gpu_gib": 80.0}, {"gpus_per_node": 2}):
+        with pytest.raises(ConfigError, match=r"run\.gpu.* speaks of GPUs, and run\.device is cpu"):
+            RunConfig(device="cpu", **speech)
+    with pytest.raises(ConfigError, match=r"run\.nodes = 2: needs run\.gpus_per_node"):
+        RunConfig(nodes=2)

@@ -29,7 +29,10 @@ from trainer.estimate import (
     traffic_seconds,
 )
 from trainer.memory import BYTES, mlp_width
+from trainer.placement import Hardware
 from trainer.plan import describe, make_plan
+
+GPU = Hardware(gpu=True)
 
 SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -186,6 +189,6 @@ def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:
     assert plan.time is not None
     parts = plan.time.rollout + plan.time.training + plan.time.weights
     assert plan.time.total == pytest.approx(parts)
-    text = describe(config, moe, plan, [], gpu=True)
+    text = describe(config, moe, plan, [], hardware=GPU)
     assert "ESTIMATE, not measured, for NVIDIA H200s" in text
     assert make_plan(config, moe, gpu=False).time is None

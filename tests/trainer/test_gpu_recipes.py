@@ -12,6 +12,7 @@ from configs.schema import ConfigError
 from model.embedded.build import model_config
 from model.embedded.tokenizer import build_tokenizer
 from model.load import facts_of
+from trainer.cluster import hardware_said, seating
 from trainer.placement import Node, place
 from trainer.prepare import prepare
 
@@ -45,7 +46,6 @@ def test_a_recipe_fits_the_gpus_in_its_name(name: str) -> None:
 @pytest.mark.parametrize("name", GPUS)
 def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("trainer.prepare.this_machine", lambda: machine(GPUS[name]))
     overrides = ["run.gpu_gib=80"]
     overrides += [f"data.sources.{i}.size=150" for i in range(len(load_config(name).data.sources))]
     if name == "gpu-dense":
@@ -64,7 +64,8 @@ def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             max_position_embeddings=40_960,
         ).save_pretrained(tmp_path)
         overrides += [f"model.path={tmp_path}", "data.max_prompt_tokens=1024"]
-    task = prepare(name, overrides)
+    task = prepare(name, overrides, hardware=hardware_said)
+    assert f"node 0: {SEATS[name]}" in seating(task.config, task.hardware)
     text = task.text()
     assert "KV cache holds all" in text
     assert "OFF" not in text

@@ -21,6 +21,7 @@ from rl.metrics import Mean
 from trainer.checkpoint import State, config_digest
 from trainer.cli import main
 from trainer.main import COMMANDS, closing_words, model_folder
+from trainer.placement import Hardware
 from trainer.prepare import Task, prepare
 from trainer.run_folder import RunFolder
 
@@ -110,7 +111,7 @@ def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
     recipe = ("check", "quickstart", f"run.dir={tmp_path}", "run.device=gpu", "trainer.ranks=4")
     code, out, err = run(capsys, *recipe, *FEW, "rollout.tensor_parallel=2", "run.gpu_gib=80")
     assert code == 0, err
-    assert "by rule, on nodes of 8 GPUs" in out
+    assert "1 node(s) of 8 GPU(s), 80.0 GiB each: by rule, as no GPU is here" in out
     assert "node 0: engines 0–1 on GPUs 0–3 (2 each); trainer ranks 0–3 on GPUs 4–7" in out
     assert "ESTIMATE, not measured" in out and "KV cache holds all 64 sequences" in out
     code, _, err = run(capsys, *recipe, "run.gpu_gib=1")
@@ -122,6 +123,7 @@ def test_a_machine_with_too_few_gpus_is_refused_before_ray_starts(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("trainer.cluster.visible_gpus", lambda: 2)
+    monkeypatch.setattr("trainer.cluster.gpu_gib", lambda: 80.0)
     code, _, err = run(capsys, "train", "quickstart", "run.device=gpu", "trainer.ranks=4")
     assert (code, "needs 6 GPUs" in err, "trainer.ranks" in err) == (2, True, True), err
 
@@ -194,7 +196,7 @@ def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
 
     monkeypatch.setattr("trainer.main.ensure_embedded", instead)
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
-    assert model_folder(replace(task, gpu=wanted), print) == "somewhere"
+    assert model_folder(replace(task, hardware=Hardware(gpu=wanted)), print) == "somewhere"
     assert devices == [device]
 
 

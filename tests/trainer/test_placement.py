@@ -14,10 +14,11 @@ from configs.schema import (
     JudgeServerConfig,
     RewardsConfig,
     RolloutConfig,
+    RunConfig,
     SourceConfig,
     TrainerConfig,
 )
-from trainer.placement import ENGINE, JUDGE, RANK, Node, Placement, assumed_nodes, place
+from trainer.placement import ENGINE, JUDGE, RANK, Node, Placement, allowed, assumed_nodes, place
 
 
 def config(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:
@@ -137,16 +138,45 @@ def test_colocation_is_one_engine_for_one_rank(shape: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "available"), [({"engines": 2}, 2), ({"ranks": 2}, 1), ({"width": 2}, 2), ({}, 0)]
+    ("shape", "available", "cure"),
+    [
+        ({"engines": 2}, 2, "Lower rollout.engines; with one"),
+        ({"ranks": 2}, 1, "Lower trainer.ranks; with one"),
+        ({"width": 2}, 2, "Lower rollout.tensor_parallel; with one"),
+        ({"engines": 2, "ranks": 3}, 1, "Lower trainer.ranks, rollout.engines; with one"),
+        ({}, 0, "Start it where there are as many, or without GPUs (run.device=cpu)"),
+    ],
 )
-def test_too_few_gpus_are_counted(shape: dict[str, int], available: int) -> None:
+def test_too_few_gpus_are_counted(shape: dict[str, int], available: int, cure: str) -> None:
+    """And what is named is what can be lowered."""
     room = nodes(available) if available else []
     with pytest.raises(
         ConfigError, match=rf"needs \d GPUs .* the cluster has {available}"
     ) as raised:
         place(config(**shape), room)
-    for knob in ("rollout.engines", "rollout.tensor_parallel", "trainer.ranks"):
-        assert knob in str(raised.value)
+    assert cure in str(raised.value)
+
+
+def test_a_run_uses_no_more_than_the_recipe_says_it_has() -> None:
+    run = RunConfig(gpus_per_node=2, nodes=2)
+    few, many, busy = nodes(1, 8, 8)
+    busy = replace(busy, free_gpus=1)
+    kept = allowed([few, many, busy], run)
+    assert [(n.name, n.gpus, n.free_gpus, n.in_use) for n in kept] == [
+        ("n1", 2, 2, False),
+        ("n0", 1, 1, False),
+    ]
+    assert allowed([few, many, busy], RunConfig()) == [few, many, busy]
+    # One GPU of a machine that has more is a single GPU, which is shared, whoever has the others.
+    one = RunConfig(gpus_per_node=1)
+    recipe = replace(config(), run=one)
+    assert place(recipe, allowed([many], one)).shared
+    (line,) = place(recipe, allowed([busy], one)).lines()
+    assert line.startswith("n2: engine 0 on 1 of its 1 GPUs, shared; trainer")
+    with pytest.raises(
+        ConfigError, match=r"has 1: n1 \(1\) \(run\.gpus_per_node = 1, run\.nodes = 1\)"
+    ):
+        place(replace(recipe, trainer=TrainerConfig(ranks=2)), allowed([many], one))
 
 
 def test_an_engine_that_no_node_can_hold_is_refused_by_name() -> None:

@@ -21,7 +21,10 @@ from configs.schema import (
     TrainerConfig,
 )
 from model.load import ModelFacts
+from trainer.placement import Hardware
 from trainer.plan import describe, make_plan
+
+GPU, CPU = Hardware(gpu=True), Hardware(gpu=False)
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 MOE = ModelFacts(
@@ -55,7 +58,7 @@ def config(*, dtype: Any = "", **algorithm: Any) -> Config:
 
 
 def stabilisers(config: Config) -> str:
-    text = describe(config, MOE, make_plan(config, MOE, gpu=False), ["sums"], gpu=False)
+    text = describe(config, MOE, make_plan(config, MOE, gpu=False), ["sums"], hardware=CPU)
     return next(line for line in text.splitlines() if line.startswith("stabilisers"))
 
 
@@ -102,7 +105,7 @@ def test_expert_parallelism_splits_the_experts_memory_and_nothing_else() -> None
     assert parts["weights"] == 4 * (200_000 + 800_000 / 4)
     assert parts["optimizer"] == 2 * parts["weights"]
     assert "expert parallelism 4" in describe(
-        recipe, MOE, make_plan(recipe, MOE, gpu=True), [], gpu=True
+        recipe, MOE, make_plan(recipe, MOE, gpu=True), [], hardware=GPU
     )
 
 
@@ -110,7 +113,7 @@ def test_a_judge_that_the_run_serves_is_an_actor() -> None:
     judge = JudgeConfig(model="a/judge", serve=True)
     served = replace(config(), rewards=RewardsConfig(judge=judge))
     plan = make_plan(served, MOE, gpu=True)
-    assert "the judge's vLLM server of a/judge\n" in describe(served, MOE, plan, [], gpu=True)
+    assert "the judge's vLLM server of a/judge\n" in describe(served, MOE, plan, [], hardware=GPU)
 
 
 def test_sequence_parallelism_shares_out_heads_and_activations() -> None:
@@ -119,7 +122,7 @@ def test_sequence_parallelism_shares_out_heads_and_activations() -> None:
     alone = make_plan(replace(recipe, trainer=TrainerConfig(ranks=2)), MOE, gpu=True)
     assert plan.micro_batches == alone.micro_batches
     assert plan.trainer.parts["activations"] == alone.trainer.parts["activations"] / 2
-    assert "sequence parallelism 2" in describe(recipe, MOE, plan, [], gpu=True)
+    assert "sequence parallelism 2" in describe(recipe, MOE, plan, [], hardware=GPU)
     with pytest.raises(
         ConfigError, match=r"^trainer.sequence_parallel = 2: .*3 attention heads of"
     ):
@@ -131,13 +134,13 @@ def test_an_offloaded_optimizer_is_not_on_the_gpu() -> None:
     plan = make_plan(recipe, MOE, gpu=True)
     assert plan.trainer.parts["optimizer"] == 0
     assert make_plan(recipe, MOE, gpu=False).trainer.parts["optimizer"] == 12 * MOE.parameters
-    assert "optimizer in host memory" in describe(recipe, MOE, plan, [], gpu=True)
+    assert "optimizer in host memory" in describe(recipe, MOE, plan, [], hardware=GPU)
 
 
 def test_the_stage_of_zero_that_is_used_is_shown() -> None:
     recipe = config()
     for dtype, gpu, stage in (("bfloat16", True, 1), ("bfloat16", False, 0), ("float32", True, 0)):
         used = replace(recipe, model=replace(recipe.model, dtype=dtype))
-        text = describe(used, MOE, make_plan(used, MOE, gpu=gpu), [], gpu=gpu)
+        text = describe(used, MOE, make_plan(used, MOE, gpu=gpu), [], hardware=Hardware(gpu=gpu))
         assert f"trainer rank(s) with ZeRO {stage}\n" in text
         assert ("on CPU" in text) != gpu
