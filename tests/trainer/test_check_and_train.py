@@ -1,0 +1,191 @@
+"""What `keel check` says of a machine that is not here is what `keel train` does on it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from data.dataset import Dataset
+from model.load import ModelFacts
+from tests.trainer.test_memory import DENSE
+from trainer import prepare
+from trainer.cli import main
+from trainer.placement import idle_nodes
+
+
+class Accepted(BaseException):
+    """Where a run would go on to its engines. No error that a command would catch."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is faked to be here."""
+
+    gpus: int
+    nodes: int
+    gib: float
+
+
+NOTHING = Machine(gpus=0, nodes=1, gib=0.0)
+
+
+class Granted:
+    """A placement group that Ray grants at once."""
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """The prompt that every recipe here has."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    recipe(folder)
+    task = prepare.prepare(str(folder / "recipe.yaml"), ["run.device=cpu"])
+    return task.dataset
+
+
+def recipe(folder: Path) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"run: {{dir: {folder / 'run'}}}\n"
+        f"data: {{sources: [{{name: sums, source: jsonl, path: {folder / 'sums.jsonl'}}}]}}\n"
+    )
+    return path
+
+
+@contextlib.contextmanager
+def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
+    """Commands run as if `machine` were here, and stop before the first engine."""
+    nodes = idle_nodes(machine.nodes, machine.gpus) if machine.gpus else []
+
+    def accept(*_: Any) -> str:
+        raise Accepted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setattr("trainer.cluster.visible_gpus", lambda: machine.gpus)
+        patch.setattr("trainer.cluster.gpu_gib", lambda: machine.gib)
+        patch.setattr("trainer.cluster._nodes_found", lambda: nodes)
+        patch.setattr("trainer.reservation.cluster_nodes", lambda: nodes)
+        patch.setattr("trainer.reservation._group", lambda placement: Granted())
+        patch.setattr("trainer.reservation.remove_placement_group", lambda group: None)
+        patch.setattr("trainer.main.start_ray", lambda: None)
+        patch.setattr("trainer.main.model_folder", accept)
+        patch.setattr("trainer.prepare.load_dataset", lambda *_, **__: dataset)
+        patch.setattr("trainer.prepare.facts_of", lambda config: facts)
+        # They have a test of their own, and take a second where nothing helps.
+        patch.setattr("trainer.plan.cures", lambda *_: "To make it fit: …")
+        yield
+
+
+def verdict(command: str, path: Path, overrides: Sequence[str]) -> tuple[str, str]:
+    """How the command's refusal begins, or nothing; and what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([command, str(path), *overrides])
+        except Accepted:
+            status = 0
+    said = err.getvalue().removeprefix(f"keel {command}: ")
+    assert (status == 2) == bool(said), said
+    return re.split(r" \(| it is|:", said)[0] if "override" not in said else said, out.getvalue()
+
+
+layouts = st.fixed_dictionaries(
+    {
+        "rollout.colocated": st.booleans(),
+        "rollout.sleep": st.booleans(),
+        "rollout.gpu_memory": st.sampled_from([0.05, 0.3, 0.5, 0.85, 0.97]),
+        "rollout.engines": st.sampled_from([1, 1, 2, 4]),
+        "rollout.tensor_parallel": st.sampled_from([1, 1, 2]),
+        "trainer.ranks": st.sampled_from([1, 1, 2, 4]),
+        "trainer.zero_stage": st.sampled_from([0, 1, 2, 3]),
+        "trainer.park": st.booleans(),
+        "trainer.activation_checkpointing": st.booleans(),
+    }
+)
+machines = st.builds(
+    Machine,
+    gpus=st.sampled_from([1, 1, 2, 4, 8]),
+    nodes=st.sampled_from([1, 1, 2]),
+    gib=st.sampled_from([4.0, 16.0, 24.0, 48.0, 80.0, 139.0]),
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(machine=machines, layout=layouts, device=st.sampled_from(["auto", "gpu"]))
+@example(  # one GPU that both share, seen from a machine without any
+    machine=Machine(gpus=1, nodes=1, gib=139.0), layout={"rollout.gpu_memory": 0.85}, device="auto"
+)
+@example(
+    machine=Machine(gpus=4, nodes=1, gib=24.0),
+    layout={"rollout.colocated": True, "rollout.gpu_memory": 0.85},
+    device="gpu",
+)
+def test_check_refuses_what_train_refuses(
+    machine: Machine, layout: dict[str, Any], device: str, dataset: Dataset, tmp_path: Path
+) -> None:
+    path = recipe(tmp_path)
+    plain = [f"run.device={device}", *(f"{k}={str(v).lower()}" for k, v in layout.items())]
+    said = [
+        f"run.gpu_gib={machine.gib}",
+        f"run.gpus_per_node={machine.gpus}",
+        f"run.nodes={machine.nodes}",
+    ]
+    with on(machine, dataset, DENSE):
+        trained, _ = verdict("train", path, plain)
+        assert verdict("train", path, [*plain, *said])[0] == trained
+        assert verdict("check", path, plain)[0] == trained
+    with on(NOTHING, dataset, DENSE):
+        checked, plan = verdict("check", path, [*plain, *said])
+        assert checked == trained
+        assert verdict("train", path, [*plain, *said])[0].startswith(
+            "override" if checked.startswith("override") else "the recipe needs "
+        )
+    if not checked:
+        memory = plan[plan.index("\nmemory") : plan.index("\ntime")]
+        shown = [float(number) for number in re.findall(r"([\d.]+) GiB", memory)]
+        assert shown and max(shown) <= machine.gib
+        engine, rank = (
+            float(number) for number in re.findall(r": ([\d.]+) (?:GiB|MiB) each", memory)
+        )
+        assert engine <= layout.get("rollout.gpu_memory", 0.85) * machine.gib + 0.05
+        shared, asleep = "shared" in plan, layout.get("rollout.sleep", False)
+        assert rank + (engine if shared and not asleep else 0.0) <= machine.gib + 0.1
+
+
+def test_both_verdicts_are_met(dataset: Dataset, tmp_path: Path) -> None:
+    """The property above is no agreement on nothing."""
+    path = recipe(tmp_path)
+    with on(Machine(gpus=1, nodes=1, gib=80.0), dataset, DENSE):
+        assert verdict("train", path, ["rollout.gpu_memory=0.3"])[0] == ""
+        assert verdict("train", path, [])[0].startswith("a trainer rank needs ")
+        assert verdict("train", path, ["trainer.ranks=2"])[0] == "the recipe needs 3 GPUs"
+        assert verdict("train", path, ["rollout.gpu_memory=0.02"])[0].startswith("an engine's GPU")
+
+
+def test_gpus_that_a_recipe_speaks_of_are_not_replaced_by_a_cpu(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    """Memory of GPUs alone used to be ignored where none is: 357 GiB passed for a CPU."""
+    path = recipe(tmp_path)
+    with on(NOTHING, dataset, DENSE):
+        assert verdict("check", path, [])[0] == ""
+        assert verdict("check", path, ["run.gpu_gib=12"])[0].startswith("a trainer rank needs ")
+        assert verdict("train", path, ["run.gpu_gib=139"])[0] == "the recipe needs 2 GPUs"
