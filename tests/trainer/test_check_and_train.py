@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,10 @@ from hypothesis import strategies as st
 
 from data.dataset import Dataset
 from model.load import ModelFacts
+from tests.trainer.machines import NOTHING, Accepted, Machine, at
 from tests.trainer.test_memory import DENSE
 from trainer import prepare
 from trainer.cli import main
-from trainer.placement import idle_nodes
-
-
-class Accepted(BaseException):
-    """Where a run would go on to its engines. No error that a command would catch."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What is faked to be here."""
-
-    gpus: int
-    nodes: int
-    gib: float
-
-
-NOTHING = Machine(gpus=0, nodes=1, gib=0.0)
-
-
-class Granted:
-    """A placement group that Ray grants at once."""
-
-    def wait(self, seconds: float) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +42,8 @@ def recipe(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
-    """Commands run as if `machine` were here, and stop before the first engine."""
-    nodes = idle_nodes(machine.nodes, machine.gpus) if machine.gpus else []
-
-    def accept(*_: Any) -> str:
-        raise Accepted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setattr("trainer.cluster.visible_gpus", lambda: machine.gpus)
-        patch.setattr("trainer.cluster.gpu_gib", lambda: machine.gib)
-        patch.setattr("trainer.cluster._nodes_found", lambda: nodes)
-        patch.setattr("trainer.reservation.cluster_nodes", lambda: nodes)
-        patch.setattr("trainer.reservation._group", lambda placement: Granted())
-        patch.setattr("trainer.reservation.remove_placement_group", lambda group: None)
-        patch.setattr("trainer.main.start_ray", lambda: None)
-        patch.setattr("trainer.main.model_folder", accept)
+    """There, with these data and a model of this shape."""
+    with at(machine) as patch:
         patch.setattr("trainer.prepare.load_dataset", lambda *_, **__: dataset)
         patch.setattr("trainer.prepare.facts_of", lambda config: facts)
         # They have a test of their own, and take a second where nothing helps.

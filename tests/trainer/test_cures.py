@@ -54,7 +54,7 @@ LONG = SamplingConfig(top_k=64, max_tokens=30_000)
         (recipe(micro_batch_tokens=8000, zero_stage=3, ranks=2), machine(8, 24), None),
         (recipe(micro_batch_tokens=8000, activation_checkpointing=True), machine(2, 16), None),
         (recipe(micro_batch_tokens=8000), machine(2, 16), None),
-        (recipe(rollout={"gpu_memory": 0.05}), machine(2, 48), {"rollout.gpu_memory": 0.1}),
+        (recipe(rollout={"gpu_memory": 0.05}), machine(2, 48), {"rollout.gpu_memory": 0.09}),
         (recipe(rollout={"sampling": LONG}, micro_batch_tokens=32_000), machine(2, 48), None),
         (recipe(rollout={"gpu_memory": 0.999, "sleep": True}), machine(1, 48), None),
         (

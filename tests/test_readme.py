@@ -1,0 +1,170 @@
+"""What README.md shows is what there is: every fenced block is run, or compared with what runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig
+
+from configs.load import load_config
+from model.embedded.tokenizer import build_tokenizer
+from tests.trainer.machines import NOTHING, Accepted, Machine, at
+from trainer.cli import main
+from trainer.main import closing_words
+from trainer.prepare import prepare
+from trainer.run_folder import RunFolder
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = [
+    (language, text.rstrip("\n"))
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+]
+
+
+QUICK = ["data.sources[logic].size=400"]
+"""Twenty thousand puzzles take their time."""
+
+
+def block(start: str) -> str:
+    """The one block whose text begins so."""
+    (text,) = [text for _, text in BLOCKS if text.lstrip().startswith(start)]
+    return text
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The lines of a block as a shell splits them, without comments."""
+    for line in text.splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+def test_every_block_has_a_test_here() -> None:
+    starts = [text.split()[0] for _, text in BLOCKS]
+    assert starts == ["prompts", "make", "held-out", "keel", "#", "ray"]
+
+
+def test_the_picture_names_folders_that_there_are() -> None:
+    named = re.findall(r"\b([a-z]+)/", block("prompts"))
+    assert named == ["data", "rollout", "rewards", "trainer"]
+    assert all((ROOT / name).is_dir() for name in named)
+
+
+def test_the_two_commands_are_targets_of_the_makefile() -> None:
+    """`make quickstart` itself is what a fresh clone is tried with, and `make test` runs this."""
+    for words in commands(block("make")):
+        assert words[0] == "make" and len(words) == 2
+        done = subprocess.run(
+            ["make", "--dry-run", words[1]], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        said = {"quickstart": "keel train quickstart", "test": "pytest"}[words[1]]
+        assert said in done.stdout
+
+
+def test_the_closing_lines_are_written_like_that(tmp_path: Path) -> None:
+    """Those of a run with the scores that the block shows, by the code that prints them."""
+    shown = block("held-out").splitlines()
+    pattern = r"held-out (\S+): ([\d.]+) at step (\d+), ([\d.]+) at step (\d+) \(([+-][\d.]+)\)"
+    found = [re.fullmatch(pattern, line) for line in shown[:-1]]
+    scores = [match.groups() for match in found if match]
+    assert len(scores) == len(shown) - 1 > 1
+    few = ["data.sources.0.size=150", "data.sources.1.size=150"]
+    config = prepare("quickstart", [f"run.dir={tmp_path}", *few]).config
+    assert {name.split("/")[0] for name, *_ in scores} == {s.name for s in config.data.sources}
+    steps: list[dict[str, float]] = [
+        {"step": int(scores[0][at]), **{f"eval/{row[0]}": float(row[at - 1]) for row in scores}}
+        for at in (2, 4)
+    ]
+    assert steps[-1]["step"] == config.run.steps
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    said = closing_words(RunFolder(config), config, config.run.steps, "quickstart", [])
+    differences = [float(number) for number in re.findall(r"\(([+-][\d.]+)\)", said)]
+    assert differences == pytest.approx([float(row[-1]) for row in scores], abs=0.0011)
+    assert re.sub(r"\([^)]*\)", "", "\n".join(shown[:-1])) in re.sub(r"\([^)]*\)", "", said)
+    assert re.search(r"^trained model   \S+/model$", said, flags=re.MULTILINE)
+    assert re.fullmatch(r"trained model   runs/quickstart\S*/model", shown[-1])
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `my.yaml` as README has it, the data it names, and a model of the shape it
+    names: its tokenizer is a small one and its weights are empty."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "my.yaml").write_text(block("# my.yaml"))
+    (line,) = re.findall(r"A line of `school.jsonl` is `([^`]*)`", TEXT)
+    lines = [
+        json.dumps({**json.loads(line), "prompt": f"What is 42 + {i} - {i}?"}) for i in range(300)
+    ]
+    (folder / "school.jsonl").write_text("\n".join(lines))
+    model = folder / "Qwen3-30B-A3B"
+    Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        max_position_embeddings=40_960,
+    ).save_pretrained(model)
+    build_tokenizer().save_pretrained(model)
+    save_file({"nothing": torch.zeros(1)}, model / "model.safetensors")
+    return folder
+
+
+def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The block's commands in its order: `check` where no GPU is, `train` and `eval` where there
+    are those that my.yaml speaks of, up to the engines."""
+    monkeypatch.chdir(mine)
+    config = load_config("my.yaml")
+    assert Path(config.model.path).name == "Qwen3-30B-A3B"
+    model = f"model.path={mine / 'Qwen3-30B-A3B'}"
+    node = Machine(gpus=config.run.gpus_per_node, nodes=config.run.nodes, gib=config.run.gpu_gib)
+    seen: list[str] = []
+    for _, command, *arguments in commands(block("keel check my.yaml")):
+        seen.append(command)
+        if command == "check":
+            with at(NOTHING):
+                assert main([command, *arguments, model, *QUICK]) == 0, capsys.readouterr().err
+        else:
+            with at(node), pytest.raises(Accepted):
+                main([command, *arguments, model, *QUICK])
+    assert seen == ["check", "train", "eval"]
+    said = capsys.readouterr().out
+    assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in said
+    assert "engines 0–1 on GPUs 6–7; trainer ranks 0–5 on GPUs 0–5" in said
+    (comment,) = re.findall(r"ranks: 6.*# (\d+) GiB a rank", block("# my.yaml"))
+    assert f"trainer rank: {comment}." in said
+    assert "school (school.jsonl): 100 to train on, 200 held out" in said
+    # As many GPUs with less memory: refused, with what would help.
+    with at(NOTHING):
+        assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=80"]) == 2
+    assert "a trainer rank needs 106." in capsys.readouterr().err
+
+
+def test_the_job_is_one_that_keel_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/e2e/test_job.py submits such a job to a cluster."""
+    start, submit = commands(block("ray start"))
+    assert start == ["ray", "start", "--head"]
+    assert submit[:5] == ["ray", "job", "submit", "--", "keel"]
+    arguments = [word.replace("$PWD", str(tmp_path)) for word in submit[6:]]
+    assert submit[5] == "train"
+    few = ["data.sources.0.size=150", "data.sources.1.size=150"]
+    assert main(["check", *arguments, *few, "run.device=cpu"]) == 0, capsys.readouterr().err

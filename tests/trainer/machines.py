@@ -1,0 +1,56 @@
+"""Commands as they run on a machine that is not here, up to their first engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from trainer.placement import idle_nodes
+
+
+class Accepted(BaseException):
+    """Where a run would go on to its engines. No error that a command would catch."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is faked to be here; `nodes` of `gpus` GPUs with `gib` of memory each."""
+
+    gpus: int
+    nodes: int = 1
+    gib: float = 139.0
+
+
+NOTHING = Machine(gpus=0, gib=0.0)
+
+
+class Granted:
+    """A placement group that Ray grants at once."""
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
+    """Commands run as if `machine` were here; Accepted is raised before the first engine starts."""
+    nodes = idle_nodes(machine.nodes, machine.gpus) if machine.gpus else []
+
+    def accept(*_: Any) -> str:
+        raise Accepted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setattr("trainer.cluster.visible_gpus", lambda: machine.gpus)
+        patch.setattr("trainer.cluster.gpu_gib", lambda: machine.gib)
+        patch.setattr("trainer.cluster._nodes_found", lambda: nodes)
+        patch.setattr("trainer.reservation.cluster_nodes", lambda: nodes)
+        patch.setattr("trainer.reservation._group", lambda placement: Granted())
+        patch.setattr("trainer.reservation.remove_placement_group", lambda group: None)
+        patch.setattr("trainer.main.start_ray", lambda: None)
+        patch.setattr("trainer.main.model_folder", accept)
+        yield patch
