@@ -14,6 +14,8 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 export DS_BUILD_OPS := 0
 # Threads that spin while they wait starve the other processes of a small machine.
 export OMP_WAIT_POLICY := PASSIVE
+# The engine in .venv is vLLM's for CPUs, whatever the build of torch beside it could use.
+export CUDA_VISIBLE_DEVICES :=
 
 .PHONY: help install quickstart test sandbox maths lint format types clean
 
@@ -22,14 +24,11 @@ help:  ## Show the targets
 
 install: $(DONE)  ## Create .venv with everything for a machine without a GPU
 
-$(DONE): requirements/cpu.txt requirements/dev.txt pyproject.toml
+$(DONE): $(wildcard requirements/*) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 	  || { echo "Keel needs Python 3.11 or 3.12; set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-deps setuptools==$$(sed -n 's/^setuptools==//p' requirements/cpu.txt) \
-	  wheel==$$(sed -n 's/^wheel==//p' requirements/dev.txt)
-	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt -r requirements/dev.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python requirements/install.py
 	@touch $@
 
 quickstart: install  ## Train the embedded model for real, end to end, in minutes
