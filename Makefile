@@ -24,7 +24,7 @@ help:  ## Show the targets
 
 install: $(DONE)  ## Create .venv with everything for a machine without a GPU
 
-$(DONE): $(wildcard requirements/*) pyproject.toml
+$(DONE): requirements/install.py $(wildcard requirements/*.txt) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 	  || { echo "Keel needs Python 3.11 or 3.12; set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
