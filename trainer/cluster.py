@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shlex
 import socket
+import sys
 
 import ray
 import torch
@@ -34,10 +37,13 @@ def start_ray() -> None:
         return
     # Memory is ours to plan; Ray's own monitor would kill a worker on a busy shared machine.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    _bring_a_token()
     try:
         ray.init(
             address="local",
             include_dashboard=False,
+            # Ray gives it to a shell as it is, which would break a path with a space in two.
+            runtime_env={"py_executable": shlex.quote(sys.executable)},
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
@@ -46,6 +52,17 @@ def start_ray() -> None:
             f"Ray did not start on this machine: {error}. Its logs: session_latest/logs below "
             "RAY_TMPDIR (default: /tmp/ray); call the command again, or free memory and cores first"
         ) from error
+
+
+def _bring_a_token() -> None:
+    """The token that a cluster of our own asks for, in the environment, where only this user and
+    the cluster's processes see it.
+
+    Without one Ray writes a token into the home folder, and every cluster that `ray start` begins
+    there later asks for it, while `ray job submit` sends none unless RAY_AUTH_MODE is `token`.
+    """
+    if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _knock(address: str) -> None:
