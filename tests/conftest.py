@@ -1,0 +1,37 @@
+"""What all tests share: a token for the Ray they start, and the last line about what was skipped."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+
+import pytest
+
+# Without one, the first test to start Ray leaves a token in the home folder (trainer/cluster.py).
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+WANTS = {
+    "takes minutes": "time (TRITON_INTERPRET=1 runs them)",
+    "GPU": "a GPU (on a machine with one: pip install '.[gpu]', python -m pytest -m gpu)",
+    "bwrap is not installed": "bubblewrap (apt-get install bubblewrap)",
+    "setpriv is not installed": "setpriv (apt-get install util-linux)",
+    "isolation": "namespaces that bubblewrap may make (docs/rewards.md; -rs shows its words)",
+    "no C++ compiler": "g++ (apt-get install g++)",
+    "Triton is not installed": "Triton (make install)",
+}
+"""Part of a skip's reason → what was missing, and how to get it. The first that fits counts."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line: how many tests were skipped for want of what."""
+    wants = Counter(want(report) for report in terminalreporter.getreports("skipped"))
+    if wants:
+        said = "; ".join(f"{count} for want of {what}" for what, count in wants.most_common())
+        terminalreporter.write_line(f"skipped: {said}")
+
+
+def want(report: pytest.TestReport | pytest.CollectReport) -> str:
+    _, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else (0, 0, "")
+    reason = reason.removeprefix("Skipped: ")
+    return next((what for part, what in WANTS.items() if part in reason), reason)
