@@ -12,7 +12,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,22 +22,21 @@ from urllib.request import Request, urlopen
 HERE = Path(__file__).parent
 CPU, DEV, CUDA = (HERE / f"{name}.txt" for name in ("cpu", "dev", "cuda-libraries"))
 PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
-OTHERS_GB = 0.7
+OTHERS_GB = 0.7  # to download besides torch and its libraries
+DISK_GB = {"CPU": 4, "CUDA": 7}
 CURE = """\
 A CPU build is a tenth of that. To have it, press Ctrl-C, let pip find one and call make again:
   export PIP_EXTRA_INDEX_URL=…   the index that PyTorch's installation page names for CPU
   export PIP_FIND_LINKS=…        or a folder that holds the wheel"""
 
-Find = Callable[[str], list[dict]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """A build of torch: how pip is asked for it, what pip found, whether it loads CUDA libraries.
+    """A build of torch: what pip is asked for it, what it found, whether that loads CUDA libraries.
 
     `address` is empty if it is installed already."""
 
-    requirement: str
+    query: tuple[str, ...]
     version: str
     address: str
     cuda: bool
@@ -61,26 +61,30 @@ def find(*requirements: str) -> list[dict]:
         return json.loads(report.read_text())["install"]
 
 
-def choose(version: str, find: Find = find) -> Build:
-    """The CPU build if pip finds one, else whatever has the bare version. Raises LookupError.
+def choose(version: str) -> Build:
+    """A CPU build if pip finds one, else whatever has the bare version. Raises LookupError.
 
     A version may say what its build is for (2.13.0+cpu, 2.13.0+cu126), but a folder may also hold a
-    CPU build that does not: its requirements tell."""
-    labelled, bare = f"torch=={version}+cpu", f"torch==={version}"
-    try:
-        return _build(labelled, find(labelled))
-    except LookupError:
-        return _build(bare, find(bare))
+    CPU build that does not: its requirements tell. Of two builds of the bare version pip takes the
+    index's, so folders are asked by themselves.
+    """
+    bare = f"torch==={version}"
+    for query in ((f"torch=={version}+cpu",), ("--no-index", bare)):
+        with suppress(LookupError):
+            build = _build(query, find(*query))
+            if not build.cuda:
+                return build
+    return _build((bare,), find(bare))
 
 
-def _build(requirement: str, entries: list[dict]) -> Build:
+def _build(query: tuple[str, ...], entries: list[dict]) -> Build:
     if entries:
         about, address = entries[0]["metadata"], entries[0]["download_info"]["url"]
         label, requires = about["version"], about.get("requires_dist", [])
     else:
         label, requires, address = metadata.version("torch"), metadata.requires("torch") or [], ""
     cuda = any(line.startswith(("nvidia-", "cuda-")) for line in requires)
-    return Build(requirement=requirement, version=label, address=address, cuda=cuda)
+    return Build(query=query, version=label, address=address, cuda=cuda)
 
 
 def gigabytes(addresses: Sequence[str]) -> float | None:
@@ -99,9 +103,13 @@ def announcement(build: Build, size: float | None) -> str:
     """Which build is taken and what there is to download."""
     if not build.address:
         return f"torch {build.version} is installed."
-    kind = "CUDA build with its libraries: pip finds no CPU build" if build.cuda else "CPU build"
+    kind = "CUDA" if build.cuda else "CPU"
+    why = " with its libraries, because pip finds no CPU build" if build.cuda else ""
     amount = "a download of unknown size" if size is None else f"{size:.1f} GB to download"
-    lines = [f"torch {build.version} ({kind}): {amount}, and {OTHERS_GB} GB of other packages."]
+    lines = [
+        f"torch {build.version}, the {kind} build{why}: {amount}, and {OTHERS_GB} GB of other "
+        f"packages; .venv takes {DISK_GB[kind]} GB."
+    ]
     return "\n".join(lines + [CURE] * build.cuda)
 
 
@@ -109,24 +117,25 @@ def main() -> None:
     version = pinned(CPU)["torch"]
     try:
         build = choose(version)
-        libraries = ("--requirement", str(CUDA)) if build.cuda else ()
-        new = [entry["download_info"]["url"] for entry in find(build.requirement, *libraries)]
+        libraries = find("--requirement", str(CUDA)) if build.cuda else []
     except LookupError as error:
-        sys.exit(
-            f"{error}\npip finds no build of torch {version} to install: see its message above"
-        )
-    print(announcement(build, gigabytes(new)), flush=True)
+        sys.exit(f"{error}\nKeel needs these packages, and pip finds them nowhere: see above")
+    files = [build.address] * bool(build.address) + [
+        entry["download_info"]["url"] for entry in libraries
+    ]
+    print(announcement(build, gigabytes(files)), flush=True)
 
     tools = [f"{name}=={(pinned(CPU) | pinned(DEV))[name]}" for name in ("setuptools", "wheel")]
-    everything = ("--requirement", str(CPU), "--requirement", str(DEV))
-    for arguments in (
+    steps = [
         ("--quiet", *tools),  # what builds the packages that come as source
-        (build.requirement, *libraries),  # not quiet: it takes long
-        ("--quiet", build.requirement, *libraries, *everything),
+        build.query,  # not quiet, because it takes long
+        ("--requirement", str(CUDA)) if build.cuda else (),
+        ("--quiet", "--requirement", str(CPU), "--requirement", str(DEV)),
         ("--quiet", "--no-build-isolation", "--editable", str(HERE.parent)),
-    ):
-        if subprocess.run([*PIP, *arguments]).returncode:
-            sys.exit(f"pip could not install {' '.join(arguments)}: see its message above")
+    ]
+    for step in filter(None, steps):
+        if subprocess.run([*PIP, *step]).returncode:
+            sys.exit(f"pip could not install {' '.join(step)}: its message is above")
     if subprocess.run([sys.executable, "-c", "import torch"]).returncode:
         sys.exit(
             f"torch {build.version} from {build.address or 'an earlier installation'} does not "

@@ -1,4 +1,4 @@
-"""What all tests share: a token for the Ray they start, and the last line about what was skipped."""
+"""What all tests share: a token for the Ray they start, and a line about what was skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WANTS = {
     "GPU": "a GPU (on a machine with one: pip install '.[gpu]', python -m pytest -m gpu)",
     "bwrap is not installed": "bubblewrap (apt-get install bubblewrap)",
     "setpriv is not installed": "setpriv (apt-get install util-linux)",
-    "isolation": "namespaces that bubblewrap may make (docs/rewards.md; -rs shows its words)",
+    "isolation": "user namespaces that bubblewrap may make (-rs shows its words)",
     "no C++ compiler": "g++ (apt-get install g++)",
     "Triton is not installed": "Triton (make install)",
 }

