@@ -12,6 +12,7 @@ import sys
 import ray
 import torch
 from ray._private.state import available_resources_per_node  # nothing public says it by node
+from ray.exceptions import RayError
 
 from configs.schema import Config, ConfigError
 from trainer.estimate import Machine
@@ -28,11 +29,19 @@ def start_ray() -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         try:
             _knock(address)
-            ray.init(logging_level=logging.WARNING, log_to_driver=False)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ConfigError(
                 f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}). Correct it, or "
                 "unset it to start Ray on this machine"
+            ) from error
+        try:
+            ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        except (OSError, ValueError, RayError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS = {address}: Ray cannot join a cluster there ({error}). If it asks "
+                "for a token, set RAY_AUTH_MODE=token here too, and bring its token: in "
+                "RAY_AUTH_TOKEN, or in ~/.ray/auth_token. Else correct the address, or unset it to "
+                "start Ray on this machine"
             ) from error
         return
     # Memory is ours to plan; Ray's own monitor would kill a worker on a busy shared machine.

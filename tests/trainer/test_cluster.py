@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import AuthenticationError
 
 from configs.schema import (
     Config,
@@ -32,6 +34,22 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     assert not ray.is_initialized()
 
 
+@pytest.mark.parametrize("error", [ConnectionError("Failed to connect"), AuthenticationError("No")])
+def test_a_cluster_that_may_ask_for_a_token_is_a_message(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: object) -> None:
+        raise error  # as Ray does without the token
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening.getsockname()[1]}")
+        monkeypatch.setattr("ray.init", fails)
+        with pytest.raises(ConfigError, match=r"cannot join .* set RAY_AUTH_MODE=token here too"):
+            start_ray()
+
+
 def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(**_: object) -> None:
         raise Exception("The current node timed out during startup.")  # as Ray does
@@ -40,6 +58,25 @@ def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ray.init", fails)
     with pytest.raises(RuntimeError, match="Ray did not start on this machine: The current node"):
         start_ray()
+
+
+@pytest.mark.parametrize("given", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_cluster_of_our_own_has_a_token_of_its_own_unless_one_is_given(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "given") if name == given else monkeypatch.delenv(name, False)
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr("ray.init", lambda **_: seen.append(dict(os.environ)))
+    start_ray()
+    token = seen[0].get("RAY_AUTH_TOKEN")
+    if given:
+        assert seen[0][given] == "given" and token == (
+            "given" if given == "RAY_AUTH_TOKEN" else None
+        )
+    else:
+        assert token and len(token) == 64
+    monkeypatch.delenv("RAY_AUTH_TOKEN", False)
 
 
 GPUS = RunConfig(device="gpu")
