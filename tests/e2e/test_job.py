@@ -50,14 +50,15 @@ class Shell:
     own."""
 
     def __init__(self, place: Path, temporary: str, models: Path) -> None:
-        self.home, self._work, self.temporary = place / "home", place / "work", temporary
+        self.home, self._work = place / "home", place / "work"
         bin_ = place / "bin"
         for folder in (self.home, self._work, bin_):
             folder.mkdir()
         dashboard, real = free_port(), f'exec "{BIN}'
         small = " ".join(f"'{knob}'" for knob in (*SMALL, f"model.embedded.cache_dir={models}"))
-        ports = f"--port={free_port()} --dashboard-port={dashboard}"
-        ports += f" --dashboard-agent-listen-port={free_port()} --num-cpus=2"
+        ports = f"--port={free_port()} --dashboard-port={dashboard} --num-cpus=2"
+        for more in ("dashboard-agent-listen", "ray-client-server"):
+            ports += f" --{more}-port={free_port()}"
         for name, body in {
             "keel": f'{real}/keel" "$@" {small}',
             "make": 'exec keel train "$1" run.dir=runs/local',
@@ -95,14 +96,17 @@ class Shell:
         return [json.loads(line)["step"] for line in lines]
 
     def stop(self) -> None:
-        """What `ray stop` does, to this cluster alone."""
-        ours = [p for p in psutil.process_iter(["cmdline"]) if self._owns(p)]
+        """What `ray stop` does, to this cluster alone: all that lives in this home."""
+        ours = [process for process in psutil.process_iter() if self._owns(process)]
         for process in ours:
             process.kill()
         psutil.wait_procs(ours, timeout=60)
 
     def _owns(self, process: psutil.Process) -> bool:
-        return any(self.temporary in word for word in process.info["cmdline"] or ())
+        try:
+            return process.environ().get("HOME") == str(self.home)
+        except (psutil.Error, OSError):  # it has ended, or is somebody else's
+            return False
 
 
 @pytest.fixture(scope="module")
