@@ -27,7 +27,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line: how many tests were skipped for want of what."""
     wants = Counter(want(report) for report in terminalreporter.getreports("skipped"))
     if wants:
-        said = "; ".join(f"{count} for want of {what}" for what, count in wants.most_common())
+        in_order = sorted(wants.items(), key=lambda item: (-item[1], item[0]))
+        said = "; ".join(f"{count} for want of {what}" for what, count in in_order)
         terminalreporter.write_line(f"skipped: {said}")
 
 

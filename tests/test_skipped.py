@@ -1,0 +1,83 @@
+"""The line at the end of a test run that says what was skipped for want of what."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rewards.sandbox import IsolationError, open_sandbox
+
+ROOT = Path(__file__).parent.parent
+TESTS = """
+import pytest
+
+@pytest.mark.skipif(True, reason="needs a GPU")
+@pytest.mark.parametrize("n", range(3))
+def test_on_a_gpu(n): ...
+
+def test_in_a_sandbox():
+    pytest.skip({isolation!r})
+
+def test_of_a_program():
+    pytest.skip("no moon tonight")
+
+def test_itself(): ...
+"""
+ELSEWHERE = """
+import pytest
+pytest.importorskip("no_such_module", reason="no GPU, and TRITON_INTERPRET is not 1")
+"""
+
+
+def last_lines(folder: Path, *words: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "tests.conftest", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout.strip().splitlines()
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The words of a machine that has none."""
+    open_sandbox.cache_clear()
+    monkeypatch.setattr("rewards.sandbox.shutil.which", lambda *_, **__: None)
+    try:
+        with pytest.raises(IsolationError) as error:
+            open_sandbox("bubblewrap")
+    finally:
+        open_sandbox.cache_clear()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "xdist"])
+def test_one_line_says_what_was_skipped_for_want_of_what(
+    workers: tuple[str, ...], tmp_path: Path, no_bubblewrap: str
+) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS.format(isolation=no_bubblewrap))
+    (tmp_path / "test_elsewhere.py").write_text(ELSEWHERE)
+    *_, said, _ = last_lines(tmp_path, *workers)
+    assert said.startswith("skipped: ")
+    parts = said.removeprefix("skipped: ").split("; ")
+    assert parts[0].startswith("4 for want of a GPU (")
+    assert parts[1] == "1 for want of bubblewrap (apt-get install bubblewrap)"
+    assert parts[2] == "1 for want of no moon tonight"  # not in the table: its own words
+
+
+def test_without_skips_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("def test_itself(): ...")
+    assert not any("skipped" in line for line in last_lines(tmp_path))
+
+
+def test_a_refused_namespace_is_told_apart(tmp_path: Path) -> None:
+    reason = "rewards.code.isolation = 'bubblewrap' does not work here: bwrap: No permissions"
+    (tmp_path / "test_some.py").write_text(TESTS.format(isolation=reason))
+    assert "1 for want of user namespaces" in last_lines(tmp_path)[-2]
