@@ -210,7 +210,8 @@ class Sampler:
 
     def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Group]]:
         entry = self._jobs[job]
-        self._drop(entry, names)
+        if names:
+            self._drop(entry, names)
         entry.dropped += [reason] * len(names)
         return [] if entry.requests else [(job, self._jobs.pop(job).group())]
 

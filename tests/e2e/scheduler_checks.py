@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rollout.packed import Packed
 from rollout.recorder import RoutesBeforePreemption, Wanted
-from rollout.scheduler import AsyncShortScheduler, ShortScheduler
+from rollout.scheduler import AsyncShortScheduler, ShortScheduler, cut_short
 from tests.recorders.tiny_model import make_model
 
 BLOCK = 16
@@ -150,6 +150,8 @@ class Play:
         self.ended: dict[str, str] = {}
         self.versions: dict[str, list[int]] = {}
         self.version = self.preempted = 0
+        self.longest: dict[str, int] = {}
+        """Most tokens of those that were cut."""
 
     def add(self, name: str, prompt: int, limit: int) -> None:
         params = SamplingParams(
@@ -201,7 +203,17 @@ class Play:
         self.version += 1
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def run(self, seed: int, *, updates: bool) -> None:
+    def cut(self, name: str) -> None:
+        """As `Sampler.cut`: it ends with its next token, or with those on their way."""
+        if name in self.answers and name not in self.ended:
+            begun = cut_short(self.scheduler, name)
+            request = self.scheduler.requests[name]
+            flying = request.num_output_placeholders
+            assert begun == bool(request.num_output_tokens + flying)
+            if begun:
+                self.longest[name] = request.num_output_tokens + max(1, flying)
+
+    def run(self, seed: int, *, updates: bool, cuts: bool = False) -> None:
         draw = np.random.default_rng(seed)
         added = 0
         for index in range(300):
@@ -212,6 +224,8 @@ class Play:
             if draw.random() < 0.01 and victim in self.answers and victim not in self.ended:
                 self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
                 self.ended[victim] = "aborted"
+            if cuts and draw.random() < 0.1:
+                self.cut(f"r{int(draw.integers(0, 30))}")
             if updates and index % 90 == 89:
                 self.pause_and_reset()
             self.step()
@@ -219,15 +233,19 @@ class Play:
             self.step()
 
 
-def answers_and_recordings_are_whole(config: Any, ahead: bool, blocks: int, updates: bool) -> None:
+def answers_and_recordings_are_whole(
+    config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool
+) -> None:
     plain_kind, short_kind = (
         (AsyncScheduler, AsyncShortScheduler) if ahead else (Scheduler, ShortScheduler)
     )
     for seed in range(2):
         plain = Play(config, plain_kind, ahead=ahead, blocks=blocks)
         short = Play(config, short_kind, ahead=ahead, blocks=blocks)
-        plain.run(seed, updates=updates)
-        short.run(seed, updates=updates)
+        plain.run(seed, updates=updates, cuts=cuts)
+        short.run(seed, updates=updates, cuts=cuts)
+        assert short.longest == plain.longest and bool(short.longest) == cuts
+        assert all(len(short.answers[name]) <= most for name, most in short.longest.items())
         assert isinstance(short.scheduler, ShortScheduler | AsyncShortScheduler)
         assert short.scheduler.short_steps > 50
         assert (short.preempted > 0) == (updates or blocks == 30)

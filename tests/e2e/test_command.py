@@ -182,7 +182,7 @@ def test_sampling_ahead_survives_a_dead_engine_and_an_interruption(
     reached = seen[-1]["step"]
     assert [line["step"] for line in seen] == list(range(reached + 1))
     assert max(line["staleness/mean"] for line in seen[1:]) > 0, "nothing was sampled ahead"
-    assert all(line["staleness/mean"] <= 1 for line in seen[1:])
+    assert all(line["staleness/max"] <= 1 for line in seen[1:])
     assert all(0 <= line["time/idle_fraction"] < 1 for line in seen[1:])
     assert all(line["routing/fallback_fraction"] == 0 for line in seen[1:])
     # What was being sampled ahead has not been trained on; a resumed run begins with it.

@@ -23,10 +23,11 @@ def config(checks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("blocks", [400, 30])
 @pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("cuts", [False, True])
 def test_answers_and_recordings_are_whole(
-    checks: Any, config: Any, ahead: bool, blocks: int, updates: bool
+    checks: Any, config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool
 ) -> None:
-    checks.answers_and_recordings_are_whole(config, ahead, blocks, updates)
+    checks.answers_and_recordings_are_whole(config, ahead, blocks, updates, cuts)
 
 
 def test_most_steps_of_a_quiet_engine_are_short(checks: Any, config: Any) -> None:
