@@ -88,7 +88,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         overrides=STALE,
         arms={
             "fresh weights, mask": (),
-            "stale, mask": (LAGGING, "algorithm.mask_delta=0.3"),
+            **{
+                f"stale, δ = {delta:g}": (LAGGING, f"algorithm.mask_delta={delta:g}")
+                for delta in (0.1, 0.2, 0.5, 2.0)
+            },
             "stale, no mask": (LAGGING, "algorithm.mask_delta=null"),
         },
     ),

@@ -48,6 +48,7 @@ EXPLAINED_BY: Mapping[str, Sequence[Shown]] = {
     "staleness": (
         Shown("mismatch/kl", "KL(π_old ‖ π_θ) before the step"),
         Shown("mask/sequence_fraction", "share of answers masked"),
+        Shown("mask/gap_max", "largest gap of an answer, nats a token"),
     ),
     "kl": (
         Shown("kl/ref", "KL to the reference, nats a token"),
