@@ -22,11 +22,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import ConfigError
 from model.fused import fuses_experts, fuses_norms
+from model.source import check_path, check_tokenizer_files, hub_options
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 Named = dict[str, Tensor]
 Whole = Callable[[Named], AbstractContextManager[Named]]
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: there is none at `path`, or it has no chat template or end-of-turn token.
     """
-    _check_path(path)
+    check_path(path)
+    check_tokenizer_files(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be loaded from {path!r}: {error}") from error
     if tokenizer.chat_template is None:
@@ -108,7 +109,8 @@ def load_policy(
     """
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    options = {} if attention is None else {"attn_implementation": attention}
+    options = hub_options(path)
+    options |= {} if attention is None else {"attn_implementation": attention}
     try:
         return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except OSError as error:
@@ -275,23 +277,13 @@ def _experts_per_token(config: PreTrainedConfig) -> int:
     )
 
 
-def _check_path(path: str) -> None:
-    """Say what is wrong with a local path before it is taken for a hub name."""
-    if Path(path).expanduser().is_dir():
-        return
-    if Path(path).exists():
-        raise ConfigError(f"{path!r} is a file; name the folder that holds config.json")
-    if not _HUB_NAME.fullmatch(path) or path.startswith("."):
-        raise ConfigError(f"{path!r} does not exist, and it is not a hub name (owner/model)")
-
-
 def _load_config(path: str) -> PreTrainedConfig:
-    _check_path(path)
+    check_path(path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path!r} holds no config.json: not a transformers model folder")
     try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(path, **hub_options(path))
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"the configuration of {path!r} could not be read: {error}") from error
 
 

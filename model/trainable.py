@@ -15,12 +15,33 @@ from transformers import (
 
 from configs.schema import ConfigError
 from model.attention import Segments, UnsupportedAttention, use_packed_attention
+from model.load import ModelFacts, facts_of
 from model.routers import router_modules
+from model.source import hub_options
 from model.support_head import install_support_head
 
 RENAMED = 0.01
 """Share of ids that two tokenizers of one family may call differently (reserved ids that an
 instruction-tuned model has given a name)."""
+
+
+def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
+    """Facts about the model of `config`, which the trainer has to know.
+
+    Raises:
+        ConfigError: it does not, or transformers cannot build such a model from its configuration.
+    """
+    try:
+        check_trainable(path, config)
+        return facts_of(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # the code of some two hundred families, in its own words
+        raise ConfigError(
+            f"model.path = {path!r}: models of type {config.model_type} are not known here: what "
+            f"planning reads of one failed ({type(error).__name__}: {error}). Known are decoders "
+            "like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3"
+        ) from error
 
 
 def check_trainable(path: str, config: PreTrainedConfig) -> None:
@@ -69,7 +90,7 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) 
         ConfigError: the two give the same ids to other tokens, so the model would read nonsense.
     """
     try:
-        own = AutoTokenizer.from_pretrained(path)
+        own = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):
         return
     theirs = {index: token for token, index in own.get_vocab().items()}

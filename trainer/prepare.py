@@ -17,7 +17,8 @@ from data.dataset import Dataset, load_dataset
 from model.embedded.build import model_config
 from model.embedded.tokenizer import build_tokenizer
 from model.load import ModelFacts, facts_of, load_model_config, load_tokenizer
-from model.trainable import check_ids, check_same_family, check_trainable
+from model.source import missing_weights
+from model.trainable import check_ids, check_same_family, trainable_facts
 from rewards.checks import check_prompts, check_spec, try_functions
 from rewards.code import CodeSettings
 from rewards.compose import check_weights
@@ -28,6 +29,7 @@ from rollout.conversion import render_prompt
 from trainer.cluster import hardware_here
 from trainer.placement import Hardware
 from trainer.plan import Plan, describe, plan_on
+from trainer.unusual import unusual
 
 EMBEDDED = "embedded"
 
@@ -43,6 +45,7 @@ class Task:
     hardware: Hardware
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
     """As `check_rewards`."""
+    warnings: Sequence[str] = ()
 
     @property
     def gpu(self) -> bool:
@@ -57,9 +60,10 @@ class Task:
     def text(self, *, seats: Sequence[str] = ()) -> str:
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.programs.items()]
-        return describe(
+        text = describe(
             self.config, self.facts, self.plan, lines, hardware=self.hardware, seats=seats
         )
+        return "\n".join([text, *(f"{'warning':<12} {line}" for line in self.warnings)])
 
 
 def prepare(
@@ -85,12 +89,14 @@ def prepare(
         name = config.model.tokenizer or config.model.path
         tokenizer = load_tokenizer(name)
         model = load_model_config(config.model.path)
-        facts = facts_of(model)
-        check_trainable(config.model.path, model)
+        facts = trainable_facts(config.model.path, model)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
     machine = hardware(config)
     plan = plan_on(config, facts, machine)
+    lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
+    if lacking and machine.found:
+        raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
 
     def count_tokens(prompt: Prompt) -> int:
         token_ids = render_prompt(tokenizer, prompt).token_ids
@@ -109,6 +115,7 @@ def prepare(
         facts=facts,
         plan=plan,
         hardware=machine,
+        warnings=warning_lines(config, facts, lacking),
         programs=check_rewards(config, dataset),
     )
     config.rewards.judge.check_used(judged=task.judged, gpu=task.gpu)
@@ -148,6 +155,12 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
         except ValueError as error:
             raise ValueError(f"domain {domain!r}: {error}") from error
     return rules
+
+
+def warning_lines(config: Config, facts: ModelFacts, lacking: str) -> list[str]:
+    """What may be meant so, and most likely is not. `lacking`: of the model's weights here."""
+    where = f"model.path = {config.model.path!r}: {lacking}; `keel train` needs them where it runs"
+    return [*unusual(config, facts), *[where] * bool(lacking)]
 
 
 def source_lines(config: Config, dataset: Dataset) -> list[str]:

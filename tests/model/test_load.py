@@ -156,13 +156,13 @@ def test_wrong_paths_are_explained(tmp_path: Path) -> None:
     file.touch()
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConfigError, match=r"does not exist, and it is not a hub name"):
+    with pytest.raises(ConfigError, match=r"does not exist.*, and it is not a hub name"):
         model_facts(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"is a file; name the folder"):
         model_facts(str(file))
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load_policy(str(empty), torch.float32)
-    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
         load_tokenizer(str(empty))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import ray
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
@@ -142,6 +144,8 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
         max_position_embeddings=300,
     ).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    save_file({"nothing": torch.zeros(1)}, weights)
     lines = tmp_path / "sums.jsonl"
     lines.write_text("".join(f'{{"prompt": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(9)))
     recipe = tmp_path / "mine.yaml"
@@ -159,6 +163,19 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     assert code == 0, err
     assert "4 MoE layers of 16 experts (4 a token)" in out
     assert "7 to train on, 2 held out" in out
+    assert "warning" not in out
+
+    weights.unlink()
+    for command in ("check", "train"):
+        code, _, err = run(capsys, command, str(recipe), "rollout.sampling.max_tokens=200")
+        assert (code, "holds no weights" in err) == (2, True), err
+    # Planned for GPUs that are elsewhere: so may the weights be.
+    elsewhere = ("run.gpu_gib=80", "rollout.sampling.max_tokens=200", "trainer.lr=0.1")
+    code, out, err = run(capsys, "check", str(recipe), *elsewhere)
+    assert code == 0, err
+    assert "it holds no weights (*.safetensors); `keel train` needs them where it runs" in out
+    assert "warning      trainer.lr = 0.1 is far from what is used" in out
+    save_file({"nothing": torch.zeros(1)}, weights)
 
     other = tmp_path / "other"
     words = Tokenizer(WordLevel({"[UNK]": 0, **{f"w{i}": i for i in range(1, 200)}}, "[UNK]"))

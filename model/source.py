@@ -1,0 +1,166 @@
+"""Where a model comes from, a folder or the hub, and what is missing there. Nothing is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import ssl
+import threading
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+from configs.schema import ConfigError
+
+HUB_S = 5.0
+"""Longest wait for the hub's first answer. transformers itself tries for half a minute."""
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
+"""Files that a tokenizer's vocabulary may be in."""
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+LFS = b"version https://git-lfs"
+
+
+def check_path(path: str) -> None:
+    """Say what is wrong with a local path before it is taken for a hub name.
+
+    Raises ConfigError: it is not there, and the hub does not have it either, or cannot be asked.
+    """
+    folder = Path(path).expanduser()
+    if Path(path).is_dir():
+        return
+    if folder.is_dir():
+        raise ConfigError(f"{path!r}: write it out, {str(folder)!r}: the engines do not know `~`")
+    if folder.exists():
+        raise ConfigError(f"{path!r} is a file; name the folder that holds config.json")
+    if not is_hub_name(path):
+        raise ConfigError(
+            f"{path!r} does not exist{_beside(folder)}, and it is not a hub name (owner/model)"
+        )
+    if not _cached(path) and not hub_answers():
+        raise ConfigError(
+            f"{path!r} is no folder here{_beside(folder)}, and the hub ({constants.ENDPOINT}) does "
+            "not answer. Correct the path, or download the model where there is a network and name "
+            "its folder"
+        )
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `path` could be a model of the hub: `owner/model`, or an old one's bare name."""
+    return bool(_HUB_NAME.fullmatch(path)) and not path.startswith(".")
+
+
+def hub_options(path: str) -> dict[str, Any]:
+    """What transformers' loaders are told, so that they ask no hub that does not answer."""
+    local = not Path(path).is_dir() and _cached(path) and not hub_answers()
+    return {"local_files_only": True} if local else {}
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub says anything within `HUB_S`. Asked once a process."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_S):
+                answers.append(True)
+        except URLError as error:  # an answer that says no is one, too
+            said = isinstance(error, HTTPError) or isinstance(error.reason, ssl.SSLError)
+            answers.append(said)
+        except OSError:
+            answers.append(False)
+
+    # Looking up a name has no deadline of its own.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HUB_S)
+    return answers == [True]
+
+
+def check_tokenizer_files(path: str) -> None:
+    """Raises ConfigError for a folder without a vocabulary, where transformers makes up one."""
+    folder = Path(path)
+    if folder.is_dir() and not any(True for name in VOCABULARIES for _ in folder.glob(name)):
+        raise ConfigError(
+            f"{path!r} holds no tokenizer ({', '.join(VOCABULARIES)}): copy its files there, or "
+            "name the folder that has them in model.tokenizer"
+        )
+
+
+def missing_weights(path: str) -> str:
+    """What of a folder's weights is not there, or not whole; nothing for a model of the hub."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return ""
+    index, names = _weight_files(folder)
+    if not names:
+        return "it holds no weights (*.safetensors)"
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        return f"{_listed(missing)} of the {len(names)} files that {index} names are missing"
+    broken = [(name, fault) for name in sorted(names) if (fault := _fault(folder / name))]
+    return f"{_listed([name for name, _ in broken])}: {broken[0][1]}" if broken else ""
+
+
+def _weight_files(folder: Path) -> tuple[str, set[str]]:
+    """The index, if there is one, and the files that hold the weights, as transformers and vLLM
+    choose them."""
+    for kind in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
+        for index in folder.glob(f"{kind}.index.json"):
+            try:
+                return index.name, set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ConfigError(f"{index}: not an index of weights: {error!r}") from error
+        if names := {file.name for file in folder.glob(kind)}:
+            return "", names
+    return "", set()
+
+
+def _fault(file: Path) -> str:
+    """What a look at its beginning and its size says against a file of weights."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(len(LFS))
+        if start == LFS:
+            return "a pointer of Git LFS and not the file; `git lfs pull` gets it"
+        if file.suffix != ".safetensors":
+            return "" if size else "empty"
+        opened.seek(0)
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= size - 8:
+            return f"cut off after {size:,} bytes; get it again"
+        try:
+            header = json.loads(opened.read(length))
+        except ValueError:
+            return "not a safetensors file"
+    ends = [value["data_offsets"][1] for key, value in header.items() if key != "__metadata__"]
+    whole = 8 + length + max(ends, default=0)
+    return "" if size >= whole else f"has {size:,} bytes of {whole:,}; get it again"
+
+
+def _cached(path: str) -> bool:
+    return isinstance(try_to_load_from_cache(path, "config.json"), str)
+
+
+def _beside(folder: Path) -> str:
+    """What there is instead of a folder that is not."""
+    if not folder.parent.is_dir():
+        return ""
+    names = sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir())
+    near = difflib.get_close_matches(folder.name, names, n=3) or names[:8]
+    at = "this folder" if str(folder.parent) == "." else f"{folder.parent}"
+    return f" ({at} has {', '.join(near)})" if near and "/" in str(folder) else ""
+
+
+def _listed(names: Iterable[str], most: int = 3) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

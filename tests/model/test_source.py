@@ -1,0 +1,167 @@
+"""What is wrong with a model's folder or name is said at once, and before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    BloomConfig,
+    MambaConfig,
+    MptConfig,
+    NemotronConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    RwkvConfig,
+)
+
+from configs.schema import ConfigError
+from model import source
+from model.load import load_model_config, load_tokenizer
+from model.source import check_path, hub_answers, hub_options, missing_weights
+from model.trainable import trainable_facts
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    hub_answers.cache_clear()
+    yield
+    hub_answers.cache_clear()
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that takes a request and never answers, and a name that takes long to look up."""
+
+    def hangs(*_: Any, **__: Any) -> None:
+        time.sleep(60)
+
+    monkeypatch.setattr(source, "HUB_S", 0.3)
+    monkeypatch.setattr(source, "urlopen", hangs)
+
+
+def refused(path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(path)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_mistyped_folder_is_named_and_nobody_waits_for_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "Qwen3-0.6B").mkdir(parents=True)
+    began = time.monotonic()
+    for path in (
+        "/models/nowhere",
+        "./models/Qwen3",
+        "models/qwen/Qwen3",
+        f"{tmp_path}/models/Qwen",
+    ):
+        assert "does not exist" in refused(path)
+    assert "(models has Qwen3-0.6B)" in refused("./models/Qwen3-0.6b")
+    assert time.monotonic() - began < 0.3, "no hub is asked about what cannot be a hub name"
+    said = refused("models/Qwen3-0.6b")
+    assert "is no folder here (models has Qwen3-0.6B), and the hub" in said
+    assert "does not answer" in said
+    refused("owner/another")
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.usefixtures("silent")
+def test_what_was_downloaded_before_needs_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "try_to_load_from_cache", lambda path, name: "/cache/config.json")
+    check_path("owner/model")
+    assert hub_options("owner/model") == {"local_files_only": True}
+
+
+def test_a_hub_that_answers_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Answer:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def answers(request: Any, timeout: float) -> Answer:
+        asked.append(request.full_url)
+        return Answer()
+
+    monkeypatch.setattr(source.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(source, "urlopen", answers)
+    for name in ("owner/model", "owner/other"):
+        check_path(name)
+        assert hub_options(name) == {}
+    assert asked == [source.constants.ENDPOINT]
+
+
+def test_a_home_folder_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    assert f"write it out, '{tmp_path}/m'" in refused("~/m")
+
+
+def test_a_folder_without_a_tokenizer_is_called_that(tmp_path: Path) -> None:
+    BloomConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer\.json, "):
+        load_tokenizer(str(tmp_path))
+
+
+def test_weights_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
+    def said() -> str:
+        return missing_weights(str(tmp_path))
+
+    assert missing_weights("owner/model") == ""
+    assert "holds no weights" in said()
+    parts = [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
+    for name in parts:
+        save_file({"w": torch.zeros(8)}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(parts)}}))
+    assert said() == ""
+    whole = (tmp_path / parts[1]).read_bytes()
+    for content, fault in (
+        (whole[:-4], f"has {len(whole) - 4} bytes of {len(whole)}; get it again"),
+        (whole[:20], "cut off after 20 bytes"),
+        (b"", "cut off after 0 bytes"),
+        (source.LFS + b"/spec/v1\noid sha256:00\nsize 4000000000\n", "pointer of Git LFS"),
+        (whole[:8] + b"?" + whole[9:], "not a safetensors file"),
+    ):
+        (tmp_path / parts[1]).write_bytes(content)
+        assert said().startswith(f"{parts[1]}: ") and fault in said()
+    for name in parts[1:]:
+        (tmp_path / name).unlink()
+    assert f"{parts[3]} and 1 more of the 5 files that {index.name} names are missing" in said()
+    index.unlink()
+    assert said() == ""  # the one that is left is a whole model
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match="not an index of weights"):
+        said()
+
+
+FAMILIES: dict[str, tuple[PreTrainedConfig, str]] = {
+    "mamba": (
+        MambaConfig(num_hidden_layers=2),
+        "carry state from one packed segment into the next",
+    ),
+    "qwen3_next": (Qwen3NextConfig(num_hidden_layers=4), "carry state from one packed segment"),
+    "mpt": (MptConfig(n_layers=2), "does not go through transformers' attention interface"),
+    "bloom": (BloomConfig(n_layer=2), "does not go through transformers' attention interface"),
+    "rwkv": (RwkvConfig(num_hidden_layers=2), "attention interface"),
+    "nemotron": (NemotronConfig(num_hidden_layers=2), "are not known here"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_cannot_be_trained_is_named_with_the_reason(family: str) -> None:
+    config, reason = FAMILIES[family]
+    with pytest.raises(ConfigError, match=reason) as raised:
+        trainable_facts("some/model", config)
+    assert f"of type {family}" in str(raised.value)
+    assert "model.path = 'some/model'" in str(raised.value)
