@@ -190,7 +190,7 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
     if available < needed:
         raise ConfigError(
             f"the recipe needs {needed} GPUs ({_counted(wanted)}), and the cluster has {available}"
-            f"{_listed(nodes)}{_said(config.run)}. {_fewer(wanted)}"
+            f"{_listed(nodes)}{_said(config.run)}. {_fewer(wanted if available else ())}"
         )
     if config.rollout.sleep and not any(kind.guest for kind in wanted):
         raise ConfigError(

@@ -226,13 +226,13 @@ def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
     if plan.cached is None:
         return ""
     wanted, share = engine_sequences(config), config.rollout.gpu_memory
-    budget = f"of {gib(share * hardware.gpu_gib * GIB)} that it takes (rollout.gpu_memory)"
+    budget = f"it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory = {share:g}"
     if plan.cached >= wanted:
         enough = math.ceil(100 * plan.engine.total / GIB / hardware.gpu_gib) / 100
-        rest = f"; {enough:g} would do" if enough < share else ""
-        return f"  {budget}: its KV cache holds all {wanted} sequences at full length{rest}"
+        budget += f"; {enough:g} would do" * (enough < share)
+        return f"  {budget}): its KV cache holds all {wanted} sequences at full length"
     return (
-        f"  {budget}: its KV cache holds {plan.cached} of {wanted} sequences at full length; more "
+        f"  {budget}): its KV cache holds {plan.cached} of {wanted} sequences at full length; more "
         "will be preempted and computed again (rollout.max_concurrent)"
     )
 
