@@ -126,10 +126,11 @@ def main() -> None:
     print(announcement(build, gigabytes(files)), flush=True)
 
     tools = [f"{name}=={(pinned(CPU) | pinned(DEV))[name]}" for name in ("setuptools", "wheel")]
+    quiet = () if build.address else ("--quiet",)  # what takes long is seen to go on
     steps = [
         ("--quiet", *tools),  # what builds the packages that come as source
-        build.query,  # not quiet, because it takes long
-        ("--requirement", str(CUDA)) if build.cuda else (),
+        (*quiet, *build.query),
+        (*quiet, "--requirement", str(CUDA)) if build.cuda else (),
         ("--quiet", "--requirement", str(CPU), "--requirement", str(DEV)),
         ("--quiet", "--no-build-isolation", "--editable", str(HERE.parent)),
     ]
