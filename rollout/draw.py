@@ -127,7 +127,7 @@ def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.co
         ids = first + tl.arange(0, SIZE)
         inside = ids < vocab_size
         logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
-        value, best = gumbel_noised_argmax(
+        value, best = gumbel_noised_argmax(  # pyright: ignore[reportGeneralTypeIssues]
             logits, ids, inside, seed, position, temperature, False, False, False
         )
         token = tl.where(value > highest, first + best, token)
@@ -176,9 +176,9 @@ def _draw(
     if RECORD:
         start = _start(counts_ptr, row, width, ROWS)
     if count > width:  # which only happens to rows that vLLM truncated
-        token, top, total = _draw_whole(logits, vocab_size, seed, position, temperature, SIZE)
+        token, top, total = _draw_whole(logits, vocab_size, seed, position, temperature, SIZE)  # pyright: ignore[reportGeneralTypeIssues]
     elif count > NARROW:
-        token, top, total = _draw_filed(
+        token, top, total = _draw_filed(  # pyright: ignore[reportGeneralTypeIssues]
             logits,
             ids,
             flat_ptr,
@@ -193,7 +193,7 @@ def _draw(
             WIDTH,
         )
     else:
-        token, top, total = _draw_filed(
+        token, top, total = _draw_filed(  # pyright: ignore[reportGeneralTypeIssues]
             logits,
             ids,
             flat_ptr,

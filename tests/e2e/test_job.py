@@ -28,7 +28,7 @@ SMALL = (
     "algorithm.prompts_per_step=2",
     "algorithm.group_size=4",
 )
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]  # two runs and a cluster each
 
 
 def block_with(line: str) -> str:
@@ -84,7 +84,7 @@ class Shell:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
-                timeout=400,
+                timeout=500,
             )
             said.seek(0)
             assert done.returncode == 0, said.read()
