@@ -28,11 +28,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     wants = Counter(want(report) for report in terminalreporter.getreports("skipped"))
     if wants:
         in_order = sorted(wants.items(), key=lambda item: (-item[1], item[0]))
-        said = "; ".join(f"{count} for want of {what}" for what, count in in_order)
+        said = "; ".join(f"{count} {why}" for why, count in in_order)
         terminalreporter.write_line(f"skipped: {said}")
 
 
 def want(report: pytest.TestReport | pytest.CollectReport) -> str:
     _, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else (0, 0, "")
     reason = reason.removeprefix("Skipped: ")
-    return next((what for part, what in WANTS.items() if part in reason), reason)
+    known = (f"for want of {what}" for part, what in WANTS.items() if part in reason)
+    return next(known, f"because: {reason}")

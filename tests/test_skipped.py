@@ -68,8 +68,8 @@ def test_one_line_says_what_was_skipped_for_want_of_what(
     assert said.startswith("skipped: ")
     parts = said.removeprefix("skipped: ").split("; ")
     assert parts[0].startswith("4 for want of a GPU (")
-    assert parts[1] == "1 for want of bubblewrap (apt-get install bubblewrap)"
-    assert parts[2] == "1 for want of no moon tonight"  # not in the table: its own words
+    assert parts[2] == "1 for want of bubblewrap (apt-get install bubblewrap)"
+    assert parts[1] == "1 because: no moon tonight"  # not in the table: its own words
 
 
 def test_without_skips_nothing_is_said(tmp_path: Path) -> None:
