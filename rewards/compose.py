@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rewards.custom import load_function
 from rewards.failures import is_function
-from rl.metrics import Mean
-from rl.passing import passed
-from rl.types import ScoredGroup
 
 LANGUAGE_PARTS = {
     "language": "both",
@@ -82,12 +79,3 @@ def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
     """The weighted sum. Parts without a weight are kept for the metrics and count nothing."""
     value = sum(weight * parts[name] for name, weight in weights.items())
     return Score(value=value, parts=parts)
-
-
-def pass_at_1(groups: Iterable[ScoredGroup]) -> Mean:
-    """Share of answers that are correct: an unbiased pass@1 for any number of samples a prompt.
-
-    Partial credit is no pass. Trajectories that were dropped are not counted.
-    """
-    right = [passed(parts["correct"]) for group in groups for parts in group.parts_G]
-    return Mean(float(sum(right)), float(len(right)))

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rewards.compose import check_weights, compose, pass_at_1
+from rewards.compose import check_weights, compose
 from rewards.scorer import Scorer
+from rl.evaluation import evaluation
 from rl.types import Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
 
@@ -50,14 +51,14 @@ def test_groups_are_scored_as_they_arrive_and_keep_their_order(scorer: Scorer) -
 
     scored = scorer.score(arriving())
     assert [s.parts_G[0]["correct"] for s in scored] == [float(i == 3) for i in range(20)]
-    assert pass_at_1(scored).value == pytest.approx((20 + 1) / 40)
+    assert evaluation(scored)["pass@1"].value == pytest.approx((20 + 1) / 40)
     assert scorer.score([]) == []
 
 
 def test_a_group_that_lost_all_its_trajectories(scorer: Scorer) -> None:
     (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(), dropped=("late",))])
     assert len(scored.rewards_G) == len(scored.advantages_G) == len(scored.parts_G) == 0
-    assert np.isnan(pass_at_1([scored]).value)
+    assert evaluation([scored])["pass@1"].value == 0
 
 
 def test_a_step_is_scored_in_no_time(scorer: Scorer) -> None:
