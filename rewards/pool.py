@@ -163,6 +163,7 @@ class _Worker:
         verdicts: list[Verdict] = []
         while len(verdicts) < len(answers):
             rest = answers[len(verdicts) :]
+            self._read = self._size()
             try:
                 self._begin(spec, rest)
             except _WorkerLost as lost:
@@ -174,7 +175,6 @@ class _Worker:
                 ) from lost
             try:
                 for _ in rest:
-                    self._read = self._size()
                     verdicts.append(_verdict(self._receive(self._deadline_s + GRACE_S)))
             except _WorkerLost as lost:
                 self.stop()
@@ -228,7 +228,8 @@ class _Worker:
         return self._log.stat().st_size if self._log and self._log.exists() else 0
 
     def _last_words(self) -> str:
-        """What was written to the log since the answer that it ended at."""
+        """Where it was when it ended, if its log says so. Only an end writes that there, and the
+        worker is ahead of this process: it may have ended before it is asked for its answer."""
         if self._log is None:
             return ""
         with self._log.open("rb") as file:
