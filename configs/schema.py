@@ -80,6 +80,16 @@ class Config:
                 self.rollout.tensor_parallel,
                 "must be 1 with rollout.colocated: each engine sits on the GPU of one rank",
             )
+        longest = self.rollout.deadline_s + 2 * CUT_S
+        if self.rollout.weight_updates == "drain" and self.algorithm.max_lag:
+            require(
+                self.rollout.update_deadline_s >= longest,
+                "rollout.update_deadline_s",
+                self.rollout.update_deadline_s,
+                f"must be at least rollout.deadline_s + {2 * CUT_S:g} = {longest:g} with "
+                "rollout.weight_updates: drain, which waits for running completions; or an engine "
+                "that drains would be taken for dead",
+            )
         if self.rollout.sleep:
             require(
                 self.algorithm.max_lag == 0,

@@ -114,8 +114,8 @@ def grpo_loss(
     `mismatch/ratio_max` and `mismatch/ratio_outside` (the share of ratios outside [0.9, 1.1]);
     `mask/sequence_fraction` (weighted as in the loss); `mask/gap_max` (the largest mean of
     log π_old − log π_θ over a sequence, whatever its advantage: what δ is compared with, in nats
-    per token; with `mask_delta` alone); `clip/fraction` (tokens that the clip leaves without a
-    gradient).
+    per token, at least 0; with `mask_delta` alone); `clip/fraction` (tokens that the clip leaves
+    without a gradient).
 
     Raises `ValueError` naming the argument, and on the CPU the row (see `rl.checks`).
     """

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
-from rl.types import CUT_OFF, ScoredGroup, Trajectory
+from rl.types import ScoredGroup, Trajectory
 
 
 def summarize(
@@ -35,8 +35,6 @@ def summarize(
     groups = [*trained, *discarded]
     trajectories = [t for group in groups for t in group.group.trajectories]
     drawn = trajectories + [t for group in groups for t in group.left_out]
-    cut = [t.cut for t in trajectories]
-    cut += [True for group in groups for reason in group.group.dropped if reason == CUT_OFF]
     ours = [t for group in trained for t in group.group.trajectories]
     metrics: dict[str, Metric] = {
         "reward/mean": _reward(groups),
@@ -44,7 +42,7 @@ def summarize(
         "length/drawn": _length(drawn),
         "staleness/mean": _staleness(ours, version),
         "staleness/max": _oldest(ours, version),
-        "rollout/truncated_fraction": mean_of(cut),
+        "rollout/truncated_fraction": mean_of(t.cut for t in drawn),
         "rollout/cut": Sum(sum(t.finish_reason == "deadline" for t in drawn)),
         "rollout/dropped": Sum(sum(len(group.group.dropped) for group in groups)),
         "rollout/uniform_groups": Sum(sum(group.uniform for group in groups)),

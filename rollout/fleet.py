@@ -18,7 +18,7 @@ from rollout.orders import RolloutEngine, Slot, Stage, Update
 from rollout.spec import EngineError
 
 MAX_RESTARTS = 3
-"""Times that an engine is started again within `RECENT_S` before the run is given up."""
+"""Times that an engine is started again within `window_s` before the run is given up."""
 RECENT_S = 3 * 3600.0
 """A run of weeks outlives failures that are this far apart, however many."""
 TASKS = {"starting": "start", "loading": "take new weights", "dozing off": "fall asleep"}
@@ -28,6 +28,11 @@ _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 
 Deliver = Callable[[int, Any, Sequence[RolloutEngine]], Sequence[Future[int]]]
 """Sends weights of a version to engines: futures of the version that each then samples from."""
+
+
+def window_s(config: RolloutConfig, startup_s: float) -> float:
+    """`RECENT_S`, and longer where that many engines cannot even start and fall silent in it."""
+    return max(RECENT_S, (MAX_RESTARTS + 2) * (config.silent_s + startup_s))
 
 
 def to_each(version: int, weights: Any, engines: Sequence[RolloutEngine]) -> list[Future[int]]:
@@ -151,10 +156,11 @@ class Fleet:
                 ) from error
             slot.start_failure = failure
         now = time.monotonic()
-        if sum(now - restart < RECENT_S for restart in slot.restarts) == MAX_RESTARTS:
+        window = window_s(self._config, self._startup_s)
+        if sum(now - restart < window for restart in slot.restarts) >= MAX_RESTARTS:
             raise EngineError(
                 f"rollout engine {slot.index} failed {MAX_RESTARTS + 1} times within "
-                f"{RECENT_S / 3600:g} hours, the last time with: {error}"
+                f"{window / 3600:.3g} hours, the last time with: {error}"
             ) from error
         slot.restarts.append(now)
         slot.engine = self._build(slot.index)

@@ -93,7 +93,8 @@ class TrainerEngine:
         torch.manual_seed(config.run.seed)
         self._stage = zero_stage(trainer, dtype)
         # In float16 a scale of the loss that is too large is halved by each of them.
-        self._most_skips = SCALE_POWER if dtype == torch.float16 else SKIPS_IN_A_ROW
+        self._scaled = dtype == torch.float16
+        self._most_skips = SCALE_POWER if self._scaled else SKIPS_IN_A_ROW
         self._part = Slice.join(trainer.sequence_parallel)
 
         network = self._load(model_path, dtype)
@@ -190,6 +191,9 @@ class TrainerEngine:
             )
         if self._rank == 0:
             parts.append({"train/skipped_steps": Sum(float(not finite))})
+            if self._scaled:
+                optimizer: Any = self._engine.optimizer
+                parts.append({"train/loss_scale": Mean(float(optimizer.loss_scale), 1)})
             parts.append({"grad_norm": Mean(norm, 1)} if finite else {})
         return merge(parts)
 

@@ -20,6 +20,8 @@ from trainer.sums import sum_in_one_pass
 
 SCALE_POWER = 16
 """float16: the loss is first multiplied by 2 to this power."""
+SCALE_WINDOW = 100
+"""float16: optimizer steps without an overflow after which the loss's scale is doubled."""
 
 
 def initialize(
@@ -77,8 +79,14 @@ def deepspeed_config(
         # Stage 1: each gradient joins the float32 sum, and is freed, as soon as it is there.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     elif dtype == torch.float16:
-        # The loss's scale: halved after each step that overflows, doubled after 1,000 that do not.
-        config["fp16"] = {"enabled": True, "initial_scale_power": SCALE_POWER, "hysteresis": 1}
+        # The loss's scale: halved after each step that overflows, doubled after a window of steps
+        # that do not. A run has hundreds, not the hundred thousands that DeepSpeed's window is for.
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": SCALE_POWER,
+            "loss_scale_window": SCALE_WINDOW,
+            "hysteresis": 1,
+        }
     if trainer.offload_optimizer:
         on_gpu = device.type == "cuda"
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}

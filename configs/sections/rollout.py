@@ -123,9 +123,10 @@ class RolloutConfig:
 
     @property
     def silent_s(self) -> float:
-        """An engine that has not returned a group after so long is taken for dead: one that is
-        alive gives up what it cannot even cut (`CUT_S`)."""
-        return self.deadline_s + 2 * CUT_S
+        """An engine that has not returned a group after so long is taken for dead. One that is
+        alive cuts it or gives it up (`CUT_S`); `update_deadline_s` is how long it may be away from
+        its orders, in one step, and its clock leaves out what it does between steps."""
+        return 1.05 * self.deadline_s + CUT_S + max(CUT_S, self.update_deadline_s)
 
     def packs(self, *, full_attention: bool) -> bool:
         """Whether an engine on GPUs has the packed recorder. `full_attention`: see

@@ -100,8 +100,8 @@ class EvalConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids, since an
-    engine of vLLM that returns sampling masks takes no request without a bound."""
+    """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids: vLLM's
+    engines take no request without a bound if they return sampling masks."""
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, "eval.samples", self.samples, "must be at least 1")

@@ -148,3 +148,11 @@ def test_a_rank_may_send_to_each_of_its_engines_for_as_long_as_one_takes(
         trainer=TrainerConfig(ranks=ranks),
     )
     assert made.sending_deadline_s == expected
+
+
+def test_draining_needs_the_time_of_a_completion() -> None:
+    rollout = {"weight_updates": "drain", "deadline_s": 600.0}
+    options = {"data": DataConfig(sources=(SOURCE,)), "algorithm": AlgorithmConfig(max_lag=1)}
+    with pytest.raises(ConfigError, match=r"rollout\.update_deadline_s = 300.*at least .* 720"):
+        Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
+    Config(rollout=RolloutConfig(**rollout, update_deadline_s=720.0), **options)  # type: ignore[arg-type]

@@ -44,8 +44,14 @@ def test_rewards_lengths_staleness_and_losses() -> None:
 
 def test_answers_that_were_dropped_for_their_length_count_as_truncated() -> None:
     kept = [trajectory(segment(0, 3)), trajectory(segment(4, 3), sibling=1, finish="length")]
-    groups = [scored(kept, [1, 0], dropped=(CUT_OFF, "late")), scored([], [], dropped=(CUT_OFF,))]
-    assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(3, 4)
+    lost = (trajectory(segment(8, 3), sibling=2, finish="length"),)
+    unjudged = (*lost, trajectory(segment(12, 3), sibling=3, finish="deadline"))
+    groups = [
+        replace(scored(kept, [1, 0], dropped=(CUT_OFF, "late")), left_out=lost),
+        replace(scored([], [], dropped=(CUT_OFF, "the judge failed")), left_out=unjudged),
+    ]
+    assert summarize(groups, version=0)["rollout/cut"] == Sum(1)
+    assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(4, 5)
 
 
 def test_what_was_drawn_is_told_apart_from_what_is_trained_on() -> None:

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from configs.schema import SamplingConfig
+from configs.schema import RolloutConfig, SamplingConfig
 from rl.types import Group
-from rollout.fleet import MAX_RESTARTS
+from rollout.fleet import MAX_RESTARTS, window_s
 from rollout.pool import RolloutPool
 from rollout.spec import EngineError
 from tests.rollout.fake_engines import FakeEngine, World, done, eventually, failed, prompt
@@ -58,7 +58,7 @@ def test_an_engine_that_falls_silent_is_replaced_and_loses_no_group(
         if engine.name != "0.0" or name == "p2":
             engine.finish(name)
 
-    monkeypatch.setattr("configs.sections.rollout.CUT_S", 0.05)
+    monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.deadline_s + 0.1))
     world, said = World(answer=answer, deadline_s=0.05), list[str]()
     world.pool.say = said.append
     groups = world.run(5)
@@ -72,7 +72,7 @@ def test_an_engine_that_falls_silent_is_replaced_and_loses_no_group(
 def test_time_in_which_an_engine_takes_weights_is_not_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("configs.sections.rollout.CUT_S", 0.05)
+    monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.deadline_s + 0.1))
     world = World(answer=lambda engine, name: None, engines=1, deadline_s=0.1)
     taken: Future[int] = Future()
     world.update = lambda engine, version, buckets: taken  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def test_time_in_which_an_engine_takes_weights_is_not_silence(
 def test_a_group_may_wait_for_an_engine_for_longer_than_it_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("configs.sections.rollout.CUT_S", 0.05)
+    monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.deadline_s + 0.1))
     world = World(answer=lambda engine, name: None, engines=1, max_concurrent=2, deadline_s=0.1)
     world.pool.start()
     groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(6)]
@@ -150,10 +150,24 @@ def test_failures_that_lie_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPat
         else:
             engine.finish(name)
 
-    monkeypatch.setattr("rollout.fleet.RECENT_S", 0.0)
+    monkeypatch.setattr("rollout.fleet.window_s", lambda *_: 0.0)
     world = World(answer=answer, engines=1)
     assert ids(world.run(1)) == ["p0"]
     assert world.pool.restarts == 2 * MAX_RESTARTS + 1
+
+
+def test_an_engine_that_is_slow_in_a_step_is_not_silent() -> None:
+    """Cut one step late, ended with the next: two steps of up to update_deadline_s or a minute."""
+    for options in ({}, {"deadline_s": 3600.0}, {"update_deadline_s": 1.0}):
+        config = RolloutConfig(**options)
+        assert config.silent_s >= config.deadline_s + 2 * 60.0
+        assert config.silent_s >= config.deadline_s + config.update_deadline_s
+
+
+def test_silences_add_up_however_long_each_takes() -> None:
+    for deadline_s in (600.0, 3600.0, 36_000.0):
+        config = RolloutConfig(deadline_s=deadline_s)
+        assert window_s(config, 600.0) > MAX_RESTARTS * (config.silent_s + 600.0)
 
 
 def test_what_an_engine_says_about_a_prompt_is_raised() -> None:
