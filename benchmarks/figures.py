@@ -101,6 +101,13 @@ JOBS = (
         seconds=580,
     ),
     Job(
+        name="mismatch",
+        module="benchmarks.mismatch",
+        arguments="--out {out} --arms bfloat16-head-rounded bfloat16 bfloat16-compiled float16 "
+        "float16-compiled",
+        seconds=400,
+    ),
+    Job(
         name="learning",
         module="trainer.cli",
         arguments=f"train embedded-100m {RUN}",
