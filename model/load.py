@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import ConfigError
 from model.fused import fuses_experts, fuses_norms
-from model.source import check_path, check_tokenizer_files, hub_options
+from model.source import LINK, check_path, check_tokenizer_files, dangling, hub_options
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 Named = dict[str, Tensor]
@@ -279,6 +279,8 @@ def _experts_per_token(config: PreTrainedConfig) -> int:
 
 def _load_config(path: str) -> PreTrainedConfig:
     check_path(path)
+    if Path(path).is_dir() and dangling(Path(path), "config.json"):
+        raise ConfigError(f"{path!r}: config.json: {LINK}")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path!r} holds no config.json: not a transformers model folder")
     try:

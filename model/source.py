@@ -8,6 +8,7 @@ import re
 import ssl
 import threading
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,21 @@ VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.j
 """Files that a tokenizer's vocabulary may be in."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LFS = b"version https://git-lfs"
+LINK = "a link to a file that is not there; copy what it points to, or get it again"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""All weights; or which of them are in which file. Of such names transformers takes the weights,
+vLLM those that the index names or all `*.safetensors`, and an update's tensors are compared with
+them (rollout/manifest.py)."""
+OTHER_WEIGHTS = {
+    "model-*-of-*.safetensors": f"without {INDEX}, which says what is in each; get that, too",
+    "adapter_model.*": "an adapter and no model; merge it into its base model (peft's "
+    "merge_and_unload) and name what save_pretrained writes",
+    "consolidated*": "in its maker's own format; get the model in that of transformers",
+    "*.safetensors": f"transformers looks for {WHOLE}; if this is the whole model, rename it",
+    "pytorch_model*.bin": "the engine reads safetensors alone; load it with transformers and name "
+    "what save_pretrained writes",
+}
+"""Files that weights are in elsewhere → what to do."""
 
 
 def check_path(path: str) -> None:
@@ -88,7 +104,11 @@ def hub_answers() -> bool:
 def check_tokenizer_files(path: str) -> None:
     """Raises ConfigError for a folder without a vocabulary, where transformers makes up one."""
     folder = Path(path)
-    if folder.is_dir() and not any(True for name in VOCABULARIES for _ in folder.glob(name)):
+    if not folder.is_dir():
+        return
+    if links := dangling(folder, *VOCABULARIES):
+        raise ConfigError(f"{path!r}: {_listed(links)}: {LINK}")
+    if not any(True for name in VOCABULARIES for _ in folder.glob(name)):
         raise ConfigError(
             f"{path!r} holds no tokenizer ({', '.join(VOCABULARIES)}): copy its files there, or "
             "name the folder that has them in model.tokenizer"
@@ -96,32 +116,48 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def missing_weights(path: str) -> str:
-    """What of a folder's weights is not there, or not whole; nothing for a model of the hub."""
+    """What of a folder's weights is not there, not whole, or not where transformers and vLLM look;
+    nothing for a model of the hub."""
     folder = Path(path)
     if not folder.is_dir():
         return ""
-    index, names = _weight_files(folder)
+    if links := dangling(folder, WHOLE, INDEX, "*-of-*.safetensors"):
+        return f"{_listed(links)}: {LINK}"
+    whole, indexed = (folder / WHOLE).is_file(), _indexed(folder)
+    names = {WHOLE, *indexed} if whole else indexed
     if not names:
-        return "it holds no weights (*.safetensors)"
-    missing = sorted(name for name in names if not (folder / name).is_file())
-    if missing:
-        return f"{_listed(missing)} of the {len(names)} files that {index} names are missing"
+        return f"it holds no weights ({WHOLE}, or its parts and {INDEX}){_instead(folder)}"
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        said = f"{_listed(missing)} of the {len(indexed)} files that {INDEX} names are missing"
+        # transformers would take the whole file and not look at the index.
+        return said + f". vLLM goes by the index; delete it if {WHOLE} is the whole model" * whole
     broken = [(name, fault) for name in sorted(names) if (fault := _fault(folder / name))]
     return f"{_listed([name for name, _ in broken])}: {broken[0][1]}" if broken else ""
 
 
-def _weight_files(folder: Path) -> tuple[str, set[str]]:
-    """The index, if there is one, and the files that hold the weights, as transformers and vLLM
-    choose them."""
-    for kind in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
-        for index in folder.glob(f"{kind}.index.json"):
-            try:
-                return index.name, set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ConfigError(f"{index}: not an index of weights: {error!r}") from error
-        if names := {file.name for file in folder.glob(kind)}:
-            return "", names
-    return "", set()
+def dangling(folder: Path, *patterns: str) -> list[str]:
+    """Links in a folder, of such names, to files that are not there."""
+    links = {file.name for file in folder.iterdir() if file.is_symlink() and not file.exists()}
+    return sorted(name for name in links if any(fnmatchcase(name, each) for each in patterns))
+
+
+def _indexed(folder: Path) -> set[str]:
+    """The files that the index names; none without one."""
+    index = folder / INDEX
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index}: not an index of weights: {error!r}") from error
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without weights has in their place, and what to do with it."""
+    for pattern, cure in OTHER_WEIGHTS.items():
+        if found := sorted(file.name for file in folder.glob(pattern)):
+            return f". There is {_listed(found)}: {cure}"
+    return ""
 
 
 def _fault(file: Path) -> str:
@@ -131,8 +167,6 @@ def _fault(file: Path) -> str:
         start = opened.read(len(LFS))
         if start == LFS:
             return "a pointer of Git LFS and not the file; `git lfs pull` gets it"
-        if file.suffix != ".safetensors":
-            return "" if size else "empty"
         opened.seek(0)
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= size - 8:

@@ -138,11 +138,51 @@ def test_weights_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     for name in parts[1:]:
         (tmp_path / name).unlink()
     assert f"{parts[3]} and 1 more of the 5 files that {index.name} names are missing" in said()
-    index.unlink()
-    assert said() == ""  # the one that is left is a whole model
-    index.write_text("{}")
-    with pytest.raises(ConfigError, match="not an index of weights"):
-        said()
+    for content in ("{}", "[]", "?"):
+        index.write_text(content)
+        with pytest.raises(ConfigError, match="not an index of weights"):
+            said()
+
+
+OTHERS = {
+    "model-00001-of-00002.safetensors": "without model.safetensors.index.json, which says",
+    "model.fp16.safetensors": "transformers looks for model.safetensors; if this is the whole",
+    "adapter_model.safetensors": "an adapter and no model; merge it into its base model",
+    "consolidated.safetensors": "in its maker's own format",
+    "pytorch_model.bin": "the engine reads safetensors alone",
+    "pytorch_model-00001-of-00002.bin": "the engine reads safetensors alone",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_that_transformers_or_the_engine_would_not_find(name: str, tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(8)}, tmp_path / name)
+    said = missing_weights(str(tmp_path))
+    assert said.startswith("it holds no weights (model.safetensors, or its parts and ")
+    assert f". There is {name}: {OTHERS[name]}" in said
+    save_file({"w": torch.zeros(8)}, tmp_path / source.WHOLE)
+    assert missing_weights(str(tmp_path)) == ""
+
+
+def test_an_index_of_other_files_beside_a_whole_model(tmp_path: Path) -> None:
+    """transformers loads the model and never looks; vLLM refuses to start."""
+    save_file({"w": torch.zeros(8)}, tmp_path / source.WHOLE)
+    index, part = tmp_path / source.INDEX, "model-00001-of-00001.safetensors"
+    index.write_text(json.dumps({"weight_map": {"w": part}}))
+    said = missing_weights(str(tmp_path))
+    assert f"{part} of the 1 files that {source.INDEX} names are missing" in said
+    assert "vLLM goes by the index; delete it if model.safetensors is the whole model" in said
+    save_file({"w": torch.zeros(8)}, tmp_path / part)
+    assert missing_weights(str(tmp_path)) == ""
+
+
+def test_a_half_copied_cache_of_links_is_called_that(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", source.WHOLE):
+        (tmp_path / name).symlink_to(f"../../blobs/{name}")
+    assert missing_weights(str(tmp_path)).startswith(f"{source.WHOLE}: a link to a file that is no")
+    assert "config.json: a link to a file that is not there" in refused(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: a link to a file that is not there"):
+        load_tokenizer(str(tmp_path))
 
 
 FAMILIES: dict[str, tuple[PreTrainedConfig, str]] = {

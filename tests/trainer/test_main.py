@@ -173,7 +173,8 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     elsewhere = ("run.gpu_gib=80", "rollout.sampling.max_tokens=200", "trainer.lr=0.1")
     code, out, err = run(capsys, "check", str(recipe), *elsewhere)
     assert code == 0, err
-    assert "it holds no weights (*.safetensors); `keel train` needs them where it runs" in out
+    assert "it holds no weights (model.safetensors, or its parts and" in out
+    assert "model.safetensors.index.json); `keel train` needs them where it runs" in out
     assert "warning      trainer.lr = 0.1 is far from what is used" in out
     save_file({"nothing": torch.zeros(1)}, weights)
 
