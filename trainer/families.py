@@ -3,7 +3,7 @@ before it starts anything."""
 
 from __future__ import annotations
 
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
 
 EXPERT_PARALLEL = (
     "DeepseekV2ForCausalLM",
@@ -13,6 +13,20 @@ EXPERT_PARALLEL = (
     "Qwen3MoeForCausalLM",
 )
 """Those that DeepSpeed AutoEP has a preset for and whose routes can be replayed."""
+
+NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Model types that vLLM refuses to run in float16: their activations outgrow it."""
+
+
+def check_engine_dtype(config: Config, model_type: str) -> None:
+    """Raise `ConfigError` for a dtype that vLLM does not start an engine in. `model_type`: that of
+    config.json."""
+    if config.engine_dtype == "float16" and model_type in NOT_IN_FLOAT16:
+        knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
+        raise ConfigError(
+            f"{knob} = 'float16': vLLM refuses it for models of type {model_type}, which are "
+            "numerically unstable in it. Set it to bfloat16"
+        )
 
 
 def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None:

@@ -27,6 +27,7 @@ from rewards.length import LengthRule
 from rl.types import Prompt
 from rollout.conversion import render_prompt
 from trainer.cluster import hardware_here
+from trainer.families import check_engine_dtype
 from trainer.placement import Hardware
 from trainer.plan import Plan, describe, plan_on
 from trainer.unusual import unusual
@@ -90,6 +91,7 @@ def prepare(
         tokenizer = load_tokenizer(name)
         model = load_model_config(config.model.path)
         facts = trainable_facts(config.model.path, model)
+        check_engine_dtype(config, model.model_type)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
     machine = hardware(config)
