@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from configs.schema import Config, ConfigError
 from trainer.estimate import Machine
-from trainer.memory import GIB
+from trainer.memory import GIB, gib
 from trainer.placement import Hardware, Node, allowed, assumed_nodes, idle_nodes, place
 
 CONNECT_S = 10.0
@@ -142,7 +142,8 @@ def hardware_said(config: Config) -> Hardware:
         return found
     notes = ["memory as run.gpu_gib says"] * (run.gpu_gib > 0)
     if run.gpu_gib > found.gpu_gib:
-        notes[0] += f" (the GPUs here have {found.gpu_gib:.1f} GiB, and a run here goes by that)"
+        here = gib(found.gpu_gib * GIB)
+        notes[0] += f" (the GPUs here have {here}, and a run here goes by that)"
     if run.gpus_per_node:
         nodes = idle_nodes(run.nodes, run.gpus_per_node)
         notes.insert(0, "as run.gpus_per_node and run.nodes say")

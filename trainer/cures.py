@@ -44,7 +44,7 @@ def cures(config: Config, facts: ModelFacts, planned: Callable[[Config], object]
             ways += [" ".join(override(each) for each in group)] if group else []
         if ways:
             return f"To make it fit: {'; or '.join(islice(ways, NAMED))}"
-    return f"It needs more or larger GPUs: no {MOST} knobs were found that make it fit"
+    return f"It needs more or larger GPUs: no change of up to {MOST} knobs makes it fit"
 
 
 def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[Change]]:

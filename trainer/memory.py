@@ -118,7 +118,7 @@ def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
         raise DoesNotFit(
             f"an engine's GPU needs {gib(rest + one)} ({_largest_first(memory, but='KV cache')}, "
             f"KV cache of one trajectory {gib(one)}), and rollout.gpu_memory = "
-            f"{config.rollout.gpu_memory:g} of a GPU with {gpu_gib:.1f} GiB (run.gpu_gib) is "
+            f"{config.rollout.gpu_memory:g} of a GPU with {gib(gpu_gib * GIB)} (run.gpu_gib) is "
             f"{gib(budget)}"
         )
     return sequences
@@ -197,7 +197,7 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
         if rollout.gpu_memory > 1 - stays / gpu_gib:
             raise DoesNotFit(
                 f"rollout.gpu_memory = {rollout.gpu_memory:g}: {gib(stays * GIB)} of a "
-                f"GPU's {gpu_gib:.1f} GiB (run.gpu_gib) stay with the trainer while the engine "
+                f"GPU's {gib(gpu_gib * GIB)} (run.gpu_gib) stay with the trainer while the engine "
                 "samples"
             )
     else:
@@ -205,7 +205,7 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
         room = gpu_gib * (1 - taken)
     if memory.total <= room * GIB:
         return
-    limit = f"a GPU has {gpu_gib:.1f} GiB (run.gpu_gib)"
+    limit = f"a GPU has {gib(gpu_gib * GIB)} (run.gpu_gib)"
     if shared:
         limit += f", shared with an engine that takes {taken:.2g} of it"
     raise DoesNotFit(
@@ -316,4 +316,4 @@ def _largest_first(memory: Memory, but: str = "") -> str:
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= 0.05 * GIB else f"{size / 2**20:.0f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.0f} MiB"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from configs.schema import Config, ConfigError, RunConfig
+from trainer.memory import GIB, gib
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 SHARED = 0.5
@@ -122,7 +123,9 @@ class Hardware:
     def __str__(self) -> str:
         sizes = [node.gpus for node in self.nodes]
         parts = [f"{sizes.count(n)} node(s) of {n} GPU(s)" for n in dict.fromkeys(sizes)]
-        each = f"{self.gpu_gib:.1f} GiB each" if self.gpu_gib else "of unknown memory (run.gpu_gib)"
+        each = (
+            f"{gib(self.gpu_gib * GIB)} each" if self.gpu_gib else "of unknown memory (run.gpu_gib)"
+        )
         return f"{' and '.join(parts)}, {each}: {self.note}"
 
 

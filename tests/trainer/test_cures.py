@@ -95,6 +95,13 @@ def test_what_breaks_another_rule_is_no_cure() -> None:
 
 def test_where_nothing_helps_that_is_said() -> None:
     said = refusal(recipe(), machine(1, 3))
-    assert "It needs more or larger GPUs" in said
+    assert "It needs more or larger GPUs: no change of up to 4 knobs makes it fit" in said
     assert "To make it fit" not in said
     assert "1 node(s) of 1 GPU(s), 3.0 GiB each: made up" in said
+
+
+def test_memory_too_small_for_a_tenth_of_a_gib_is_not_called_none() -> None:
+    said = refusal(recipe(), machine(1, 0.02))
+    assert "of a GPU with 20 MiB (run.gpu_gib) is 17 MiB" in said
+    assert "1 node(s) of 1 GPU(s), 20 MiB each: made up" in said
+    assert "0.0 GiB" not in said
