@@ -131,6 +131,9 @@ def missing_weights(path: str) -> str:
         said = f"{_listed(missing)} of the {len(indexed)} files that {INDEX} names are missing"
         # transformers would take the whole file and not look at the index.
         return said + f". vLLM goes by the index; delete it if {WHOLE} is the whole model" * whole
+    others = {file.name for file in folder.glob("*.safetensors")} - names
+    if read := [] if indexed else sorted(n for n in others if not n.startswith("consolidated")):
+        return f"{_listed(read)} beside {WHOLE}: without an index vLLM reads both; move it away"
     broken = [(name, fault) for name in sorted(names) if (fault := _fault(folder / name))]
     return f"{_listed([name for name, _ in broken])}: {broken[0][1]}" if broken else ""
 

@@ -161,6 +161,13 @@ def test_weights_that_transformers_or_the_engine_would_not_find(name: str, tmp_p
     assert said.startswith("it holds no weights (model.safetensors, or its parts and ")
     assert f". There is {name}: {OTHERS[name]}" in said
     save_file({"w": torch.zeros(8)}, tmp_path / source.WHOLE)
+    beside = missing_weights(str(tmp_path))
+    if name.startswith(("model", "adapter")):  # vLLM would load an adapter's tensors as the model's
+        assert beside.startswith(f"{name} beside {source.WHOLE}: without an index vLLM reads both")
+    else:
+        assert beside == ""
+    index = json.dumps({"weight_map": {"w": source.WHOLE}})
+    (tmp_path / source.INDEX).write_text(index)
     assert missing_weights(str(tmp_path)) == ""
 
 
