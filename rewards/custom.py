@@ -10,7 +10,9 @@ the worker processes, under the same deadline as the verifiers, and may print: t
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 import importlib
 import inspect
 import json
@@ -66,17 +68,22 @@ class SpokenTrajectory:
 
 Function = Callable[[Any, SpokenTrajectory], float]
 
+ROUNDING = 1e-6
+"""A reward may be so far below 0 or above 1, and counts as that: 0.1 * 3 / 0.3 is more than 1, and
+so may be the cosine of a text with itself."""
+
 
 def load_function(name: str) -> Function:
     """The function with the dotted name `name`; modules are found in the working directory too.
 
-    Raises ValueError naming the nearest module or function there is, and one that could not be
-    called as `name(prompt, trajectory)` or is async.
+    Raises ValueError naming the nearest function that would do, and for one that could not be
+    called as `name(prompt, trajectory)`, is async, or is a class.
     """
     module_name, _, attribute = name.rpartition(".")
     if not all(map(str.isidentifier, name.split("."))):
         words = [word for word in re.findall(r"\w+", name) if word != "py"]
-        near = f"; did you mean {'.'.join(words)}?" if len(words) > 1 else ""
+        known = len(words) > 1 and words[-1] in _names_in(".".join(words[:-1]))
+        near = f"; did you mean {'.'.join(words)}?" if known else ""
         raise ValueError(
             f"reward {name!r}: must be a module's name, a dot and a function's, for example "
             f"my_rewards.brief for `def brief` in my_rewards.py of this folder{near}"
@@ -92,9 +99,17 @@ def load_function(name: str) -> Function:
             raise ValueError(
                 f"reward {name!r}: {module_name} cannot be imported: {error}"
             ) from error
-        files = [path.stem for path in Path(here).glob("*.py")]
-        near = difflib.get_close_matches(module_name, files, n=1)
-        hint = f"; did you mean {near[0]}.{attribute}?" if near else ""
+        outer, _, inner = module_name.rpartition(".")
+        if outer and inner in _names_in(outer):
+            hint = (
+                f"; {inner} is in {outer}.py, and only what that names at its top level can be a "
+                f"reward: write `{attribute} = {inner}.{attribute}` there, and here "
+                f"{outer}.{attribute}"
+            )
+        else:
+            files = [path.stem for path in Path(here).glob("*.py")]
+            near = difflib.get_close_matches(module_name, files, n=1)
+            hint = _near(near[0], attribute, _names_in(near[0])) if near else ""
         raise ValueError(
             f"reward {name!r}: there is no module {error.name!r} (looked in {here}, and where "
             f"Python does){hint}"
@@ -107,22 +122,66 @@ def load_function(name: str) -> Function:
         ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        names = [key for key, value in vars(module).items() if callable(value)]
-        near = difflib.get_close_matches(attribute, names, n=1)
-        hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
+        near = [key for key, value in vars(module).items() if callable(value) and _loads(value)]
+        hint = _near(module_name, attribute, near)
         raise ValueError(f"reward {name!r}: {module_name} has no function {attribute!r}{hint}")
     _check_callable(name, found)
     return cast(Function, found)
 
 
+def _near(module_name: str, attribute: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(attribute, names, n=1)
+    return f"; did you mean {module_name}.{near[0]}?" if near else ""
+
+
+def _names_in(module_name: str) -> list[str]:
+    """What a module of the working directory names at its top level, without running it."""
+    path = Path(os.getcwd(), *module_name.split(".")).with_suffix(".py")
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names: list[str] = []
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+    return names
+
+
+def _loads(found: Callable[..., Any]) -> bool:
+    try:
+        _check_callable("", found)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_callable(name: str, found: Callable[..., Any]) -> None:
-    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+    if inspect.isclass(found):
+        low = found.__name__.lower()
+        raise ValueError(
+            f"reward {name!r}: is a class; name an instance: write `{low} = {found.__name__}()` "
+            f"below it, and {name.rpartition('.')[0]}.{low} in the recipe"
+        )
+    if isinstance(found, functools._lru_cache_wrapper):  # pyright: ignore[reportPrivateUsage]
+        raise ValueError(
+            f"reward {name!r}: is cached by functools, which has to hash its "
+            "arguments, and a prompt cannot be hashed; cache a function of trajectory.answer, and "
+            "call that from it"
+        )
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(kind(one) for kind in kinds for one in (found, type(found).__call__)):
         raise ValueError(
             f"reward {name!r}{_where(found)}: is async, and nothing awaits it; write `def`, and "
             "call what is async with asyncio.run"
         )
     try:
-        signature = inspect.signature(found)
+        # Of the function that is called: a decorator may supply what the one inside it takes.
+        signature = inspect.signature(found, follow_wrapped=False)
     except ValueError:  # some built-in ones do not tell
         return
     try:
@@ -141,7 +200,8 @@ def _where(found: Callable[..., Any]) -> str:
 
 
 def _defined(found: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(found), "__code__", None)
+    inner = inspect.unwrap(found)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return shown(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
 
 
@@ -206,7 +266,7 @@ def _number(score: Any) -> float | str:
         return f"a {type(score).__name__} ({str(score)[:50]!r}); a number from 0 to 1 is wanted"
     if math.isnan(number):
         return "NaN; is it a mean of nothing?"
-    if not 0.0 <= number <= 1.0:
+    if not -ROUNDING <= number <= 1.0 + ROUNDING:
         side = "below 0" if number < 0 else "above 1"
-        return f"{number:g}, {side}; scale it to 0 … 1, its weight is in the recipe"
-    return number
+        return f"{number!r}, {side}; scale it to 0 … 1, its weight is in the recipe"
+    return min(max(number, 0.0), 1.0)

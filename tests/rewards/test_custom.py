@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from rewards.compose import check_weights
-from rewards.custom import SpokenTrajectory, load_function
+from rewards.custom import BadReward, SpokenTrajectory, function, load_function, prompt_fields
 from rewards.scorer import Scorer
 from tests.rewards.groups import group
 
 MINE = """
+import functools
+
 def polite(prompt, trajectory):
     assert prompt.messages[0]["role"] == "user"
     assert trajectory.finish_reason == "stop" and trajectory.sampled_tokens == 1
@@ -22,8 +24,47 @@ def polite(prompt, trajectory):
 def odd(prompt, trajectory):
     return 7
 
+def rounded(prompt, trajectory):
+    return {"a": 0.1 * 3 / 0.3, "b": 0.3 - 0.1 * 3, "c": 1.0000001, "d": 1.00001}[trajectory.answer]
+
 number = 3
+
+def supplied(function):
+    @functools.wraps(function)
+    def outer(prompt, trajectory):
+        return function(prompt, trajectory, 0.5)
+    return outer
+
+@supplied
+def third(prompt, trajectory, more):
+    return more
+
+class Brief:
+    def __call__(self, prompt, trajectory):
+        return 0.25
+
+    def st(prompt, trajectory):
+        return 1.0
+
+brief = Brief()
+
+class Later:
+    async def __call__(self, prompt, trajectory):
+        return 1.0
+
+later = Later()
+
+@functools.lru_cache
+def cached(prompt, trajectory):
+    return 1.0
 """
+
+PROMPT = prompt_fields(group("</think>3").prompt)
+
+
+def said(answer: str) -> str:
+    message = {"role": "assistant", "content": answer}
+    return SpokenTrajectory(messages=[message], finish_reason="stop", sampled_tokens=1).dumps()
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +94,43 @@ def test_a_function_that_returns_nonsense_is_an_error_and_worth_nothing() -> Non
     assert scored.parts_G[0]["correct"] == 1.0
 
 
+def test_what_rounding_leaves_is_a_reward() -> None:
+    with Scorer({"maths": {"my_keel_rewards.rounded": 0.5}}, workers=0) as scorer:
+        (scored,) = scorer.score([group("</think>a", "</think>b", "</think>c", "</think>d")])
+    assert [part["my_keel_rewards.rounded"] for part in scored.parts_G] == [1.0, 0.0, 1.0, 0.0]
+    assert [part.get("error", 0.0) for part in scored.parts_G] == [0.0, 0.0, 0.0, 1.0]
+    judge = function({"name": "my_keel_rewards.rounded", "prompt": PROMPT})
+    with pytest.raises(BadReward, match=r"returned 1\.00001, above 1"):
+        judge(said("d"))
+
+
+def test_decorators_and_instances_are_called_as_they_are() -> None:
+    for name, wanted in (("third", 0.5), ("brief", 0.25)):
+        judge = function({"name": f"my_keel_rewards.{name}", "prompt": PROMPT})
+        assert judge(said("d")) == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("my_keel_reward.polite", "no module 'my_keel_reward' .*did you mean my_keel_rewards.poli"),
         ("my_keel_rewards.polit", "no function 'polit'; did you mean my_keel_rewards.polite"),
         ("./my_keel_rewards.py:polite", r"a dot and .*did you mean my_keel_rewards\.polite\?"),
-        ("my_keel_rewards:polite.x", "a dot and a function's"),
+        ("my_keel_rewards:polite.x", "a dot and a function's.* of this folder$"),
+        ("my_keel_rewards.Brief", r"is a class; .*`brief = Brief\(\)` .*my_keel_rewards\.brief in"),
+        ("my_keel_rewards.Brief.st", r"`st = Brief\.st` there, and here my_keel_rewards\.st"),
+        ("my_keel_rewards.Brif", r"no function 'Brif'; did you mean my_keel_rewards\.brief\?"),
+        ("my_keel_rewards.cachd", "no function 'cachd'$"),
+        ("my_keel_reward.nothing", r"and where Python does\)$"),
+        ("my_keel_rewards.later", "is async"),
+        ("my_keel_rewards.cached", "a prompt cannot be hashed; cache a function of trajectory.ans"),
         (".polite", "a dot and a function's"),
         ("my_keel_rewards.number", "no function 'number'"),
         ("broken_rewards.x", "broken_rewards cannot be imported: No module named 'nothing_of"),
     ],
 )
 def test_unknown_names(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"domain 'maths': reward '{name}': .*{message}"):
+    with pytest.raises(ValueError, match=f"domain 'maths': reward '{name}'.*: .*{message}"):
         check_weights({"maths": {name: 1.0}})
 
 

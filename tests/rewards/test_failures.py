@@ -107,7 +107,7 @@ def weights(name: str) -> dict[str, dict[str, float]]:
         ("none", 0, "BadReward: returned None; is there a way through it without a `return`"),
         ("nan", 0, "BadReward: returned NaN"),
         ("below", 0, "BadReward: returned -0.5, below 0"),
-        ("above", 0, "BadReward: returned 7, above 1; scale it"),
+        ("above", 0, "BadReward: returned 7.0, above 1; scale it"),
         ("text", 0, "BadReward: returned a str ('good'); a number"),
         ("scores", 0, "BadReward: returned a list ('[1.0, 0.0]'); a number"),
         ("wrapped", 0, "BadReward: returned a coroutine, which nothing awaits"),
