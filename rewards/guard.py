@@ -15,6 +15,9 @@ import ast
 import re
 from collections import Counter
 
+from rewards.small_words import BINDING, KEYWORDS
+from rewards.text import WRAPPED, normalise
+
 EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose verifier evaluates the answer as a Python literal."""
 
@@ -39,31 +42,55 @@ _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
 _MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+[.,]?"
 _FRACTION = r"\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+"
+_UNIT = r"[a-z°][a-z./°]{0,19}"
+# What is said before an answer, with white space after it: verifiers read words apart.
+_LEAD = (
+    r"(?:(?:so|thus|therefore|hence|then)[,:]?"
+    r"|\*{0,2}(?:(?:the|my|final|correct|right)\s){0,3}answer(?:\sis)?\s?:?\*{0,2}:?|\#{1,6})\s"
+)
 SHAPES = {
     task: re.compile(shape, re.IGNORECASE)
     for task, shape in {
         "advanced_geometry": r"[^,]*(?:,[^,]*)?",
-        "fraction_simplification": rf"\$?\s*(?:{_FRACTION})\s*\$?",
-        "gsm_symbolic": r"\$?\s?\d+(?:\.\d+)?\s?[%.]?",
-        "kakurasu": r"[01\s,\[\]]*",
-        "polynomial_equations": rf"{_NUMBER}(?:\s*,\s*{_NUMBER})*",
-        "quantum_lock": r"[a-c](?:(?:\s*(?:→|->|,)\s*|\s+|)[a-c])*",
-        "sokoban": r"[udlr\s]*",
-        "survo": r"[-\d\s]*",
-        "time_intervals": rf"-?\d+(?: days?)?|(?:-?\d+ days?, )?{_TIME}",
+        "fraction_simplification": _FRACTION,
+        "gsm_symbolic": (
+            rf"(?:[a-z]{{1,20}} ?= ?)?\\?[$€£¥]? ?\d+(?:\.\d+)?"
+            rf"(?: ?\\?[%$€£¥]| {{1,3}}{_UNIT}(?: {_UNIT}){{0,2}})?"
+        ),
+        "kakurasu": r"[01\s,\[\]|]*",
+        "polynomial_equations": rf"{_NUMBER}(?:\s*,\s*{_NUMBER})*(?:\s*,)?",
+        "quantum_lock": r"[\[(\"']*[a-c](?:[a-c]|[-\s→⇒=>,;|\[\]()\"']|\\to\b)*",
+        "sokoban": r"[-udlr\s→>,;|\[\]()\"']*",
+        "survo": rf"(?:{_LEAD}){{0,2}}(?:(?:-?\d+|[|:\[\]-]+|```\w*)(?:\s+|$))*",
+        "time_intervals": rf"-?\d+(?: days?)?|(?:-?\d+ days?, ?)?{_TIME}",
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""What the whole answer has to look like where a verifier overlooks what it cannot read."""
+"""What the whole answer has to look like where a verifier overlooks what it cannot read, without
+what stands around an answer (`bare`)."""
+READ_APART = frozenset({"polynomial_equations", "survo"})
+"""Their verifiers overlook each part that is no number: `*7` in `*7 8 9*`. Nothing is taken off."""
 
 _WORD = re.compile(r"\w+")
-FILLERS = {"knights_knaves": frozenset({"a", "an", "and", "is"})}
+_FILLERS = "a an and but hence is so the then therefore thus while"
+FILLERS = {"knights_knaves": frozenset(_FILLERS.split())}
 """Words that an answer may do without, or have once more."""
+
+_BEFORE = re.compile(_LEAD, re.IGNORECASE)
+_AROUND = re.compile(
+    r"```\w*\n(.*?)\n?```|`([^`]*)`|\*{1,3}([^*]*)\*{1,3}|\"([^\"]*)\"|'([^']*)'|“([^“”]*)”"
+    r"|\$\$?([^$]*)\$\$?|\\\((.*?)\\\)|\\\[(.*?)\\\]",
+    re.DOTALL,
+)
+MOST_AROUND = 8
+"""Marks and words that may stand around an answer, one inside the other."""
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
     "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
 )
+_NO_UNITS = (BINDING | KEYWORDS) - {"byte", "long", "of", "per"}
+"""No units: `20 or so`."""
 FUNCTIONS = frozenset(_NAMES.split())
 CONSTANTS = frozenset({"pi"})
 MAX_EXPONENT = 1000
@@ -74,8 +101,14 @@ _SIGNS = (ast.Load, ast.USub, ast.UAdd)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
-def may_be_judged(task: str, answer: str) -> bool:
-    """Whether `task`'s verifier can be trusted with `answer`."""
+def may_be_judged(task: str, answer: str, right: str = "") -> bool:
+    """Whether `task`'s verifier can be trusted with `answer`. It can with `right`, the known one.
+
+    That is not to say with what stands in it: of an integral that sympy left as it was, the answer
+    is in terms of `Integral`, and anyone could write the question like that.
+    """
+    if right and normalise(answer) == normalise(right):
+        return True
     if task in EVALUATED_TASKS:
         tree = _parse(answer)
         # Not an expression at all: `eval` refuses it too, and the verifier compares it as text.
@@ -92,13 +125,29 @@ def is_all_answer(task: str, answer: str, right: str) -> bool:
 
     right: the known answer. For most tasks the verifier has seen to it.
     """
+    text = answer.strip() if task in READ_APART else bare(answer)
     if task in SAME_WORDS_TASKS:
-        given, wanted = _WORD.findall(answer.casefold()), _WORD.findall(right.casefold())
+        given, wanted = _WORD.findall(text.casefold()), _WORD.findall(right.casefold())
         if len(given) > 2 * len(wanted):
             return False
         fillers = FILLERS.get(task, frozenset())
         return _without(fillers, given) == _without(fillers, wanted)
-    return task not in SHAPES or SHAPES[task].fullmatch(answer.strip()) is not None
+    if task == "gsm_symbolic" and not _NO_UNITS.isdisjoint(_WORD.findall(text.casefold())):
+        return False
+    return task not in SHAPES or SHAPES[task].fullmatch(text) is not None
+
+
+def bare(answer: str) -> str:
+    r"""`answer` without what people put around one: `**$20$**`, `\text{…}`, "The answer is …."."""
+    text = WRAPPED.sub(r" \1 ", answer)
+    for _ in range(MOST_AROUND):
+        before, text = text, text.strip().rstrip(".,").rstrip()
+        text = text[match.end() :] if (match := _BEFORE.match(text)) else text
+        if match := _AROUND.fullmatch(text):
+            text = match[match.lastindex or 0]
+        if text == before:
+            break
+    return text
 
 
 def _without(fillers: frozenset[str], words: list[str]) -> Counter[str]:

@@ -65,16 +65,17 @@ def reasoning_gym(spec: Mapping[str, Any], _: CodeSettings) -> Judge:
             "reward spec of kind 'reasoning_gym' needs `task`, and an `entry` that has an `answer`"
         )
     verify = _verifier(task, json.dumps(spec.get("params", {}), sort_keys=True))
-    longest = max(MAX_CHARACTERS, 4 * len(entry["answer"] or ""))
+    right = entry["answer"] or ""
+    longest = max(MAX_CHARACTERS, 4 * len(right))
 
     def judge(text: str) -> float:
         answer = answer_in(text)
-        if not answer or len(answer) > longest or not may_be_judged(task, answer):
+        if not answer or len(answer) > longest or not may_be_judged(task, answer, right):
             return 0.0
         score = float(verify(answer, entry))
         if not math.isfinite(score):
             raise ValueError(f"the verifier of {task} returned {score}")
-        if score == 1.0 and is_all_answer(task, answer, entry["answer"] or ""):
+        if score == 1.0 and is_all_answer(task, answer, right):
             return 1.0
         return min(max(score, 0.0), MOST_PARTIAL)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from reasoning_gym.factory import DATASETS
+from reasoning_gym.factory import DATASETS, create_dataset
 
 from configs.load import load_config
 from configs.schema import SourceConfig
 from data.procedural import REFUSED_TASKS, load_reasoning_gym
+from rewards.entries import from_jsonable
 from rewards.rules import MOST_PARTIAL, Judge, judge_for
+from rewards.text import answer_in
 from rewards.worker import judged
 from rl.passing import passed
 
@@ -52,7 +54,7 @@ def around(right: str) -> dict[str, str]:
         "much after it": right + " a" * 500,
         "a word before it": f"foo {right}",
         "a line before it": f"foo bar\n{right}",
-        "a sentence": f"The answer is {right}.",
+        "a sentence": f"It may be {right}, or not.",
         "twice": f"{right} {right}",
         "twice, run together": right + right,
         "denied": f"not {right}",
@@ -131,3 +133,100 @@ def test_the_order_of_words_is_the_verifiers_business(task: str, right: str, sam
     entry = {"question": "?", "answer": right, "metadata": {}}
     judge = judge_for({"kind": "reasoning_gym", "task": task, "entry": entry})
     assert judge(right) == judge(same) == 1.0
+
+
+def said(right: str) -> dict[str, str]:
+    """The right answer, as people mark it."""
+    return {
+        "a full stop": f"{right}.",
+        "a sentence": f"The answer is {right}.",
+        "so": f"Therefore, the final answer is: {right}",
+        "a heading": f"#### {right}",
+        "bold": f"**{right}**",
+        "backticks": f"`{right}`",
+        "a fence": f"```\n{right}\n```",
+        "quotes": f'"{right}"',
+        "dollars": f"$${right.strip('$')}$$",
+        "brackets": f"\\[{right}\\]",
+        "text": f"\\boxed{{\\text{{{right}}}}}",
+        "bold, in a sentence": f"The answer is **{right}**.",
+    }
+
+
+def forms(task: str, right: str) -> list[str]:
+    """Other ways to write it, that the task's verifier reads."""
+    rows = [line.split() for line in right.split("\n")]
+    match task:
+        case "gsm_symbolic":
+            return [
+                *("\\boxed{\\$20}", "20 dollars", "\\boxed{20\\text{ apples}}", "\\boxed{20\\%}"),
+                *("x = 20", "€20", "$20", "20 km per hour", "20 m", "20 minutes.", "20.00"),
+            ]  # fmt: skip
+        case "fraction_simplification":
+            inside = right.strip("$")
+            return [f"{right}.", f"$${inside}$$", f"{inside}.", f"\\boxed{{{inside}}}"]
+        case "time_intervals":
+            return [right.replace(", ", ","), f"{right}."]
+        case "quantum_lock":
+            between = ["\\to ", ", ", "=>", "-", "", "; ", "\n"]
+            return [f"[{right.replace(' → ', ', ')}]", *(right.replace(" → ", b) for b in between)]
+        case "sokoban":
+            return [", ".join(right), " ".join(right), "-".join(right)]
+        case "survo" | "kakurasu":
+            return [
+                "\n".join(f"| {' | '.join(row)} |" for row in rows),
+                "\n".join(f"[ {' '.join(row)} ]" for row in rows),
+            ]
+        case "polynomial_equations":
+            return [f"{right},"] if right else []
+        case _:
+            both = [right.replace(", and ", f", {word} ") for word in ("while", "but")]
+            return [*both, *(f"{word} {right}" for word in ("So", "Thus", "Therefore,"))]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *("gsm_symbolic", "fraction_simplification", "time_intervals", "quantum_lock", "sokoban"),
+        *("survo", "kakurasu", "polynomial_equations", "knights_knaves"),
+    ],
+)
+def test_a_right_answer_may_be_written_in_more_ways_than_one(task: str) -> None:
+    verify = cast(Any, create_dataset(task, size=1)).score_answer
+    full = 0
+    for entry, judge in items(task, 4, {}):
+        if task == "gsm_symbolic":
+            entry["answer"] = "20"
+            judge = judge_for({"kind": "reasoning_gym", "task": task, "entry": entry})
+        right = entry["answer"]
+        marked = {} if task == "polynomial_equations" else said(right)
+        for text in [*marked.values(), *forms(task, right)]:
+            # What the verifier cannot read is its business.
+            try:
+                passes = verify(answer_in(text), from_jsonable(entry)) == 1.0
+            except Exception:  # as a worker takes it
+                passes = False
+            if passes:
+                full += 1
+                assert judge(text) == 1.0, text
+    assert full >= 4
+
+
+@pytest.mark.parametrize(
+    "text", ["20 or so", "20 or 30", "20 30", "not 20", "20, 30", "-20", "20x", "20 / 7", "20\nxx"]
+)
+def test_a_number_with_a_unit_is_one_number(text: str) -> None:
+    entry = {"question": "?", "answer": "20", "metadata": {}}
+    judge = judge_for({"kind": "reasoning_gym", "task": "gsm_symbolic", "entry": entry})
+    assert not passed(score(judge, text))
+
+
+def test_an_integral_left_as_it_is_is_right_where_it_is_the_known_answer() -> None:
+    integrand = {"variable": "x", "integrand": "3*x**3*cos(3*x)"}
+    known = "3*Integral(x**3*cos(3*x), x) + C"
+    entry = {"question": "?", "answer": known, "metadata": integrand}
+    judge = judge_for({"kind": "reasoning_gym", "task": "intermediate_integration", "entry": entry})
+    assert judge(known) == 1.0
+    assert judge("x**3*sin(3*x) + x**2*cos(3*x) - 2*x*sin(3*x)/3 - 2*cos(3*x)/9 + C") == 1.0
+    assert judge("Integral(3*x**3*cos(3*x), x)") == 0.0
+    assert judge("Integral(x, x).__class__") == 0.0
