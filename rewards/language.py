@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from rewards.custom import SpokenTrajectory
-from rewards.set_aside import words_of
+from rewards.set_aside import said_and_in_code, words_of
 
 _SCRIPTS = {
     "latin": "A-Za-zªºÀ-ÖØ-öø-ʯḀ-ỿⱠ-ⱿꜢ-ꟿ",
@@ -52,6 +52,9 @@ _SENTENCES = re.compile(r"[.!?…。！？؟।\n]+")
 
 PROMPT_LETTERS, SENTENCE_LETTERS = 8.0, 20.0
 """Fewer letters say nothing about the language of a prompt; … of a sentence."""
+IN_CODE = 0.25
+"""What a letter of a code block's comments and strings weighs: many write these in English,
+whatever they speak. An answer that is nothing but a code block is judged by them alone."""
 MAX_DETECTED = 400
 """Letters of a sentence that the detector gets to see."""
 SURE = 0.1
@@ -98,13 +101,14 @@ def language_share(prompt: str, text: str) -> float:
     allowed = {script, *_USED_WITH.get(script, ())}
     spoken = detected(asked)[0]
     own = everything = 0.0
-    for sentence in _SENTENCES.split(words_of(text)):
-        counts = letters_by_script(sentence)
-        size = sum(counts.values())
-        everything += size
-        fitting = sum(counts[name] for name in allowed)
-        if fitting and not _is_foreign(sentence, size, spoken):
-            own += fitting
+    for part, weight in zip(said_and_in_code(text), (1.0, IN_CODE), strict=True):
+        for sentence in _SENTENCES.split(part):
+            counts = letters_by_script(sentence)
+            size = sum(counts.values())
+            everything += weight * size
+            fitting = sum(counts[name] for name in allowed)
+            if fitting and not _is_foreign(sentence, size, spoken):
+                own += weight * fitting
     return own / everything if everything else 1.0
 
 

@@ -4,9 +4,12 @@ Marks alone do not make it so: `$Das ist die Antwort$` is a sentence. Inside cod
 wherever set-aside words follow one another, what reads like running text is kept as text:
 
 - in another script than the Latin one, from a few words on: no keyword or variable is written so;
-- in the Latin script three words or more with nothing but spaces between them, of which two are
-  words that hold sentences together ("the", "und", "que"), or have letters that ASCII lacks; or six
-  words that no programming language has.
+- in the Latin script three words or more with nothing but spaces and commas between them, of which
+  two, and a share, are words that hold sentences together ("the", "und", "que"), or have letters
+  that ASCII lacks and are no list.
+
+A list of nouns (`pip install numpy pandas torch`, `apple, banana, cherry`) is set aside: rather
+miss some words than fine honest code.
 
 Everything here takes untrusted text and runs in time linear in its length.
 """
@@ -16,14 +19,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rewards.small_words import BINDING, COMMANDS, KEYWORDS
+from rewards.small_words import BINDING, COMMANDS
 
 _TOKENS = re.compile(r"```|~~~|`|\$\$|\$|\\\[|\\\]|\\\(|\\\)|\n[ \t]*\n")
 _FENCES = ("```", "~~~")
 _CLOSES = {"```": "```", "~~~": "~~~", "`": "`", "$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
 _NOT_WORDS = re.compile(
-    r"https?://\S{1,300}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>|(?<![^\W\d_])[A-Za-z](?![^\W\d_])"
-    r"|\b[A-Z]{2,6}\b|\b\w{0,40}[\d_]\w{0,40}\b"
+    r"https?://\S{1,300}|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>|(?<![^\W\d_])[A-Za-z](?![^\W\d_])"
+    r"|\b[A-Z]{2,20}\b|\b\w{0,40}[\d_]\w{0,40}\b"
 )
 # Vowel signs and accents are marks, and no letters to Python.
 _MARKS = "\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0963\u0971-\u0dff\u0e31-\u0e4e"
@@ -35,23 +38,37 @@ _GREEK = re.compile(r"[Ͱ-Ͽ]{1,2}")
 
 ASIDE_RUN = 3
 """So many set-aside words in a row are text in disguise."""
-FEWEST_WORDS, FEWEST_BINDING, MOST_WORDS = 3, 2, 6
+FEWEST_WORDS, FEWEST_BINDING = 3, 2
+LEAST_BINDING = 0.15
+"""The share of a run that holds a sentence together, at least."""
 FEWEST_LETTERS = 6
 """Of another script than the Latin one."""
 
 
 def words_of(text: str) -> str:
-    """`text` without code, formulas, links, tags, identifiers and single Latin letters.
+    """`text` without code, formulas, links, tags, identifiers and single Latin letters."""
+    return "".join(said_and_in_code(text))
+
+
+def said_and_in_code(text: str) -> tuple[str, str]:
+    """As `words_of`: outside of code blocks, and what reads like running text inside of them.
 
     What is opened and not closed in its paragraph (a code block: in the text) is no formula.
     """
     kept: list[str] = []
+    coded: list[str] = []
     aside: list[str] = []  # one after the other, with no word between them
+    blocks: list[str] = []  # the same of code blocks
+
+    def flush() -> None:
+        kept.extend(_running(" ".join(aside)))
+        coded.extend(_running(" ".join(blocks)))
+        aside.clear()
+        blocks.clear()
 
     def keep(part: str) -> None:
         if _LETTERS.search(part):
-            kept.extend(_running(" ".join(aside)))
-            aside.clear()
+            flush()
         kept.append(_without(part))
 
     opened: str | None = None
@@ -60,7 +77,7 @@ def words_of(text: str) -> str:
         token = match[0]
         if opened is not None and token == _CLOSES[opened]:
             kept.append(" ")
-            aside.append(text[start : match.start()])
+            (blocks if opened in _FENCES else aside).append(text[start : match.start()])
             start, opened = match.end(), None
         elif opened in _FENCES:
             continue
@@ -71,11 +88,11 @@ def words_of(text: str) -> str:
             keep(text[start : match.end()])
             start, opened = match.end(), None
     if opened in _FENCES:
-        aside.append(text[start:])
+        blocks.append(text[start:])
     else:
         keep(text[start:])
-    kept.extend(_running(" ".join(aside)))
-    return "".join(kept)
+    flush()
+    return "".join(kept), "".join(coded)
 
 
 def _without(text: str) -> str:
@@ -85,7 +102,8 @@ def _without(text: str) -> str:
     end = 0
 
     def finish() -> None:
-        kept.append(f" {' '.join(row)} " if len(row) >= ASIDE_RUN else " ")
+        said = " ".join(row)
+        kept.append(f" {said} " if len(row) >= ASIDE_RUN and _reads(said) else " ")
         row.clear()
 
     for match in _NOT_WORDS.finditer(text):
@@ -106,8 +124,7 @@ def _without(text: str) -> str:
 
 def _running(text: str) -> Iterator[str]:
     """What of code or formulas reads like running text, a sentence each."""
-    commands = re.sub(r"\\([A-Za-z]+)", lambda m: " | " if m[1] in COMMANDS else f" {m[1]} ", text)
-    for run in _RUN.finditer(re.sub(r"\w{0,40}[\d_]\w{0,40}", " | ", commands)):
+    for run in _RUN.finditer(re.sub(r"\\[A-Za-z]+|\w{0,40}[\d_]\w{0,40}", " | ", text)):
         if _reads(run[0]):
             yield f". {run[0]}. "
 
@@ -119,6 +136,6 @@ def _reads(run: str) -> bool:
         return True
     if len(words) < FEWEST_WORDS:
         return False
-    small = [word.casefold() for word in words]
-    binding = sum(word in BINDING or not word.isascii() for word in small)
-    return binding >= FEWEST_BINDING or sum(word not in KEYWORDS for word in small) >= MOST_WORDS
+    is_list = 3 * run.count(",") >= len(words)
+    binding = sum(word.casefold() in BINDING or not (is_list or word.isascii()) for word in words)
+    return binding >= max(FEWEST_BINDING, LEAST_BINDING * len(words))

@@ -48,25 +48,10 @@ bir bu çok da daha de en gibi için ile ise kadar ki mi ne o olan olarak sonra 
 ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka oleh pada sebagai
 tidak untuk yang
 """
-_COMMANDS = """
-alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi
-rho sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
-frac dfrac tfrac sqrt sum prod int iint oint lim limsup liminf sup inf max min arg det dim ker gcd
-deg exp log ln lg sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh cdot cdots ldots
-dots vdots ddots times div pm mp ast star circ bullet oplus otimes leq le geq ge neq ne equiv
-approx sim simeq cong propto ll gg in notin ni subset subseteq supset supseteq cup cap setminus
-emptyset varnothing infty partial nabla forall exists neg lnot land lor implies iff to mapsto
-rightarrow leftarrow Rightarrow Leftarrow leftrightarrow Leftrightarrow longrightarrow left right
-big Big bigg Bigg bigl bigr langle rangle lfloor rfloor lceil rceil vert Vert mid parallel perp
-angle triangle degree text textbf textit mathrm mathbf mathit mathbb mathcal mathsf operatorname
-boxed overline underline hat bar vec tilde dot ddot widehat overbrace underbrace stackrel binom
-choose pmod bmod mod begin end quad qquad hspace vspace displaystyle limits nolimits not cancel
-color tag label hline prime ell hbar Re Im aleph therefore because
-"""
 KEYWORDS = frozenset(_KEYWORDS.split())
 """Of programming languages. Many are words of English, too, so they say nothing."""
 BINDING = frozenset(_BINDING.split()) - KEYWORDS
 """Words that hold sentences together, in English, German, French, Spanish, Portuguese, Italian,
 Polish, Dutch, Swedish, Turkish and Indonesian."""
-COMMANDS = frozenset(_COMMANDS.split())
-"""Of LaTeX, as they are used in answers."""
+COMMANDS = frozenset({"because", "chi", "det", "hat", "le", "ne", "nu", "sin", "to"})
+"""Binding words that are commands of LaTeX."""

@@ -60,6 +60,14 @@ static const char *name = "value";
     "$$f(x) = \\begin{cases} x^2 & \\text{if } x > 0 \\\\ 0 & \\text{otherwise} \\end{cases}$$",
     "$v = \\frac{\\text{distance}}{\\text{time}}$, $\\sin \\alpha \\cos \\beta$, $\\mu \\nu \\xi$",
     "`max_value`, `for item in items`, `list.append(x)`, `git status`, `SELECT * FROM t`",
+    "```bash\npip install --upgrade numpy pandas torch transformers datasets accelerate\n"
+    "git clone repo && cd repo && make install test lint format types clean all\n```",
+    "```dockerfile\nFROM python\nRUN apt-get install build essential cmake ninja curl wget\n```",
+    "$\\begin{pmatrix} a \\end{pmatrix} \\xrightarrow{f} \\varprojlim \\coprod \\bigoplus$",
+    "$\\le \\ge \\ne \\mu \\nu \\to \\chi \\det$, \\le \\ge \\ne \\mu \\nu \\to \\chi \\det",
+    "\\begin{aligned} \\dfrac a b \\lessapprox \\coloneqq \\mathscr F \\end{aligned}",
+    "`apple, banana, cherry, durian, elder, fig, grape`, `José, Zoë, Chloé, André`",
+    "TRUE FALSE TRUE FALSE, ATG GCC TAA GGC, NASA ESA JAXA, SELECT DISTINCT NAME FROM USERS",
     "https://example.com/how-to-add-two-numbers-in-the-basket <b> </b> x_1 y_2 GPU",
 ]
 
@@ -78,6 +86,8 @@ def test_marks_around_running_text_are_worth_nothing(mark: str) -> None:
             if {name, other} == {"Arabic", "Persian"}:  # as short, not told apart
                 continue
             dressed = "\n\n".join(map(MARKS[mark].format, answer))
+            if mark == "a fence that is never closed":  # the next one would close it
+                dressed = MARKS[mark].format("\n\n".join(answer))
             share = language_share(prompt, "\n\n".join(answer))
             assert language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
     for *answer, prompt in SAMPLES.values():
@@ -107,3 +117,31 @@ def test_what_is_kept_of_what_is_set_aside() -> None:
     assert words_of("CPU and GPU").split() == ["and"]
     assert words_of("\\alpha \\beta \\gamma \\delta").split() == []
     assert words_of("\\Das \\ist \\die \\Antwort").split() == ["Das", "ist", "die", "Antwort"]
+    assert words_of("$\\text{Das ist die Antwort}$").split() == [
+        ".",
+        "Das",
+        "ist",
+        "die",
+        "Antwort.",
+    ]
+    assert "answer" in words_of("`so it is clear that the answer is seven`")
+    assert words_of("`build essential cmake ninja curl wget the`").split() == []
+    few = "alder birch cedar elm fir gum hazel iris juniper kauri the larch its maple nutmeg"
+    assert words_of(f"`{few}`").split() == []  # two binding words in fifteen hold nothing together
+
+
+def test_comments_in_english_cost_little_and_prose_in_a_code_block_is_no_free_ride() -> None:
+    first, second, _, prompt = SAMPLES["Chinese"]
+    code = """```python
+def square(x):
+    \"\"\"Return the square of the number.\"\"\"
+    return x * x  # we use the fact that it is a number
+```"""
+    assert 0.75 < language_share(prompt, f"{first}\n{code}\n{second}") < 1.0
+    assert language_share(prompt, code) == 0.0
+    short = f"如下。\n{code}\n完成了。"
+    assert 0.5 < language_share(prompt, short) < 0.6
+    english = " ".join(SAMPLES["English"][:2])
+    for mark in ("backticks", "text in a formula"):
+        assert language_share(prompt, f"{first} {MARKS[mark].format(english)}") < 0.5
+    assert language_share(prompt, f"{first}\n{MARKS['fence'].format(english * 4)}") < 0.5
