@@ -63,7 +63,8 @@ static const char *name = "value";
     "```bash\npip install --upgrade numpy pandas torch transformers datasets accelerate\n"
     "git clone repo && cd repo && make install test lint format types clean all\n```",
     "```dockerfile\nFROM python\nRUN apt-get install build essential cmake ninja curl wget\n```",
-    "$\\begin{pmatrix} a \\end{pmatrix} \\xrightarrow{f} \\varprojlim \\coprod \\bigoplus$",
+    "$\\begin{pmatrix} a \\end{pmatrix} \\xrightarrow{f} \\varprojlim \\coprod \\bigoplus "
+    "\\bigcup \\bigcap \\bigvee \\wedge \\vee$",
     "$\\le \\ge \\ne \\mu \\nu \\to \\chi \\det$, \\le \\ge \\ne \\mu \\nu \\to \\chi \\det",
     "\\begin{aligned} \\dfrac a b \\lessapprox \\coloneqq \\mathscr F \\end{aligned}",
     "`apple, banana, cherry, durian, elder, fig, grape`, `José, Zoë, Chloé, André`",
