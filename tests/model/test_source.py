@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hangs(*_: Any, **__: Any) -> None:
         time.sleep(60)
+        raise URLError("nobody waits any more")
 
     monkeypatch.setattr(source, "HUB_S", 0.3)
     monkeypatch.setattr(source, "urlopen", hangs)
