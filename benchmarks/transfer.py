@@ -6,7 +6,7 @@
     python -m benchmarks.transfer --experts 256 --width 128  # 12,288 tensors of experts
     python -m benchmarks.transfer --small               # CPUs, seconds: to see that it runs
 
-A real trainer (`trainer.learner.Learner`) brings real vLLM engines to its weights, `--rounds`
+A real trainer (`keel.trainer.learner.Learner`) brings real vLLM engines to its weights, `--rounds`
 times each way in turns. A time is that of the whole update: engines pause, bytes travel and are put
 where kernels read, caches are emptied. *loader* is the same with vLLM's loader for every update
 (`rollout.copy_weights: false`), in engines of their own; *first* the update that is watched. *wire*
@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.models import Mixture
-from benchmarks.rows import SOURCE
-from configs.schema import (
+from benchmarks.common.batch_shape import SOURCE
+from benchmarks.common.models import Mixture
+from keel.configs.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -44,14 +44,14 @@ from configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from model.channel import Channel, Meeting
-from model.embedded.tokenizer import build_tokenizer
-from model.weights import Sent
-from rollout.manifest import checkpoint_names
-from rollout.ray_engines import ray_pool
-from trainer.cluster import start_ray
-from trainer.learner import Learner
-from trainer.main import engine_spec
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.weight_transfer.buckets import Sent
+from keel.model.weight_transfer.channel import Channel, Meeting
+from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.weight_loading.manifest import checkpoint_names
+from keel.trainer.cluster.nodes import start_ray
+from keel.trainer.learner import Learner
+from keel.trainer.main import engine_spec
 
 GB = 1e9
 DEADLINE_S = 300.0
@@ -103,7 +103,9 @@ class End:
 def wire(options: Mapping[str, Any], size: int, blocks: int) -> float:
     """GB/s of a bare channel between two processes."""
     host = ray.util.get_node_ip_address()
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host, 0, is_master=True, wait_for_workers=False
+    )
     remote: Any = ray.remote(End)
     ends = [remote.options(**options).remote((host, store.port), rank) for rank in range(2)]
     refs = [end.move.remote(size, blocks, send=rank == 0) for rank, end in enumerate(ends)]
@@ -198,7 +200,7 @@ def timed(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--bucket-mib", type=int, default=256)

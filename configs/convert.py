@@ -1,4 +1,4 @@
-"""Plain nested data into the frozen dataclasses of `configs.schema`, with strict types.
+"""Plain nested data into the frozen dataclasses of `keel.configs.schema`, with strict types.
 
 Every wrong key and every wrong type of a recipe is found before the first range is checked, so
 one run of `keel check` names all of them.
@@ -12,8 +12,8 @@ from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
-from configs.suggest import section_type, suggest
+from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
+from keel.configs.suggest import section_type, suggest
 
 T = TypeVar("T")
 

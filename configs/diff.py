@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-from configs.schema import Config, ConfigError, SourceConfig
+from keel.configs.schema import Config, ConfigError, SourceConfig
 
 RESUMABLE_KNOBS = frozenset(
     {

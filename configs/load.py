@@ -21,10 +21,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.convert import config_from
-from configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
-from configs.schema import Config, ConfigError
-from configs.suggest import section_type
+from keel.configs.convert import config_from
+from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
+from keel.configs.schema import Config, ConfigError
+from keel.configs.suggest import section_type
 
 __all__ = [
     "RESUMABLE_KNOBS",

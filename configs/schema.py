@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from configs.sections.algorithm import AlgorithmConfig
-from configs.sections.base import ConfigError, require
-from configs.sections.data import DataConfig, LengthConfig, SourceConfig
-from configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
-from configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
-from configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
-from configs.sections.run import EvalConfig, RunConfig
-from configs.sections.trainer import TrainerConfig
+from keel.configs.sections.algorithm import AlgorithmConfig
+from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
+from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
+from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
+from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
+from keel.configs.sections.run import EvalConfig, RunConfig
+from keel.configs.sections.trainer import TrainerConfig
 
 __all__ = [
     "CUT_S",

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import ConfigError, DataConfig, SourceConfig
-from data.items import Item, Loaded, digest
-from data.jsonl import load_jsonl
-from data.procedural import load_reasoning_gym
-from data.stream import PromptStream
-from rl.types import Prompt
+from keel.configs.schema import ConfigError, DataConfig, SourceConfig
+from keel.data.items import Item, Loaded, digest
+from keel.data.jsonl import load_jsonl
+from keel.data.procedural import load_reasoning_gym
+from keel.data.stream import PromptStream
+from keel.rl.types import Prompt
 
 CheckReward = Callable[[Mapping[str, Any]], None]
 """Raises ValueError for a reward spec that could not be judged."""

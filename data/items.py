@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from rl.types import Prompt
+from keel.rl.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from configs.paths import data_path
-from configs.schema import ConfigError, SourceConfig
-from data.items import Item, Loaded
-from rl.types import Prompt
+from keel.configs.paths import data_path
+from keel.configs.schema import ConfigError, SourceConfig
+from keel.data.items import Item, Loaded
+from keel.rl.types import Prompt
 
 MATCHES = {
     "math": ("tolerance",),

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
-from configs.schema import ConfigError, SourceConfig
-from data.items import Item, Loaded, digest
-from data.jsonable import to_jsonable
-from rl.types import Prompt
+from keel.configs.schema import ConfigError, SourceConfig
+from keel.data.items import Item, Loaded, digest
+from keel.data.jsonable import to_jsonable
+from keel.rl.types import Prompt
 
 REFUSED_TASKS = {
     "coin_flip": "its verifier gives full marks to a prefix of the right number: 0 for 0.1",

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.items import digest
-from rl.types import Prompt
+from keel.data.items import digest
+from keel.rl.types import Prompt
 
 STATE_FORMAT = 1
 

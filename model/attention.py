@@ -20,8 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from model.transfer import to_device
-from model.ulysses import heads_for_tokens, tokens_for_heads
+from keel.model.device import to_device
+from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME = "keel_packed"
 """Name of this attention in transformers' registry."""
@@ -47,7 +47,7 @@ class Segments:
     row_of_token: Tensor
     """[N] padded row of each packed token."""
     group: ProcessGroup | None = None
-    """Ranks that each hold an equal part of the row's tokens (`model.ulysses`)."""
+    """Ranks that each hold an equal part of the row's tokens (`keel.model.ulysses`)."""
 
     @staticmethod
     def of(

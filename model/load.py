@@ -20,9 +20,9 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.schema import ConfigError
-from model.fused import fuses_experts, fuses_norms
-from model.source import LINK, check_path, check_tokenizer_files, dangling, hub_options
+from keel.configs.schema import ConfigError
+from keel.model.layers.fused import fuses_experts, fuses_norms
+from keel.model.source import LINK, check_path, check_tokenizer_files, dangling, hub_options
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 Named = dict[str, Tensor]
@@ -65,7 +65,7 @@ class ModelFacts:
     full_attention: bool = True
     """See the function `full_attention`."""
     fused_norms: bool = True
-    """RMS norms are one kernel each on a GPU (model/fused.py)."""
+    """RMS norms are one kernel each on a GPU (model/layers/fused.py)."""
     fused_experts: bool = True
     """Experts are Keel's own on a GPU; without meaning for a dense model."""
 

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.support import HeadSpec, support_head
-from model.support_head import SupportHead, install_support_head
-from model.transfer import to_device
-from rl.packing import MicroBatch
-from rl.types import KeptSets
+from keel.model.device import to_device
+from keel.model.head.module import SupportHead, install_support_head
+from keel.model.head.support import HeadSpec, support_head
+from keel.rl.packing import MicroBatch
+from keel.rl.types import KeptSets
 
 __all__ = [
     "Head",
@@ -56,7 +56,7 @@ def support_logprobs(
     means the whole vocabulary. Returns [T] float32.
 
     The integer tensors may be on the CPU with `hidden` on a GPU; nothing then waits for the GPU.
-    Raises ValueError as `model.support.support_head`, which also gives the entropy.
+    Raises ValueError as `keel.model.head.support.support_head`, which also gives the entropy.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 

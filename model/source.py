@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from configs.schema import ConfigError
+from keel.configs.schema import ConfigError
 
 HUB_S = 5.0
 """Longest wait for the hub's first answer. transformers itself tries for half a minute."""
@@ -29,7 +29,7 @@ LINK = "a link to a file that is not there; copy what it points to, or get it ag
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """All weights; or which of them are in which file. Of such names transformers takes the weights,
 vLLM those that the index names or all `*.safetensors`, and an update's tensors are compared with
-them (rollout/manifest.py)."""
+them (rollout/weight_loading/manifest.py)."""
 OTHER_WEIGHTS = {
     "model-*-of-*.safetensors": f"without {INDEX}, which says what is in each; get that, too",
     "adapter_model.*": "an adapter and no model; merge it into its base model (peft's "

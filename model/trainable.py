@@ -13,12 +13,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from configs.schema import ConfigError
-from model.attention import Segments, UnsupportedAttention, use_packed_attention
-from model.load import ModelFacts, facts_of
-from model.routers import router_modules
-from model.source import hub_options
-from model.support_head import install_support_head
+from keel.configs.schema import ConfigError
+from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
+from keel.model.head.module import install_support_head
+from keel.model.load import ModelFacts, facts_of
+from keel.model.routing.routers import router_modules
+from keel.model.source import hub_options
 
 RENAMED = 0.01
 """Share of ids that two tokenizers of one family may call differently (reserved ids that an

@@ -6,18 +6,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from rewards.code import CodeSettings, check_outputs, check_reference
-from rewards.code_spec import read_task
-from rewards.compose import check_parts
-from rewards.custom import SpokenTrajectory, prompt_fields
-from rewards.failures import is_function
-from rewards.judge.specs import KINDS as JUDGED_KINDS
-from rewards.judge.specs import is_judged, judged_spec
-from rewards.pool import WorkerPool
-from rewards.rules import KINDS as RULE_KINDS
-from rewards.rules import judge_for
-from rewards.sandbox import open_sandbox
-from rl.types import Prompt
+from keel.rewards.code.code import CodeSettings, check_outputs, check_reference
+from keel.rewards.code.spec import read_task
+from keel.rewards.compose import check_parts
+from keel.rewards.custom import SpokenTrajectory, prompt_fields
+from keel.rewards.failures import is_function
+from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
+from keel.rewards.judge.specs import is_judged, judged_spec
+from keel.rewards.rules.rules import KINDS as RULE_KINDS
+from keel.rewards.rules.rules import judge_for
+from keel.rewards.sandbox.sandbox import open_sandbox
+from keel.rewards.workers.pool import WorkerPool
+from keel.rl.types import Prompt
 
 SAMPLE_S = 30.0
 """Longest wait for a user's function on the sample; it loads its libraries meanwhile."""

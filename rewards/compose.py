@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rewards.custom import load_function
-from rewards.failures import is_function
+from keel.rewards.custom import load_function
+from keel.rewards.failures import is_function
 
 LANGUAGE_PARTS = {
     "language": "both",

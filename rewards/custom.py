@@ -3,9 +3,9 @@
     def my_reward(prompt, trajectory):
         return 1.0 if trajectory.answer.endswith(".") else 0.0
 
-It gets an `rl.types.Prompt` and a `SpokenTrajectory`, and returns a number from 0 to 1. It runs in
-the worker processes, under the same deadline as the verifiers, and may print: to the run folder's
-`rewards/worker_*.log`.
+It gets an `keel.rl.types.Prompt` and a `SpokenTrajectory`, and returns a number from 0 to 1. It
+runs in the worker processes, under the same deadline as the verifiers, and may print: to the run
+folder's `rewards/worker_*.log`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rewards.failures import place, shown
-from rewards.text import final_text, raw_text, thinking_text
+from keel.rewards.failures import place, shown
+from keel.rewards.text import final_text, raw_text, thinking_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class SpokenTrajectory:
     """What a trajectory says, without its tokens: the worker processes need no arrays."""
 
     messages: Sequence[Mapping[str, Any]]
-    """As `rl.types.Trajectory.messages`."""
+    """As `keel.rl.types.Trajectory.messages`."""
     finish_reason: str
     """`stop`, or `length` where the answer was cut off, at whichever limit."""
     sampled_tokens: int
@@ -221,7 +221,7 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Judges `SpokenTrajectory.dumps()`. Spec: `name`, and `prompt` from `prompt_fields`."""
     # It brings numpy along, and the workers of a run without such rewards do without.
-    from rl.types import Prompt  # noqa: PLC0415
+    from keel.rl.types import Prompt  # noqa: PLC0415
 
     name = str(spec["name"])
     reward = load_function(name)

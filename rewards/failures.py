@@ -19,7 +19,7 @@ LEAST = 20
 MOST_SAID = 5
 """Errors of one function, or of one kind of verifier, that are said: each is of another place."""
 
-_OURS = str(Path(__file__).resolve().parent)
+_OURS = str(Path(__file__).absolute().parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _DUMPED = re.compile(r'File "(.+)", line (\d+) in (.+)')
 

@@ -37,7 +37,7 @@ KEPT_LEAD = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRule:
-    """One domain's rule; `configs.schema.LengthConfig` says what the fields mean."""
+    """One domain's rule; `keel.configs.schema.LengthConfig` says what the fields mean."""
 
     linear: float = 0.0
     overlong: float = 0.0

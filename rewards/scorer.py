@@ -12,20 +12,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rewards.compose import ERROR, LANGUAGE_PARTS, Score, check_parts, check_weights, compose
-from rewards.custom import SpokenTrajectory, prompt_fields
-from rewards.failures import Failures, is_function, to_standard_error
-from rewards.judge.results import Counts, Failed, Judged
-from rewards.judge.service import JudgeService
-from rewards.judge.specs import is_judged
-from rewards.length import LengthRule
-from rewards.pool import Verdict, WorkerPool
-from rewards.rules import keeps_format
-from rewards.text import final_text, raw_text
-from rl.advantages import group_advantages
-from rl.futures import failed, when_all
-from rl.metrics import Metric, Sum
-from rl.types import CUT_OFF, Group, Prompt, ScoredGroup, Trajectory
+from keel.rewards.compose import ERROR, LANGUAGE_PARTS, Score, check_parts, check_weights, compose
+from keel.rewards.custom import SpokenTrajectory, prompt_fields
+from keel.rewards.failures import Failures, is_function, to_standard_error
+from keel.rewards.judge.results import Counts, Failed, Judged
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import is_judged
+from keel.rewards.length import LengthRule
+from keel.rewards.rules.rules import keeps_format
+from keel.rewards.text import final_text, raw_text
+from keel.rewards.workers.pool import Verdict, WorkerPool
+from keel.rl.advantages import group_advantages
+from keel.rl.futures import failed, when_all
+from keel.rl.metrics import Metric, Sum
+from keel.rl.types import CUT_OFF, Group, Prompt, ScoredGroup, Trajectory
 
 Purpose = Literal["train", "eval"]
 LENGTH, LENGTH_COST = "length", "length_cost"
@@ -62,10 +62,10 @@ class Scorer:
     ) -> None:
         """weights: domain → reward part → weight; scale: of the advantages; workers: processes
         (0: none, and then no deadline either); deadline_s: longest look at one answer; code: how
-        programs are run, the fields of `configs.schema.CodeConfig`; lengths: domain → its rule;
-        judge: for rubrics and proofs, closed by whoever opened it; failure_share: of the answers to
-        a user's function, as `RewardsConfig`; log: folder for what the worker processes print
-        (standard error without one); say: for people, the first error of each kind.
+        programs are run, the fields of `keel.configs.schema.CodeConfig`; lengths: domain → its
+        rule; judge: for rubrics and proofs, closed by whoever opened it; failure_share: of the
+        answers to a user's function, as `RewardsConfig`; log: folder for what the worker processes
+        print (standard error without one); say: for people, the first error of each kind.
 
         Raises ValueError for a reward part that does not exist.
         """

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl.checks import require, require_rows
+from keel.rl.checks import require, require_rows
 
 Scale = Literal["none", "std"]
 

@@ -1,6 +1,7 @@
 """Between sampling and training: how far ahead to sample, and what is worth training on.
 
-No threads and no clocks: `trainer.feed` brings those. All back-pressure is in `GroupBuffer.room`.
+No threads and no clocks: `keel.trainer.feed` brings those. All back-pressure is in
+`GroupBuffer.room`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
-from rl.metrics import Metric, Sum
-from rl.passing import FAIL, passed
-from rl.types import Prompt, ScoredGroup
+from keel.rl.metrics import Metric, Sum
+from keel.rl.passing import FAIL, passed
+from keel.rl.types import Prompt, ScoredGroup
 
 Filter = Literal["none", "reward", "correct"]
 

@@ -1,8 +1,8 @@
 """Refusals shared by the loss and the mask: each names the argument, and the row if there is one.
 
 Shapes and dtypes are always checked. Values are checked on the CPU only: on a GPU every such check
-would stall the device once a micro-batch, and `rl.packing.MicroBatch` has checked the same facts on
-the host before the tensors went there.
+would stall the device once a micro-batch, and `keel.rl.packing.MicroBatch` has checked the same
+facts on the host before the tensors went there.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.metrics import Mean, Metric, Sum, mean_of
-from rl.passing import passed
-from rl.types import ScoredGroup
+from keel.rl.metrics import Mean, Metric, Sum, mean_of
+from keel.rl.passing import passed
+from keel.rl.types import ScoredGroup
 
 ERROR = "error"
 """Part of a reward that is not 0 where something that scores a completion failed."""
@@ -15,7 +15,8 @@ ERROR = "error"
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
     """Metrics of one held-out set, by any number of completions to each of its prompts.
 
-    pass@1    share of the completions asked for that are wholly right (`rl.passing`). One that came
+    pass@1    share of the completions asked for that are wholly right (`keel.rl.passing`). One that
+    came
               late, failed or could not be judged counts as wrong. An unbiased estimate with one
               completion to a prompt or many (Chen et al., 2021, k = 1).
     score     mean of `correct`, partial credit included, over the completions that have a score.

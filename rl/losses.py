@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl.checks import require, require_log_probs, require_rows, require_sequences
-from rl.kl import BOUND, bounded, k3, unbiased_k3
-from rl.metrics import Max, Mean, Metric, Sum
-from rl.offpolicy import off_policy_sequence_mask
+from keel.rl.checks import require, require_log_probs, require_rows, require_sequences
+from keel.rl.kl import BOUND, bounded, k3, unbiased_k3
+from keel.rl.metrics import Max, Mean, Metric, Sum
+from keel.rl.offpolicy import off_policy_sequence_mask
 
 KL = Literal["unbiased_k3", "k3"]
 ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -82,8 +82,8 @@ def grpo_loss(
 
         −1/B Σ_i w_i/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
 
-    with r = π_θ/π_old per token, M from `off_policy_sequence_mask` and KL from `rl.kl`. M drops the
-    first term alone: neither the KL nor a denominator knows of it.
+    with r = π_θ/π_old per token, M from `off_policy_sequence_mask` and KL from `keel.rl.kl`. M
+    drops the first term alone: neither the KL nor a denominator knows of it.
 
     Shapes (N sampled tokens of S sequences):
         logp, logp_old, advantage, logp_ref   [N] float32 or float64, natural-log probabilities
@@ -98,7 +98,7 @@ def grpo_loss(
 
     Eq. 5 is a mean over groups of the mean over each group's sequences. Where all groups have the
     same size, that is the mean over all sequences; where some have lost theirs, it is w_i = B / (n
-    G_i), with n groups in the step and G_i sequences left in that of i (`rl.packing.pack`).
+    G_i), with n groups in the step and G_i sequences left in that of i (`keel.rl.packing.pack`).
 
     Both denominators are global, so the shares (and gradients) of any split of a step into ranks,
     micro-batches and segments add up to those of the whole. With `mask_delta`, all tokens of a
@@ -117,7 +117,7 @@ def grpo_loss(
     per token, at least 0; with `mask_delta` alone); `clip/fraction` (tokens that the clip leaves
     without a gradient).
 
-    Raises `ValueError` naming the argument, and on the CPU the row (see `rl.checks`).
+    Raises `ValueError` naming the argument, and on the CPU the row (see `keel.rl.checks`).
     """
     _check_step(sequence_tokens, total_sequences, clip_low, clip_high, kl)
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)

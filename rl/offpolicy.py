@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl.checks import require, require_log_probs, require_sequences
+from keel.rl.checks import require, require_log_probs, require_sequences
 
 
 def off_policy_sequence_mask(
@@ -33,7 +33,7 @@ def off_policy_sequence_mask(
     An infinite gap (π_θ = 0 at a sampled token) drops a bad answer like any gap above δ. A NaN gap
     never does, so that it reaches the loss and is seen there.
 
-    Raises `ValueError` naming the argument, and on the CPU the row (see `rl.checks`).
+    Raises `ValueError` naming the argument, and on the CPU the row (see `keel.rl.checks`).
     """
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, num_sequences)

@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment, Trajectory
+from keel.rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Segments laid end to end: N tokens of S trajectories. Alignment as in `rl.types`.
+    """Segments laid end to end: N tokens of S trajectories. Alignment as in `keel.rl.types`.
 
-    Checks on the host what `rl.losses.grpo_loss` does not check on a GPU.
+    Checks on the host what `keel.rl.losses.grpo_loss` does not check on a GPU.
     """
 
     token_ids_N: NDArray[np.int32]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
-from rl.types import ScoredGroup, Trajectory
+from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
+from keel.rl.types import ScoredGroup, Trajectory
 
 
 def summarize(
@@ -67,7 +67,7 @@ def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Metrics of the optimizer steps on one batch, in their order, as those of the batch.
 
     `mismatch/*` is of the first: it compares the engine that sampled with the weights before any.
-    `loss` is a share of each step's (`rl.losses`), and comes as the same share of their mean.
+    `loss` is a share of each step's (`keel.rl.losses`), and comes as the same share of their mean.
     """
     parts: list[dict[str, Metric]] = []
     for index, metrics in enumerate(updates):

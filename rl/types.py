@@ -1,6 +1,7 @@
 """What passes between the stages, in the order it flows:
 
-Prompt → Group of Trajectories (of Segments) → ScoredGroup → TrainBatch (`rl.packing`) → StepResult
+Prompt → Group of Trajectories (of Segments) → ScoredGroup → TrainBatch (`keel.rl.packing`) →
+StepResult
 
 Every type is frozen and holds numpy arrays in host memory. A later stage wraps an earlier one
 and never fills holes in it. Only weights and their version travel back.
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.metrics import Metric
+from keel.rl.metrics import Metric
 
 FinishReason = Literal["stop", "length", "deadline"]
 """The policy ended it, or it was cut: at `rollout.sampling.max_tokens` or `rollout.deadline_s`."""

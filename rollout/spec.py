@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import Dtype, RolloutConfig
+from keel.configs.schema import Dtype, RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

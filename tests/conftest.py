@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-# Without one, the first test to start Ray leaves a token in the home folder (trainer/cluster.py).
+# Without one, the first test to start Ray leaves a token in the home folder
+# (trainer/cluster/nodes.py).
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 WANTS = {

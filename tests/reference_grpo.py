@@ -1,4 +1,5 @@
-"""The method of DeepSeek-V3.2 (2025), section 3.1, one token at a time: the oracle for `rl.losses`.
+"""The method of DeepSeek-V3.2 (2025), section 3.1, one token at a time: the oracle for
+`keel.rl.losses`.
 
 Written from the paper's equations with Python loops over scalars, sharing no code with `rl/`.
 Gradients come from autograd on those scalars. Exponentials are not bounded here, so it only serves

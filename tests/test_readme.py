@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
-from configs.load import load_config
-from model.embedded.tokenizer import build_tokenizer
+from keel.configs.load import load_config
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.trainer.cli import main
+from keel.trainer.main import closing_words
+from keel.trainer.prepare import prepare
+from keel.trainer.run.folder import RunFolder
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
-from trainer.cli import main
-from trainer.main import closing_words
-from trainer.prepare import prepare
-from trainer.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.sandbox import IsolationError, open_sandbox
+from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 
 ROOT = Path(__file__).parent.parent
 TESTS = """
@@ -49,7 +49,7 @@ def last_lines(folder: Path, *words: str) -> list[str]:
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> str:
     """The words of a machine that has none."""
     open_sandbox.cache_clear()
-    monkeypatch.setattr("rewards.sandbox.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("keel.rewards.sandbox.sandbox.shutil.which", lambda *_, **__: None)
     try:
         with pytest.raises(IsolationError) as error:
             open_sandbox("bubblewrap")

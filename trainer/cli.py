@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The build of torch beside it may be one for CUDA, which would promise GPUs to an engine
         # that has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
+    from keel.trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
 
     if arguments.command == "judge":
         return run("judge", arguments)
@@ -102,8 +102,8 @@ def recipe_error(arguments: argparse.Namespace) -> str:
     """What is wrong with the recipe in itself, or nothing."""
     if arguments.recipe is None:  # `keel judge` does without
         return ""
-    from configs.load import load_config  # noqa: PLC0415  OmegaConf: a tenth of a second
-    from configs.schema import ConfigError  # noqa: PLC0415
+    from keel.configs.load import load_config  # noqa: PLC0415  OmegaConf: a tenth of a second
+    from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     try:
         load_config(arguments.recipe, getattr(arguments, "override", ()))

@@ -1,6 +1,6 @@
 """Keeps the engines busy and hands the loop its batches.
 
-Groups flow through futures: a prompt is drawn as soon as `rl.buffer.GroupBuffer` has room, its
+Groups flow through futures: a prompt is drawn as soon as `keel.rl.buffer.GroupBuffer` has room, its
 group is scored as soon as it is sampled, and a batch is there as soon as the buffer has one. With
 `algorithm.max_lag: 0` the engines then wait for the step and its weights; with more they sample on
 while the trainer works.
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from configs.schema import Config
-from rl.buffer import Batch, GroupBuffer, Lag
-from rl.futures import then
-from rl.types import Group, Prompt, ScoredGroup
+from keel.configs.schema import Config
+from keel.rl.buffer import Batch, GroupBuffer, Lag
+from keel.rl.futures import then
+from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
 """Beyond `Config.group_deadline_s`, whose parts are watched over by what they are deadlines of."""

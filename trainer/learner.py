@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from configs.schema import Config
-from rl.futures import done
-from rl.metrics import merge
-from rl.packing import TrainBatch, pack, split_updates
-from rl.types import ScoredGroup, StepResult
-from trainer.worker import Outcome, Receiver, StepReport, TrainerWorker, Whereabouts
+from keel.configs.schema import Config
+from keel.model.weight_transfer.receiver import Outcome, Receiver
+from keel.rl.futures import done
+from keel.rl.metrics import merge
+from keel.rl.packing import TrainBatch, pack, split_updates
+from keel.rl.types import ScoredGroup, StepResult
+from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
 
 GRACE_S = 5.0
 """After one rank's failure: wait this long to learn whether another rank caused it."""
@@ -46,7 +47,7 @@ class Engine(Protocol):
 
 
 class Learner:
-    """All ranks of the trainer. `trainer.loop.Learner` is its Protocol."""
+    """All ranks of the trainer. `keel.trainer.loop.Learner` is its Protocol."""
 
     def __init__(
         self,
@@ -124,8 +125,9 @@ class Learner:
         return StepResult(version=self._version, metrics=metrics)
 
     def publish(self) -> Any:
-        """The current weights as `rollout.ray_engines.RayRolloutPool.update` takes them: `send`, or
-        references to `model.weights.Bucket`s in the object store (`rollout.weight_transfer`)."""
+        """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:
+        `send`, or references to `keel.model.weight_transfer.buckets.Bucket`s in the object store
+        (`rollout.weight_transfer`)."""
         self._make_room().result()
         return self.send if self._direct else self.store()
 

@@ -2,7 +2,7 @@
 
 Everything it drives is a Protocol, so it runs on Ray, vLLM and DeepSpeed (wired in
 `trainer/main.py`) or on fakes in a test, in milliseconds. How far sampling runs ahead of training
-(`algorithm.max_lag`) is `trainer.feed`'s business.
+(`algorithm.max_lag`) is `keel.trainer.feed`'s business.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from configs.schema import Config
-from rl.evaluation import evaluation
-from rl.futures import then
-from rl.metrics import Mean, Metric, Sum
-from rl.summary import summarize
-from rl.types import Group, Prompt, ScoredGroup, StepResult
-from trainer.feed import Feed
+from keel.configs.schema import Config
+from keel.rl.evaluation import evaluation
+from keel.rl.futures import then
+from keel.rl.metrics import Mean, Metric, Sum
+from keel.rl.summary import summarize
+from keel.rl.types import Group, Prompt, ScoredGroup, StepResult
+from keel.trainer.feed import Feed
 
 Purpose = Literal["train", "eval"]
 IDLE = ("rollout", "reward")
@@ -152,7 +152,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
 def evaluate(
     rollouts: Rollouts, rewards: Rewards, heldout: Mapping[str, Sequence[Prompt]]
 ) -> dict[str, Metric]:
-    """`eval/<set>/pass@1`, `score` and `unscored` of every held-out set (`rl.evaluation`)."""
+    """`eval/<set>/pass@1`, `score` and `unscored` of every held-out set (`keel.rl.evaluation`)."""
     score = partial(rewards.submit, purpose="eval")
     scored = {
         name: [then(rollouts.submit(prompt, "eval"), score) for prompt in prompts]

@@ -23,30 +23,29 @@ import torch
 from ray.exceptions import RayError
 from rich.console import Console
 
-from configs.load import load_config
-from configs.schema import Config, ConfigError, JudgeConfig
-from data.dataset import Dataset
-from model.embedded.cache import ensure_embedded
-from rewards.judge.service import JudgeService
-from rewards.judge_file import judge_answers, read_answers
-from rewards.scorer import Scorer
-from rl.types import Group, Prompt
-from rollout.judge_server import JudgeServer
-from rollout.pool import RolloutPool
-from rollout.ray_engines import ray_pool
-from rollout.spec import EngineSpec
-from trainer import loop
-from trainer.checkpoint import State, config_digest
-from trainer.cli import REFUSED
-from trainer.cluster import hardware_said, seating, start_ray
-from trainer.interrupt import Interrupt
-from trainer.journal import Journal
-from trainer.learner import Learner
-from trainer.placement import ENGINE, JUDGE, RANK
-from trainer.prepare import EMBEDDED, Task, length_rules, prepare
-from trainer.reservation import reserved
-from trainer.run_folder import RunFolder
-from trainer.view import View, open_view
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError, JudgeConfig
+from keel.data.dataset import Dataset
+from keel.model.embedded.cache import ensure_embedded
+from keel.rewards.judge.file import judge_answers, read_answers
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.scorer import Scorer
+from keel.rl.types import Group, Prompt
+from keel.rollout.judge.server import JudgeServer
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.spec import EngineSpec
+from keel.trainer import loop
+from keel.trainer.cluster.nodes import hardware_said, seating, start_ray
+from keel.trainer.cluster.reservation import reserved
+from keel.trainer.learner import Learner
+from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
+from keel.trainer.prepare import EMBEDDED, Task, length_rules, prepare
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.interrupt import Interrupt
+from keel.trainer.run.journal import Journal
+from keel.trainer.run.view import View, open_view
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -158,7 +157,7 @@ def run(command: str, *arguments: Any) -> int:
         COMMANDS[command](*arguments)
     except ConfigError as error:
         print(f"keel {command}: {error}", file=sys.stderr)
-        return REFUSED
+        return error.exit_status
     except KeyboardInterrupt:
         print(f"keel {command}: stopped at once; what was saved before is there", file=sys.stderr)
         return INTERRUPTED
@@ -321,7 +320,7 @@ def heldout_questions(dataset: Dataset) -> set[str]:
 
 
 def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> int:
-    """The loop of `trainer.loop` on the real parts; returns the last step done."""
+    """The loop of `keel.trainer.loop` on the real parts; returns the last step done."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
 
     def save(step: int, cursor: Mapping[str, Any]) -> None:

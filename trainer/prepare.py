@@ -11,26 +11,26 @@ from dataclasses import asdict, dataclass, field
 
 from transformers.utils.logging import disable_progress_bar
 
-from configs.load import load_config
-from configs.schema import Config, ConfigError
-from data.dataset import Dataset, load_dataset
-from model.embedded.build import model_config
-from model.embedded.tokenizer import build_tokenizer
-from model.load import ModelFacts, facts_of, load_model_config, load_tokenizer
-from model.source import missing_weights
-from model.trainable import check_ids, check_same_family, trainable_facts
-from rewards.checks import check_prompts, check_spec, try_functions
-from rewards.code import CodeSettings
-from rewards.compose import check_weights
-from rewards.judge.specs import is_judged
-from rewards.length import LengthRule
-from rl.types import Prompt
-from rollout.conversion import render_prompt
-from trainer.cluster import hardware_here
-from trainer.families import check_engine_dtype
-from trainer.placement import Hardware
-from trainer.plan import Plan, describe, plan_on
-from trainer.unusual import unusual
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError
+from keel.data.dataset import Dataset, load_dataset
+from keel.model.embedded.build import model_config
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import ModelFacts, facts_of, load_model_config, load_tokenizer
+from keel.model.source import missing_weights
+from keel.model.trainable import check_ids, check_same_family, trainable_facts
+from keel.rewards.checks import check_prompts, check_spec, try_functions
+from keel.rewards.code.code import CodeSettings
+from keel.rewards.compose import check_weights
+from keel.rewards.judge.specs import is_judged
+from keel.rewards.length import LengthRule
+from keel.rl.types import Prompt
+from keel.rollout.engine.conversion import render_prompt
+from keel.trainer.cluster.nodes import hardware_here
+from keel.trainer.planning.families import check_engine_dtype
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.plan import Plan, describe, plan_on
+from keel.trainer.planning.unusual import unusual
 
 EMBEDDED = "embedded"
 
@@ -75,7 +75,7 @@ def prepare(
 ) -> Task:
     """Read and check everything that needs no engine. Raises ConfigError.
 
-    `hardware`: on what the run is planned; `trainer.cluster` has the choices.
+    `hardware`: on what the run is planned; `keel.trainer.cluster.nodes` has the choices.
     """
     disable_progress_bar()  # transformers' own bars would cut through the view
     config = load_config(recipe, overrides)

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from configs.schema import Config
-from rl.metrics import Metric
-from rl.packing import TrainBatch
+from keel.configs.schema import Config
+from keel.model.weight_transfer.receiver import Outcome, Receiver
+from keel.rl.metrics import Metric
+from keel.rl.packing import TrainBatch
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from trainer.engine import TrainerEngine
-    from trainer.sender import Sender
+    from keel.model.weight_transfer.sender import Sender
+    from keel.trainer.engine.engine import TrainerEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +43,6 @@ class StepReport:
     metrics: dict[str, Metric]
 
 
-@dataclass(frozen=True, slots=True)
-class Receiver:
-    """An engine that weights are sent to: the actor of a `rollout.worker.RolloutWorker`."""
-
-    index: int
-    actor: Any
-
-
-Outcome = int | Exception
-"""The version that an engine samples from now, or why it does not."""
-
-
 class TrainerWorker:
     """One rank, alone in its process. Holds no GPU library until `start`."""
 
@@ -73,8 +62,8 @@ class TrainerWorker:
     def prepare(self) -> None:
         """Import what `start` needs, which takes a while and no memory of a GPU: the rank can do it
         while the engine that it shares a GPU with still starts."""
-        import trainer.engine  # noqa: PLC0415  (loads DeepSpeed)
-        import trainer.sender  # noqa: F401, PLC0415
+        import keel.model.weight_transfer.sender  # noqa: PLC0415
+        import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
 
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")
@@ -104,8 +93,8 @@ class TrainerWorker:
         if not torch.cuda.is_available():
             torch.set_num_threads(config.trainer.threads)
 
-        from trainer.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
-        from trainer.sender import Sender  # noqa: PLC0415
+        from keel.model.weight_transfer.sender import Sender  # noqa: PLC0415
+        from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
 
         if self._store is None:
             self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]

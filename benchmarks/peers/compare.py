@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.common.revision import commit
 from benchmarks.peers.memory import (
     EVERY_S,
     SLOW_EVERY_S,
@@ -42,7 +43,6 @@ from benchmarks.peers.memory import (
 )
 from benchmarks.peers.report import ArmRun, Status, report
 from benchmarks.peers.workload import Workload
-from benchmarks.revision import commit
 
 ROOT = Path(__file__).parents[2]
 ORDER = "trl,keel,keel-async,trl-lean,keel,trl"

@@ -177,7 +177,7 @@ def run(
         if (v := version(name))
     }
     file.save()
-    command = [sys.executable, "-m", "trainer.cli", "train", str(path), *overrides]
+    command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *overrides]
     with subprocess.Popen(command) as process:
         try:
             while len(file.steps) < steps and process.poll() is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from configs.sections.base import require
+from keel.configs.sections.base import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from configs.sections.base import ConfigError, require
+from keel.configs.sections.base import ConfigError, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

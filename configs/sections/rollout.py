@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.sections.base import require
+from keel.configs.sections.base import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class RolloutConfig:
 
     def packs(self, *, full_attention: bool) -> bool:
         """Whether an engine on GPUs has the packed recorder. `full_attention`: see
-        `model.load.full_attention`."""
+        `keel.model.load.full_attention`."""
         if self.recorder == "auto":
             return full_attention and self.tensor_parallel == 1
         return self.recorder == "packed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.sections.base import require
+from keel.configs.sections.base import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from configs.schema import EmbeddedConfig
-from model.embedded.tokenizer import vocab_rows
+from keel.configs.schema import EmbeddedConfig
+from keel.model.embedded.tokenizer import vocab_rows
 
 
 def model_config(config: EmbeddedConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.schema import EmbeddedConfig, SourceConfig
-from model.embedded.build import build_model
-from model.embedded.cold_start import Progress, make_examples, train
-from model.embedded.on_gpu import run_on_gpu
-from model.embedded.tokenizer import build_tokenizer
+from keel.configs.schema import EmbeddedConfig, SourceConfig
+from keel.model.embedded.build import build_model
+from keel.model.embedded.cold_start import Progress, make_examples, train
+from keel.model.embedded.on_gpu import run_on_gpu
+from keel.model.embedded.tokenizer import build_tokenizer
 
 CODE_VERSION = 1
 """Raise it whenever the tokenizer, the model, the solutions or the training change."""

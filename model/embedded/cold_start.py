@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from configs.schema import ColdStartConfig, ConfigError, SourceConfig
-from model.embedded.solutions import solution
-from model.embedded.tokenizer import TURN_END
+from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
+from keel.model.embedded.solutions import solution
+from keel.model.embedded.tokenizer import TURN_END
 
 DATA_SEED = 1 << 40
 """Added to the seed of the questions, far from any seed that a recipe gives its prompts."""
@@ -98,7 +98,8 @@ def train(
     """Train `model` in place with AdamW on `config.steps` batches; returns the last loss.
 
     Only the solution's tokens are learned, never the question's. On a CPU the same arguments give
-    the same weights on one kind of machine, bit for bit; on a GPU, see `model.embedded.on_gpu`.
+    the same weights on one kind of machine, bit for bit; on a GPU, see
+    `keel.model.embedded.on_gpu`.
 
     Raises:
         TimeoutError: after `config.max_seconds`. A model cut short would not be the one that the

@@ -15,7 +15,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils.logging import disable_progress_bar
 
-from model.embedded.cold_start import Progress
+from keel.configs.schema import ConfigError
+from keel.model.embedded.cold_start import Progress
 
 START_S = 180.0
 """Longest wait, on top of the training's own limit, for imports, questions, CUDA and the disk."""
@@ -75,7 +76,7 @@ def run_on_gpu(
 
 def plain(error: Exception) -> Exception:
     """The error in a form that surely survives the pipe: ours as they are, others in words."""
-    if type(error) in (TimeoutError, ValueError) or type(error).__module__.startswith("configs"):
+    if type(error) in (TimeoutError, ValueError, ConfigError):
         return error
     return RuntimeError(f"model.embedded.cold_start on a GPU: {type(error).__name__}: {error}")
 

@@ -12,12 +12,12 @@ from typing import Any, TypeVar, cast
 import openai
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
-from rewards.judge.cache import Cache
-from rewards.judge.prompts import Question
-from rewards.judge.replies import BadReply
-from rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Unjudged
-from rewards.judge.server import Server
-from rewards.judge.untrusted import new_fence
+from keel.rewards.judge.cache import Cache
+from keel.rewards.judge.prompts import Question
+from keel.rewards.judge.replies import BadReply
+from keel.rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Unjudged
+from keel.rewards.judge.server import Server
+from keel.rewards.judge.untrusted import new_fence
 
 CONNECT_S = 10.0
 """Longest wait for a connection: a host that is not there is found out before the deadline."""

@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from rewards.failures import Recent
-from rewards.judge.prompts import (
+from keel.rewards.failures import Recent
+from keel.rewards.judge.prompts import (
     MetaCheck,
     Verification,
     meta_question,
     rubric_question,
     verify_question,
 )
-from rewards.judge.proof import Checked, Proof, ProofSpec, read_proof
-from rewards.judge.results import (
+from keel.rewards.judge.proof import Checked, Proof, ProofSpec, read_proof
+from keel.rewards.judge.results import (
     Counts,
     Failed,
     FailureKind,
@@ -25,12 +25,12 @@ from rewards.judge.results import (
     JudgeSettings,
     Unjudged,
 )
-from rewards.judge.rubric import Rubric, Sample
-from rewards.judge.server import Server
-from rewards.judge.specs import judged_spec
-from rewards.judge.untrusted import size, tail
-from rewards.text import outside_think
-from rl.types import Prompt
+from keel.rewards.judge.rubric import Rubric, Sample
+from keel.rewards.judge.server import Server
+from keel.rewards.judge.specs import judged_spec
+from keel.rewards.judge.untrusted import size, tail
+from keel.rewards.text import outside_think
+from keel.rl.types import Prompt
 
 T = TypeVar("T")
 
@@ -41,13 +41,13 @@ class Judge:
     def __init__(
         self, settings: JudgeSettings, *, server: Server | None = None, backoff_s: float = 0.5
     ) -> None:
-        """settings: `configs.schema.JudgeConfig`; server: of the run's own, in place of a
+        """settings: `keel.configs.schema.JudgeConfig`; server: of the run's own, in place of a
         `base_url`; backoff_s: the first pause between attempts.
 
         Raises ValueError naming the knob if there is no endpoint, no key, or no usable cache.
         """
         # Few runs have a judge, and its client takes more than a second to load.
-        from rewards.judge.client import Endpoint  # noqa: PLC0415
+        from keel.rewards.judge.client import Endpoint  # noqa: PLC0415
 
         self._settings = settings
         self._where = (

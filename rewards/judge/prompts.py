@@ -2,8 +2,9 @@
 
 The layout keeps trusted text and a policy's text apart. The system message has the instructions,
 the task and the criteria. The answer is alone in the user's message: one line of JSON
-(`rewards.judge.untrusted`) between two lines with a random word that is new in each call. The part
-of the system message that siblings share comes first, so that a prefix cache serves a whole group.
+(`keel.rewards.judge.untrusted`) between two lines with a random word that is new in each call. The
+part of the system message that siblings share comes first, so that a prefix cache serves a whole
+group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from rewards.judge.replies import (
+from keel.rewards.judge.replies import (
     TEXT,
     BadReply,
     chosen,
@@ -24,7 +25,7 @@ from rewards.judge.replies import (
     read_object,
     text_of,
 )
-from rewards.judge.untrusted import as_json, fenced
+from keel.rewards.judge.untrusted import as_json, fenced
 
 TEMPLATE_VERSION = 1
 """Raised with every change of a template: cached replies to the old one are then not found."""

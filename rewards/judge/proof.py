@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.judge.prompts import SCORES, MetaCheck, Verification
-from rewards.judge.results import Judged, Verdict
-from rewards.judge.rubric import check_keys, optional_text
-from rewards.text import BOXED, marked_answer
+from keel.rewards.judge.prompts import SCORES, MetaCheck, Verification
+from keel.rewards.judge.results import Judged, Verdict
+from keel.rewards.judge.rubric import check_keys, optional_text
+from keel.rewards.text import BOXED, marked_answer
 
 ALPHA = 0.76
 INSTRUCTIONS = r"""Write your final response in two sections with exactly these titles:

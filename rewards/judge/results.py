@@ -78,7 +78,8 @@ class Counts:
 
 
 class JudgeSettings(Protocol):
-    """What a judge needs to know. `configs.schema.JudgeConfig` is one, and says what they mean."""
+    """What a judge needs to know. `keel.configs.schema.JudgeConfig` is one, and says what they
+    mean."""
 
     @property
     def base_url(self) -> str: ...

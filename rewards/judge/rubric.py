@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from rewards.judge.prompts import Question, rubric_question
-from rewards.judge.results import Judged, Verdict
+from keel.rewards.judge.prompts import Question, rubric_question
+from keel.rewards.judge.results import Judged, Verdict
 
 MAX_CRITERIA = 32
 SUM_TOLERANCE = 1e-3

@@ -7,11 +7,11 @@ import threading
 from concurrent.futures import Future
 from types import TracebackType
 
-from rewards.judge.judge import Judge
-from rewards.judge.results import Counts, Failed, Judged, JudgeSettings
-from rewards.judge.server import Server
-from rewards.text import final_text, thinking_text
-from rl.types import Prompt, Trajectory
+from keel.rewards.judge.judge import Judge
+from keel.rewards.judge.results import Counts, Failed, Judged, JudgeSettings
+from keel.rewards.judge.server import Server
+from keel.rewards.text import final_text, thinking_text
+from keel.rl.types import Prompt, Trajectory
 
 CLOSE_S = 10.0
 """Longest wait for the thread to end."""

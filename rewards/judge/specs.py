@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rewards.judge.proof import ProofSpec, proof_from
-from rewards.judge.rubric import Rubric, rubric_from
+from keel.rewards.judge.proof import ProofSpec, proof_from
+from keel.rewards.judge.rubric import Rubric, rubric_from
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Rubric | ProofSpec]] = {
     "rubric": rubric_from,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures
-from benchmarks.figures import JOBS, Figures, Job
+from benchmarks import run_all as figures
+from benchmarks.run_all import JOBS, Figures, Job
 
 ROOT = Path(__file__).parents[2]
 

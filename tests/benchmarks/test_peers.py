@@ -16,10 +16,10 @@ from benchmarks.peers.compare import earlier
 from benchmarks.peers.report import ArmRun, report, summarize, verdict
 from benchmarks.peers.shape import MARKS, write
 from benchmarks.peers.workload import QWEN3_06B, SMALL, Workload
-from configs.load import load_config
-from model.load import load_tokenizer
-from rl.types import Prompt
-from rollout.conversion import render_prompt
+from keel.configs.load import load_config
+from keel.model.load import load_tokenizer
+from keel.rl.types import Prompt
+from keel.rollout.engine.conversion import render_prompt
 
 
 @pytest.fixture(scope="module")

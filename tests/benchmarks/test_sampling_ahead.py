@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks.sampling_ahead import AsReady, longest_of, simulate
-from rl.buffer import GroupBuffer
+from benchmarks.stability.sampling_ahead import AsReady, longest_of, simulate
+from keel.rl.buffer import GroupBuffer
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])

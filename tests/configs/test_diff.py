@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
-from configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
+from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 
 
 def config(**source: object) -> Config:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import ConfigError, JudgeConfig, JudgeServerConfig
+from keel.configs.schema import ConfigError, JudgeConfig, JudgeServerConfig
 
 URL = "http://localhost:8000/v1"
 SERVED = JudgeConfig(model="m", serve=True, server=JudgeServerConfig(tensor_parallel=2))

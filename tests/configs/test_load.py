@@ -11,8 +11,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from configs.load import dump_config, load_config
-from configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.load import dump_config, load_config
+from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 
 RECIPE = """\
 run: {steps: 7}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import dump_config, load_config
-from configs.schema import ConfigError
+from keel.configs.load import dump_config, load_config
+from keel.configs.schema import ConfigError
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"))
 shipped = cache(load_config)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from configs.schema import (
+from keel.configs.schema import (
     AlgorithmConfig,
     Config,
     ConfigError,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from configs.schema import ConfigError, DataConfig, SourceConfig
-from data.dataset import Dataset, load_dataset
-from data.procedural import load_reasoning_gym
-from rl.types import Prompt
+from keel.configs.schema import ConfigError, DataConfig, SourceConfig
+from keel.data.dataset import Dataset, load_dataset
+from keel.data.procedural import load_reasoning_gym
+from keel.rl.types import Prompt
 
 
 def gym(name: str = "sums", task: str = "chain_sum", size: int = 40, **knobs: Any) -> SourceConfig:

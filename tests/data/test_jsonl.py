@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from configs.schema import ConfigError, SourceConfig
-from data.jsonl import MATCHES, load_jsonl
-from rewards import rules
-from rewards.checks import check_spec
+from keel.configs.schema import ConfigError, SourceConfig
+from keel.data.jsonl import MATCHES, load_jsonl
+from keel.rewards.checks import check_spec
+from keel.rewards.rules import rules
 
 GOOD = '{"prompt": "2+2?", "answer": "4"}'
 
@@ -196,7 +196,7 @@ def test_what_comes_with_keel_is_found_from_anywhere(
     with pytest.raises(ConfigError, match=r"'configs/mixed/cod.jsonl': no such file"):
         load_jsonl(source(Path("configs/mixed/cod.jsonl")))
     with pytest.raises(ConfigError, match="no such file"):
-        load_jsonl(source(Path("rewards/maths.py")))
+        load_jsonl(source(Path("rewards/rules/maths.py")))
     ours.parent.mkdir(parents=True)
     ours.write_text(GOOD)  # one's own comes first
     assert len(load_jsonl(source(ours)).items) == 1

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.stream import PromptStream
-from rl.types import Prompt
+from keel.data.stream import PromptStream
+from keel.rl.types import Prompt
 
 WEIGHTS = {"a": 3.0, "b": 1.0, "unused": 0.0}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl.metrics import Metric
+from keel.rl.metrics import Metric
 from tests.e2e.trainer_batches import LAYERS, TOP_K, VOCABULARY, Rollouts, write_tokenizer
 from tests.e2e.trainer_scenarios import TIGHT, Ranks, Result, Scenario, make_config, run_rank
 

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.cli import main
+from keel.trainer.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
-KEEL = [sys.executable, "-m", "trainer.cli"]
+KEEL = [sys.executable, "-m", "keel.trainer.cli"]
 DEADLINE_S = 300
 pytestmark = pytest.mark.e2e
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from model import attention
-from model.attention import Segments, use_packed_attention
-from trainer import compiled
+from keel.model import attention
+from keel.model.attention import Segments, use_packed_attention
+from keel.trainer.engine import compile as compiled
 
 pytestmark = pytest.mark.e2e
 

@@ -1,5 +1,5 @@
-"""vLLM's layerwise reload watched by `rollout.copy_recorder`, on small modules with loaders like
-vLLM's. The tests load vLLM, not this module."""
+"""vLLM's layerwise reload watched by `keel.rollout.weight_loading.trace`, on small modules with
+loaders like vLLM's. The tests load vLLM, not this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.weights import pack_buckets
+from keel.model.weight_transfer.buckets import pack_buckets
 
 pytestmark = pytest.mark.e2e
 H, E, INNER, RANK, RANKS, WORDS = 16, 4, 8, 1, 2, 11
@@ -131,7 +131,7 @@ class Worker:
             record_metadata_for_reloading,
         )
 
-        from rollout.weights import WeightsExtension  # noqa: PLC0415
+        from keel.rollout.weight_loading.extension import WeightsExtension  # noqa: PLC0415
 
         self.model = Toy(*extra)
         record_metadata_for_reloading(self.model)

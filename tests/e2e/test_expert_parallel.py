@@ -14,7 +14,8 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from rl.metrics import values
+from keel.rl.metrics import values
+from keel.trainer.planning.families import EXPERT_PARALLEL
 from tests.e2e.expert_scenarios import (
     FAMILIES,
     SAVED_AFTER,
@@ -24,7 +25,6 @@ from tests.e2e.expert_scenarios import (
     write_family,
 )
 from tests.e2e.trainer_scenarios import free_port, results_of, same, wait_for
-from trainer.families import EXPERT_PARALLEL
 
 pytestmark = pytest.mark.e2e
 SPREAD = {**SCENARIOS[2], **SCENARIOS[4]}
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         # Seven processes: one imports the libraries, the others are its copies.
         get_context("forkserver").set_forkserver_preload(
-            ["trainer.engine", run_expert_rank.__module__]
+            ["keel.trainer.engine.engine", run_expert_rank.__module__]
         )
         running = [
             mp.start_processes(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from configs.schema import Dtype
+from keel.configs.schema import Dtype
 from tests.recorders.remote_engine import OPEN, engine_spec, prompts, running_engine
 from tests.recorders.tiny_model import make_model
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from keel.trainer.cli import main
 from tests.rewards.judge_server import good, running
-from trainer.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
 
 
 def keel(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer.cli", "judge", *map(str, arguments)]
+    command = [sys.executable, "-m", "keel.trainer.cli", "judge", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import ray
 
-from configs.schema import ColdStartConfig, EmbeddedConfig, JudgeConfig, JudgeServerConfig
-from model.embedded.cache import ensure_embedded
-from model.embedded.tokenizer import build_tokenizer
-from rewards.judge.service import JudgeService
-from rewards.scorer import Scorer
-from rl.types import Prompt
-from rollout.judge_process import JudgeProcess
-from rollout.judge_server import JudgeServer
+from keel.configs.schema import ColdStartConfig, EmbeddedConfig, JudgeConfig, JudgeServerConfig
+from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.scorer import Scorer
+from keel.rl.types import Prompt
+from keel.rollout.judge.process import JudgeProcess
+from keel.rollout.judge.server import JudgeServer
 from tests.rewards.groups import group
 
 pytestmark = pytest.mark.e2e
@@ -63,7 +63,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    # Memory is the test's to plan, as in `trainer.main.start_ray`.
+    # Memory is the test's to plan, as in `keel.trainer.main.start_ray`.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield

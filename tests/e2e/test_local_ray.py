@@ -18,7 +18,7 @@ STRANGER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False);
 KNOCK = f"""
 import os, subprocess, sys
 import psutil, ray
-from trainer.cluster import start_ray
+from keel.trainer.cluster.nodes import start_ray
 start_ray()
 print("token", os.environ["RAY_AUTH_TOKEN"])
 address = ray.get_runtime_context().gcs_address
@@ -40,7 +40,7 @@ print("shown", any(token in word for words in seen for word in words or ()))
 """
 ACTOR = """
 import ray, sys
-from trainer.cluster import start_ray
+from keel.trainer.cluster.nodes import start_ray
 start_ray()
 class Worker:
     def where(self): return sys.executable

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from rewards.sandbox import IsolationError, open_sandbox
+from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.trainer.cli import main
 from tests.rewards.judge_server import good, running
-from trainer.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
@@ -40,7 +40,7 @@ def test_four_domains_train_together(tmp_path: Path) -> None:
     with running(good) as server:
         command = words("train", tmp_path, f"rewards.judge.base_url={server.url}")
         done = subprocess.run(
-            [sys.executable, "-m", "trainer.cli", *command],
+            [sys.executable, "-m", "keel.trainer.cli", *command],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -1,8 +1,9 @@
-"""The wheel stands on its own: built, installed cleanly, used outside the checkout."""
+"""Keel stands on its own: built, installed cleanly or editable, used outside the checkout."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -32,22 +33,33 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("dist")
-    source = tmp_path_factory.mktemp("source") / "keel"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout without what git ignores."""
+    source = tmp_path_factory.mktemp("source") / "checkout"
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in listed.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, cwd=source)
     return next(out.glob("*.whl"))
 
 
-@pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel; its dependencies are lent by this one's site-packages
-    (a plain path entry, which does not run this environment's own editable install)."""
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def python(
+    request: pytest.FixtureRequest,
+    source: Path,
+    wheel: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A new environment with Keel; its dependencies are lent by this one's site-packages (a plain
+    path entry, which does not run this environment's own editable install)."""
     home = tmp_path_factory.mktemp("clean")
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
@@ -55,38 +67,59 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=home).strip()
     )
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=home)
+    what = (wheel,) if request.param == "wheel" else ("--no-build-isolation", "--editable", source)
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", *what, cwd=home)
     return python
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's own project, whose folders are called as ours are."""
+    for name in ("configs", "data", "model", "rewards", "rl", "rollout", "trainer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("mine = True\n")
+    (tmp_path / "rewards" / "mine.py").write_text(
+        "import data, model\n"
+        "from keel.rl.types import Prompt\n\n\n"
+        "def short(prompt: Prompt, trajectory) -> float:\n"
+        "    return float(data.mine and model.mine and len(trajectory.answer) < 9)\n"
+    )
+    return tmp_path
 
 
 def test_the_wheel_holds_the_recipes_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "configs/quickstart.yaml" in names
-    data = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/*/*.jsonl")]
+    assert "keel/configs/quickstart.yaml" in names
+    data = [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*/*.jsonl")]
     assert data and set(data) <= set(names)
-    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"keel", "keel_rl"}
 
 
-def test_every_module_imports_outside_the_checkout(python: Path, tmp_path: Path) -> None:
+def test_every_module_imports_beside_folders_of_the_same_names(
+    python: Path, project: Path, source: Path
+) -> None:
     code = (
-        "import importlib, pkgutil\n"
-        "for name in ('configs', 'rl', 'data', 'rewards', 'model', 'rollout', 'trainer'):\n"
-        "    package = importlib.import_module(name)\n"
-        "    assert 'site-packages' in package.__file__, package.__file__\n"
-        "    for module in pkgutil.walk_packages(package.__path__, name + '.'):\n"
-        "        importlib.import_module(module.name)\n"
-        "print('imported')"
+        "import importlib, pkgutil, sys\n"
+        "import keel\n"
+        "for module in pkgutil.walk_packages(keel.__path__, 'keel.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "ours = [m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'keel']\n"
+        f"places = ('site-packages/keel', {str(source)!r})\n"
+        "assert all(any(place in path for place in places) for path in ours), ours\n"
+        "import data, rewards.mine, rl, trainer\n"
+        "print(len(ours) > 150, data.mine, rl.mine, trainer.mine)"
     )
-    assert "imported" in run(python, "-c", code, cwd=tmp_path)
+    assert run(python, "-c", code, cwd=project).split()[-4:] == ["True"] * 4
 
 
-def test_the_command_answers_and_checks_a_recipe(python: Path, tmp_path: Path) -> None:
+def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) -> None:
     keel = python.parent / "keel"
     began = time.monotonic()
-    assert "train" in run(keel, "--help", cwd=tmp_path)
+    assert "train" in run(keel, "--help", cwd=project)
     assert time.monotonic() - began < 10
-    assert run(keel, "--version", cwd=tmp_path).startswith("keel ")
-    assert "sequences a step" in run(keel, "check", "quickstart", cwd=tmp_path)
+    assert run(keel, "--version", cwd=project).startswith("keel ")
+    own = "data.sources.0.rewards={rewards.mine.short: 1.0}"
+    assert "sequences a step" in run(keel, "check", "quickstart", own, cwd=project)
 
 
 def test_the_data_of_a_shipped_recipe_is_found_from_anywhere(python: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from configs.schema import (
+from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
@@ -22,10 +22,10 @@ from configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from trainer.cli import main
-from trainer.cluster import cluster_nodes, hardware_here, hardware_said, seating
-from trainer.placement import ENGINE, RANK
-from trainer.reservation import Reservation, reserved
+from keel.trainer.cli import main
+from keel.trainer.cluster.nodes import cluster_nodes, hardware_here, hardware_said, seating
+from keel.trainer.cluster.reservation import Reservation, reserved
+from keel.trainer.planning.placement import ENGINE, RANK
 
 pytestmark = pytest.mark.e2e
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -187,7 +187,7 @@ def test_an_engine_and_a_rank_share_a_single_gpu(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single = replace(cluster_nodes()[1], gpus=1, free_gpus=1)
-    monkeypatch.setattr("trainer.reservation.cluster_nodes", lambda: [single])
+    monkeypatch.setattr("keel.trainer.cluster.reservation.cluster_nodes", lambda: [single])
     with reserved(config(), deadline_s=30) as reservation:
         options = [reservation.options(kind, 0) for kind in (ENGINE, RANK)]
         assert report(options) == [(single.id, (0,))] * 2

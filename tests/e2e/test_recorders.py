@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import SamplingConfig
+from keel.configs.schema import SamplingConfig
 from tests.recorders.contract import RecorderContract
 from tests.recorders.reference import Reference, Tolerance, check_groups
 from tests.recorders.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine

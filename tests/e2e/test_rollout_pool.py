@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import ray
 
-from configs.schema import SamplingConfig
-from model.weights import pack_buckets
-from rollout.ray_engines import RayRolloutPool, ray_pool
+from keel.configs.schema import SamplingConfig
+from keel.model.weight_transfer.buckets import pack_buckets
+from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from tests.recorders.remote_engine import TRUNCATED, engine_spec, prompts
 from tests.recorders.tiny_model import checkpoint_tensors, make_model
 

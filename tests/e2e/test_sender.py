@@ -15,12 +15,19 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
-from configs.schema import RolloutConfig, SamplingConfig
-from model.channel import Channel, Meeting
-from model.weights import Block, Bucket, Checksum, Sent, pack_blocks, unpack_block
-from rollout.engine import Engine
-from trainer.sender import Sender
-from trainer.worker import Receiver
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.model.weight_transfer.buckets import (
+    Block,
+    Bucket,
+    Checksum,
+    Sent,
+    pack_blocks,
+    unpack_block,
+)
+from keel.model.weight_transfer.channel import Channel, Meeting
+from keel.model.weight_transfer.sender import Sender
+from keel.rollout.engine.thread import Engine
+from keel.trainer.worker import Receiver
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
@@ -31,8 +38,8 @@ BLOCK = 40_000
 
 
 class Sampler:
-    """Takes weights as `rollout.sampler.Sampler` does. `trouble` says what goes wrong at the second
-    bucket that it gets."""
+    """Takes weights as `keel.rollout.engine.vllm_engine.Sampler` does. `trouble` says what goes
+    wrong at the second bucket that it gets."""
 
     busy, open = False, True
 

@@ -14,12 +14,12 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from configs.schema import Config
-from model.weights import unpack_bucket
-from rl.metrics import values
+from keel.configs.schema import Config
+from keel.model.weight_transfer.buckets import unpack_bucket
+from keel.rl.metrics import values
+from keel.trainer.learner import Learner
 from tests.e2e.trainer_batches import Rollouts, write_model
 from tests.e2e.trainer_scenarios import TIGHT, make_config
-from trainer.learner import Learner
 
 pytestmark = pytest.mark.e2e
 

@@ -10,8 +10,8 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from rl.metrics import values
-from rl.packing import pack
+from keel.rl.metrics import values
+from keel.rl.packing import pack
 from tests.e2e.trainer_batches import Rollouts, write_dense, write_model
 from tests.e2e.trainer_scenarios import (
     ROOMY,

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.channel import Channel
-from model.weights import Sent
-from rl.types import NO_ROUTE
+from keel.model.weight_transfer.buckets import Sent
+from keel.model.weight_transfer.channel import Channel
+from keel.rl.types import NO_ROUTE
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
 
 
 def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
-    from rollout.weights import WeightsExtension  # noqa: PLC0415
+    from keel.rollout.weight_loading.extension import WeightsExtension  # noqa: PLC0415
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     extension: Any = WeightsExtension()
@@ -42,7 +42,7 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
 
 
 def test_a_slot_that_was_never_filed_has_no_route() -> None:
-    from rollout.routes import SlotRoutes  # noqa: PLC0415
+    from keel.rollout.fastpath.routed_experts import SlotRoutes  # noqa: PLC0415
 
     captured = torch.zeros((4, 3, 2), dtype=torch.int32)
     routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
@@ -55,7 +55,7 @@ def test_a_cache_is_no_larger_than_its_answers() -> None:
     from vllm.v1.engine import core  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
 
-    from rollout import cache  # noqa: PLC0415
+    from keel.rollout.engine import kv_cache as cache  # noqa: PLC0415
 
     shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=32)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rl.types import Group, KeptSets, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.types import Group, KeptSets, Prompt, ScoredGroup, Segment, Trajectory
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 4, 2
 DENSE_LAYER = 1

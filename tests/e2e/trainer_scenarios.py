@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import ProcessContext
 
-from configs.schema import (
+from keel.configs.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -28,14 +28,14 @@ from configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from model.weights import unpack_bucket
-from rl.metrics import Metric, merge
-from rl.packing import TrainBatch, pack
-from rl.types import ScoredGroup
+from keel.model.weight_transfer.buckets import unpack_bucket
+from keel.rl.metrics import Metric, merge
+from keel.rl.packing import TrainBatch, pack
+from keel.rl.types import ScoredGroup
 from tests.e2e.trainer_batches import Rollouts
 
 if TYPE_CHECKING:
-    from trainer.engine import TrainerEngine
+    from keel.trainer.engine.engine import TrainerEngine
 
 STAGES = (0, 1, 2, 3)
 STEPS = 3
@@ -98,8 +98,8 @@ class Ranks:
         self._store = store
 
     def engine(self, config: Config, model: str = "untied") -> TrainerEngine:
-        from trainer import compiled  # noqa: PLC0415  (loads transformers)
-        from trainer.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import compile as compiled  # noqa: PLC0415  (loads transformers)
+        from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
 
         if not torch.cuda.is_available():
             # The same graphs and gradients, without minutes of C++ to compile.
@@ -232,8 +232,8 @@ def in_bfloat16(stage: int) -> Scenario:
     DeepSpeed ("theirs"), and parked after each step, as a whole or the gradients alone."""
 
     def run(ranks: Ranks) -> Result:
-        from trainer import engine as module  # noqa: PLC0415  (loads DeepSpeed)
-        from trainer import zero  # noqa: PLC0415
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import zero  # noqa: PLC0415
 
         on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
         ours = zero.sum_in_one_pass

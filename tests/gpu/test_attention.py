@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.attention import Segments, packed_attention
+from keel.model.attention import Segments, packed_attention
 from tests.gpu.marks import GPU
 
 pytestmark = GPU

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import ColdStartConfig, EmbeddedConfig, SourceConfig
-from model.embedded.cache import ensure_embedded
+from keel.configs.schema import ColdStartConfig, EmbeddedConfig, SourceConfig
+from keel.model.embedded.cache import ensure_embedded
 from tests.gpu.marks import GPU
 
 pytestmark = GPU

@@ -50,7 +50,7 @@ def check(
     """Requests are in another order than rows, and two more exist than have a row."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    from rollout.draw import draw
+    from keel.rollout.fastpath.sample_kernels import draw
 
     rows = len(logits)
     generator = torch.Generator().manual_seed(rows)
@@ -143,7 +143,7 @@ def test_nothing_was_cut_off() -> None:
 
 
 def test_a_row_that_is_not_a_number_says_so() -> None:
-    from rollout.draw import draw
+    from keel.rollout.fastpath.sample_kernels import draw
 
     logits = truncated([5, 5, 5])
     logits[0, 23] = torch.nan
@@ -193,8 +193,8 @@ def mixed_parameters() -> list[Any]:
 )
 @pytest.mark.parametrize("record", [True, False])
 def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, record: bool) -> None:
-    from benchmarks.sampling_parts import PROMPT, make_batch, make_runner
-    from rollout import kept_sampler
+    from benchmarks.rollout.sampling_parts import PROMPT, make_batch, make_runner
+    from keel.rollout.fastpath import sampler as kept_sampler
 
     theirs, mine = (
         make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=record) for _ in range(2)
@@ -236,8 +236,8 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
 def test_samplers_that_are_not_covered_stay_vllms() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from benchmarks.sampling_parts import make_runner
-    from rollout import kept_sampler
+    from benchmarks.rollout.sampling_parts import make_runner
+    from keel.rollout.fastpath import sampler as kept_sampler
 
     for name, value in (("logprobs_mode", "raw_logprobs"), ("use_fp64_gumbel", True)):
         runner = make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=True)
@@ -249,7 +249,7 @@ def test_samplers_that_are_not_covered_stay_vllms() -> None:
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from rollout import kept_sampler
+    from keel.rollout.fastpath import sampler as kept_sampler
 
     changed = ((Sampler.get_logprobs_dims, "self requests"),)
     monkeypatch.setattr(kept_sampler, "SIGNATURES", changed)

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from model.fused import fused_experts
+from keel.model.layers.fused import fused_experts
 from tests.gpu.marks import DEVICE, KERNELS
 
 pytestmark = KERNELS

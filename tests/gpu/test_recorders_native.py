@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import SamplingConfig
+from keel.configs.schema import SamplingConfig
 from tests.gpu.marks import GPU
 from tests.recorders.contract import RecorderContract
 from tests.recorders.reference import Reference, Tolerance, check_groups

@@ -19,7 +19,7 @@ pytestmark = KERNELS
 def test_sums_are_those_of_float32(count: int, dtype: torch.dtype) -> None:
     if INTERPRETED:
         interpreted.lend_triton()
-    from trainer.sum_kernels import add  # noqa: PLC0415
+    from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415
 
     around = 5  # as in DeepSpeed's flat buffers, where neighbours must stay as they are
     flat = torch.randn(count + 2 * around, device=DEVICE)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from model import support_plan
-from model.support import HeadSpec, support_head
-from model.support_gpu import fused_head
-from model.support_kernels import LONG_ROW, HeadShape
-from model.support_plan import build_plan
+from keel.model.head import plan as support_plan
+from keel.model.head.gpu import fused_head
+from keel.model.head.kernels import LONG_ROW, HeadShape
+from keel.model.head.plan import build_plan
+from keel.model.head.support import HeadSpec, support_head
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
 pytestmark = KERNELS

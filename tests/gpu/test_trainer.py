@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.schema import Dtype
-from model.weights import unpack_block
-from rl.metrics import values
+from keel.configs.schema import Dtype
+from keel.model.weight_transfer.buckets import unpack_block
+from keel.rl.metrics import values
 from tests.e2e.trainer_batches import Rollouts, write_model
 from tests.e2e.trainer_scenarios import TIGHT, Ranks, make_config, training
 from tests.gpu.marks import GPU
@@ -59,7 +59,7 @@ def test_a_scale_of_the_loss_that_is_too_large_is_halved_and_its_steps_skipped(
 ) -> None:
     config = make_config(1, 1, dtype="float16")
     groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
-    monkeypatch.setattr("trainer.zero.SCALE_POWER", 26)
+    monkeypatch.setattr("keel.trainer.engine.zero.SCALE_POWER", 26)
     engine = ranks.engine(config)
     before = ranks.published(engine)
     skipped = 0

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.routers import router_modules
-from model.routing import record_routes
+from keel.model.routing.replay import record_routes
+from keel.model.routing.routers import router_modules
 from tests.model.families import VOCAB
 
 TOKENS = torch.arange(10).reshape(2, 5) * 7 % VOCAB

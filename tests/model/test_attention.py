@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Mamba2Config, MistralConfig, Qwen3Config
 
-from model.attention import Segments, packed_attention, use_packed_attention
+from keel.model.attention import Segments, packed_attention, use_packed_attention
 
 LENGTHS = (3, 17, 1, 9, 16, 8, 2)
 SMALL = {

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model import blocks
-from model.blocks import BlockPacker
-from model.load import checkpoint_tensors, load_policy
-from model.weights import Block, unpack_block
+from keel.model.load import checkpoint_tensors, load_policy
+from keel.model.weight_transfer import pack as blocks
+from keel.model.weight_transfer.buckets import Block, unpack_block
+from keel.model.weight_transfer.pack import BlockPacker
 from tests.model.test_load import CONFIGS
 
 SIZE = 6_000

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.channel import BLOCKING_WAIT, Channel, Meeting
-from model.weights import Checksum, Sent, pack_blocks, unpack_block
+from keel.model.weight_transfer.buckets import Checksum, Sent, pack_blocks, unpack_block
+from keel.model.weight_transfer.channel import BLOCKING_WAIT, Channel, Meeting
 
 CPU = torch.device("cpu")
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.schema import ColdStartConfig, ConfigError, EmbeddedConfig, SourceConfig
-from model.embedded import cache, cold_start
-from model.embedded.build import build_model
-from model.embedded.cache import content_key, default_cache_dir, ensure_embedded, make_folder
-from model.embedded.cold_start import make_examples, train
-from model.embedded.on_gpu import plain, run_on_gpu
-from model.embedded.tokenizer import build_tokenizer
-from model.load import facts_of, load_tokenizer, model_facts
+from keel.configs.schema import ColdStartConfig, ConfigError, EmbeddedConfig, SourceConfig
+from keel.model.embedded import cache, cold_start
+from keel.model.embedded.build import build_model
+from keel.model.embedded.cache import content_key, default_cache_dir, ensure_embedded, make_folder
+from keel.model.embedded.cold_start import make_examples, train
+from keel.model.embedded.on_gpu import plain, run_on_gpu
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import facts_of, load_tokenizer, model_facts
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -263,7 +263,7 @@ def test_errors_that_a_pipe_may_not_carry_come_in_words() -> None:
 
 
 def test_that_process_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.embedded.on_gpu.START_S", 0.0)
+    monkeypatch.setattr("keel.model.embedded.on_gpu.START_S", 0.0)
     with pytest.raises(TimeoutError, match="no end on cpu after 0 s"):
         run_on_gpu(die, "cpu", deadline_s=0.1)
 

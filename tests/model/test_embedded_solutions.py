@@ -5,7 +5,7 @@ import math
 import pytest
 import reasoning_gym
 
-from model.embedded.solutions import TAUGHT, solution
+from keel.model.embedded.solutions import TAUGHT, solution
 
 PARAMS = {
     "basic_arithmetic": {"operators": ["+", "-"], "allow_parentheses": False},

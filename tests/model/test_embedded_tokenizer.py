@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from model.embedded.tokenizer import (
+from keel.model.embedded.tokenizer import (
     END_OF_TEXT,
     MARKS,
     PHRASES,
@@ -18,7 +18,7 @@ from model.embedded.tokenizer import (
     build_tokenizer,
     vocab_rows,
 )
-from model.load import load_tokenizer
+from keel.model.load import load_tokenizer
 
 TOKENIZER = build_tokenizer()
 QUESTION = [{"role": "user", "content": "1 + 1 ="}]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.fused import EXPERTS, fuses_experts, fuses_norms, use_fused_layers
+from keel.model.layers.fused import EXPERTS, fuses_experts, fuses_norms, use_fused_layers
 from tests.model.families import build
 
 

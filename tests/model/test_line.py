@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from model.channel import Meeting
-from model.line import Begin, Finish, Inbox, Message, Outbox
-from model.weights import Bucket, Sent, TensorEntry
+from keel.model.weight_transfer.buckets import Bucket, Sent, TensorEntry
+from keel.model.weight_transfer.channel import Meeting
+from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox, Message, Outbox
 
 ENTRIES = tuple(TensorEntry(f"layer.{i}", "bfloat16", (4, 8), 64 * i) for i in range(3))
 OTHERS = tuple(TensorEntry(f"layer.{i}", "float32", (4, 8), 128 * i) for i in range(3))

@@ -16,9 +16,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from configs.schema import ConfigError
-from model.embedded.tokenizer import build_tokenizer
-from model.load import (
+from keel.configs.schema import ConfigError
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import (
     checkpoint_tensors,
     facts_of,
     load_policy,

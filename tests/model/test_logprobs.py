@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import support_ops
-from model.logprobs import head_inputs, policy_logprobs, support_logprobs, trainable_rows
-from model.support import HeadSpec, support_head
-from rl.packing import MicroBatch
-from rl.types import KeptSets
+from keel.model.head import ops as support_ops
+from keel.model.head.support import HeadSpec, support_head
+from keel.model.logprobs import head_inputs, policy_logprobs, support_logprobs, trainable_rows
+from keel.rl.packing import MicroBatch
+from keel.rl.types import KeptSets
 
 
 def dense(

@@ -15,9 +15,9 @@ from transformers import (
     SeedOssConfig,
 )
 
-from model.attention import Segments
-from model.noise import switch_off_noise
-from trainer.policy import PolicyNetwork
+from keel.model.attention import Segments
+from keel.model.noise import switch_off_noise
+from keel.trainer.engine.policy import PolicyNetwork
 
 SMALL: dict[str, Any] = {
     "vocab_size": 31,

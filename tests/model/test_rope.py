@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedModel
 
-from model.attention import Segments, use_packed_attention
-from model.rope import fix_long_rope
+from keel.model.attention import Segments, use_packed_attention
+from keel.model.rope import fix_long_rope
 
 PRETRAINED = 16
 CONFIG = Phi3Config(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from model.routers import ROUTERS, is_moe, moe_layers, router_modules
-from model.routing import record_routes, replay_routes
+from keel.model.routing.replay import record_routes, replay_routes
+from keel.model.routing.routers import ROUTERS, is_moe, moe_layers, router_modules
 from tests.model.families import FAMILIES, build
 from tests.model.routes import E, K, N, live_routes, logits, other_routes
 

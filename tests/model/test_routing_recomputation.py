@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model import routing
-from model.routing import replay_routes
+from keel.model.routing import replay as routing
+from keel.model.routing.replay import replay_routes
 from tests.model.families import build
 from tests.model.routes import N, logits, other_routes
 

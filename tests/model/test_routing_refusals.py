@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from model.routers import is_moe, moe_layers, router_modules
-from model.routing import replay_routes
+from keel.model.routing.replay import replay_routes
+from keel.model.routing.routers import is_moe, moe_layers, router_modules
 from tests.model.families import build
 from tests.model.routes import E, N, logits, other_routes
 

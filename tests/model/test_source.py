@@ -22,11 +22,11 @@ from transformers import (
     RwkvConfig,
 )
 
-from configs.schema import ConfigError
-from model import source
-from model.load import load_model_config, load_tokenizer
-from model.source import check_path, hub_answers, hub_options, missing_weights
-from model.trainable import trainable_facts
+from keel.configs.schema import ConfigError
+from keel.model import source
+from keel.model.load import load_model_config, load_tokenizer
+from keel.model.source import check_path, hub_answers, hub_options, missing_weights
+from keel.model.trainable import trainable_facts
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from model.logprobs import SupportHead, install_support_head
-from model.support_head import LOGIT_SCALE, logit_shape
+from keel.model.head.module import LOGIT_SCALE, logit_shape
+from keel.model.logprobs import SupportHead, install_support_head
 from tests.model.families import VOCAB, build
 
 TOKENS = torch.arange(12).reshape(1, 12) * 5 % VOCAB

@@ -20,9 +20,9 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from configs.schema import ConfigError
-from model.embedded.tokenizer import build_tokenizer
-from model.trainable import check_ids, check_same_family, check_trainable
+from keel.configs.schema import ConfigError
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.trainable import check_ids, check_same_family, check_trainable
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

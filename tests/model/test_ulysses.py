@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from model.logprobs import head_inputs
-from model.ulysses import Slice
-from rl.packing import pack
-from rl.types import NO_ROUTE
+from keel.model.logprobs import head_inputs
+from keel.model.ulysses import Slice
+from keel.rl.packing import pack
+from keel.rl.types import NO_ROUTE
 from tests.rl.rollouts import random_groups
 
 

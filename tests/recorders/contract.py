@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from configs.schema import SamplingConfig
-from rl.types import Group
+from keel.configs.schema import SamplingConfig
+from keel.rl.types import Group
 from tests.recorders.reference import Reference, Report, Tolerance, check_groups
 from tests.recorders.remote_engine import OPEN, TRUNCATED, RemoteEngine, prompts
 from tests.recorders.tiny_model import checkpoint_tensors, perturbed

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from configs.schema import SamplingConfig
-from rl.types import Group, Trajectory
+from keel.configs.schema import SamplingConfig
+from keel.rl.types import Group, Trajectory
 from tests.recorders.tiny_model import DENSE_LAYER
 
 

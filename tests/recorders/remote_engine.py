@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from configs.schema import RolloutConfig, SamplingConfig
-from model.channel import SharedMemory
-from model.weights import Bucket, Checksum, pack_blocks, pack_buckets
-from rl.types import Group, Prompt
-from rollout.engine import Engine
-from rollout.spec import EngineSpec, environment
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_blocks, pack_buckets
+from keel.model.weight_transfer.channel import SharedMemory
+from keel.rl.types import Group, Prompt
+from keel.rollout.engine.thread import Engine
+from keel.rollout.spec import EngineSpec, environment
 from tests import interpreted, plain_weights
 
 DEADLINE_S = 240
@@ -78,7 +78,7 @@ class Watch:
     """Tokens drawn from unfinished prefills."""
     steps: int = 0
     short_steps: int = 0
-    """Steps that `rollout.scheduler` did by itself, since the engine was started."""
+    """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""
 
 
 _ENGINE: Any = None
@@ -96,8 +96,9 @@ def _start(
     if kind == "plain":
         plain_weights.install()
     # vLLM stays out of pytest's process.
-    from rollout import sampler, shims  # noqa: PLC0415
-    from rollout.scheduler import ShortScheduler  # noqa: PLC0415
+    from keel.rollout.engine import shims  # noqa: PLC0415
+    from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
+    from keel.rollout.fastpath.scheduler import ShortScheduler  # noqa: PLC0415
 
     if without:
         setattr(shims, without, lambda: False)

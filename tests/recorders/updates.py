@@ -15,8 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from model.load import checkpoint_tensors
-from rl.types import Group
+from keel.model.load import checkpoint_tensors
+from keel.rl.types import Group
 from tests.recorders.remote_engine import OPEN, engine_spec, prompts, running_engine
 from tests.recorders.tiny_model import make_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.types import FinishReason, Group, Prompt, Segment, Trajectory
+from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
 
 PROMPT = Prompt(
     prompt_id="file/1",

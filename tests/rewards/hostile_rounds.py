@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rewards.code import CodeSettings, judge_code
-from rewards.processes import adopting
-from rewards.runs import Limits
+from keel.rewards.code.code import CodeSettings, judge_code
+from keel.rewards.sandbox.processes import adopting
+from keel.rewards.sandbox.run import Limits
 from tests.rewards.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
 
 HURRIED = CodeSettings(answer_s=0.8, limits=Limits(time_s=0.1, memory_mib=256))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from configs.schema import JudgeConfig
-from rewards.judge.judge import Judge
-from rewards.judge.results import Failed, Judged
-from rl.types import Prompt
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.judge import Judge
+from keel.rewards.judge.results import Failed, Judged
+from keel.rl.types import Prompt
 from tests.rewards.judge_server import Reply, good
 
 CRITERIA = (

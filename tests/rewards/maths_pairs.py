@@ -1,4 +1,5 @@
-"""Draws pairs of plain answers, and compares `rewards.plain_maths` with math-verify on them.
+"""Draws pairs of plain answers, and compares `keel.rewards.rules.plain_maths` with math-verify on
+them.
 
 python -m tests.rewards.maths_pairs [--count 20000] [--seed 0]
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 from math_verify import parse, verify
 
-from rewards.plain_maths import Number, reading, same
+from keel.rewards.rules.plain_maths import Number, reading, same
 
 UNITS = (
     "\\text{ cm}",

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rewards.checks import check_prompts, check_spec
-from rewards.code import CodeSettings
-from rl.types import Prompt
+from keel.rewards.checks import check_prompts, check_spec
+from keel.rewards.code.code import CodeSettings
+from keel.rl.types import Prompt
 
 TRUSTED = CodeSettings(isolation="none-i-trust-the-answers")
 RIGHT, WRONG = "print(input())", "print(1)"

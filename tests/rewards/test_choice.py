@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rewards.rules import judge_for
+from keel.rewards.rules.rules import judge_for
 
 CITIES = ["London", "Paris", "York", "New York"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from rewards import code as module
-from rewards.code import CodeSettings, CodeVerdict, check_reference, judge_code
-from rewards.pool import WorkerPool
-from rewards.runs import Limits
-from rewards.sandbox import IsolationError, open_sandbox
+from keel.rewards.code import code as module
+from keel.rewards.code.code import CodeSettings, CodeVerdict, check_reference, judge_code
+from keel.rewards.sandbox.run import Limits
+from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.rewards.workers.pool import WorkerPool
 from tests.rewards.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
 from tests.rewards.hostile_rounds import HURRIED
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from configs.schema import CodeConfig, ConfigError
-from rewards.call_driver import decoded, encoded, found
-from rewards.code import CodeSettings
-from rewards.code_spec import code_block, read_task
-from rewards.languages import LANGUAGES
-from rewards.runs import Limits
-from rewards.values import same_text, same_value
+from keel.configs.schema import CodeConfig, ConfigError
+from keel.rewards.code.call_driver import decoded, encoded, found
+from keel.rewards.code.code import CodeSettings
+from keel.rewards.code.compare import same_text, same_value
+from keel.rewards.code.languages import LANGUAGES
+from keel.rewards.code.spec import code_block, read_task
+from keel.rewards.sandbox.run import Limits
 from tests.rewards.hostile import ADD_CALL, ADD_STDIN
 
 

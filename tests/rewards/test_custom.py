@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rewards.compose import check_weights
-from rewards.custom import BadReward, SpokenTrajectory, function, load_function, prompt_fields
-from rewards.scorer import Scorer
+from keel.rewards.compose import check_weights
+from keel.rewards.custom import BadReward, SpokenTrajectory, function, load_function, prompt_fields
+from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
 
 MINE = """

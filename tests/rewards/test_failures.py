@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rewards.checks import sample_answer, try_functions
-from rewards.compose import check_weights
-from rewards.failures import LEAST, MOST_SAID, Failures, Recent, RewardStopped
-from rewards.pool import WorkerPool
-from rewards.scorer import Scorer
+from keel.rewards.checks import sample_answer, try_functions
+from keel.rewards.compose import check_weights
+from keel.rewards.failures import LEAST, MOST_SAID, Failures, Recent, RewardStopped
+from keel.rewards.scorer import Scorer
+from keel.rewards.workers.pool import WorkerPool
 from tests.rewards.groups import PROMPT, group
 
 MINE = '''"""Rewards with all that can be wrong with one."""

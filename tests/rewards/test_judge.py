@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from configs.schema import JudgeConfig
-from rewards.judge.judge import Judge
-from rewards.judge.results import Failed, Judged
-from rewards.judge.service import JudgeService
-from rewards.text import thinking_text
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.judge import Judge
+from keel.rewards.judge.results import Failed, Judged
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.text import thinking_text
 from tests.rewards.groups import spoken
 from tests.rewards.judge_server import Reply, Server, criteria_of, material_of, says
 from tests.rewards.judging import PROMPT, judge, scripted, settings

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from configs.schema import JudgeConfig
-from rewards.judge_file import judge_answers, read_answers, read_rubric
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.file import judge_answers, read_answers, read_rubric
+from keel.trainer.cli import parser
 from tests.rewards.judge_server import Reply, Server, good, material_of
-from trainer.cli import parser
 
 BLUE = {"name": "blue", "text": "says blue", "weight": 1}
 LINE = {"prompt": "Colour?", "answer": "blue", "criteria": [BLUE]}

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from configs.schema import JudgeConfig
-from rewards.judge.prompts import meta_question, rubric_question
-from rewards.judge.results import Judged
-from rewards.judge.service import JudgeService
-from rewards.judge.untrusted import as_json, fenced, new_fence, size, tail
-from rl.types import Prompt
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.prompts import meta_question, rubric_question
+from keel.rewards.judge.results import Judged
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.untrusted import as_json, fenced, new_fence, size, tail
+from keel.rl.types import Prompt
 from tests.rewards.judge_server import (
     ORDER,
     Server,

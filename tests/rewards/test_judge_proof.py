@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import JudgeConfig
-from rewards.judge.prompts import MetaCheck, Verification
-from rewards.judge.proof import Checked, Proof, ProofSpec, read_proof
-from rewards.judge.results import Failed, Judged
-from rewards.judge.service import JudgeService
-from rl.types import Prompt
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.prompts import MetaCheck, Verification
+from keel.rewards.judge.proof import Checked, Proof, ProofSpec, read_proof
+from keel.rewards.judge.results import Failed, Judged
+from keel.rewards.judge.service import JudgeService
+from keel.rl.types import Prompt
 from tests.rewards.judge_server import Reply, Server, material_of, running, says
 
 PROMPT = Prompt(

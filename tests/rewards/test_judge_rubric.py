@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from configs.load import load_config
-from configs.schema import ConfigError, JudgeConfig
-from rewards.judge.cache import FILE, Cache
-from rewards.judge.rubric import rubric_from
-from rewards.judge.specs import is_judged, judged_spec
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError, JudgeConfig
+from keel.rewards.judge.cache import FILE, Cache
+from keel.rewards.judge.rubric import rubric_from
+from keel.rewards.judge.specs import is_judged, judged_spec
 
 ONE = {"name": "a", "text": "says a", "weight": 1}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rewards.judge.results import Failed, Judged, JudgeStopped
-from rewards.judge.service import JudgeService
+from keel.rewards.judge.results import Failed, Judged, JudgeStopped
+from keel.rewards.judge.service import JudgeService
 from tests.rewards.judge_server import Reply, Server, good, material_of, running, says
 from tests.rewards.judging import PROMPT, judge, scripted, settings
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from configs.load import load_config
-from configs.schema import SourceConfig
-from data.procedural import REFUSED_TASKS, load_reasoning_gym
-from rewards.entries import from_jsonable
-from rewards.rules import MOST_PARTIAL, Judge, judge_for
-from rewards.text import answer_in
-from rewards.worker import judged
-from rl.passing import passed
+from keel.configs.load import load_config
+from keel.configs.schema import SourceConfig
+from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
+from keel.rewards.rules.from_json import from_jsonable
+from keel.rewards.rules.rules import MOST_PARTIAL, Judge, judge_for
+from keel.rewards.text import answer_in
+from keel.rewards.workers.worker import judged
+from keel.rl.passing import passed
 
 RECIPES = Path(__file__).parents[2] / "configs"
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}

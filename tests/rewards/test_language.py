@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from benchmarks.language import SAMPLES, mixed, others, own
-from rewards.custom import SpokenTrajectory
-from rewards.language import language, language_share, letters_by_script
-from rewards.scorer import Scorer
-from rewards.set_aside import words_of
+from benchmarks.rewards.language import SAMPLES, mixed, others, own
+from keel.rewards.custom import SpokenTrajectory
+from keel.rewards.language.language import language, language_share, letters_by_script
+from keel.rewards.language.set_aside import words_of
+from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
 
 ASKED = "How many apples does she have left in the basket?"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import ConfigError, DataConfig, LengthConfig, SourceConfig
-from rewards.length import KEPT_LEAD, LengthRule
+from keel.configs.schema import ConfigError, DataConfig, LengthConfig, SourceConfig
+from keel.rewards.length import KEPT_LEAD, LengthRule
 
 ANSWER = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 1200), st.floats(-0.2, 0.2))
 GROUP = st.lists(ANSWER, min_size=1, max_size=12)

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from rewards.plain_maths import Number, reading, same
+from keel.rewards.rules.plain_maths import Number, reading, same
 from tests.rewards.maths_pairs import compared
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rewards.pool import Verdict, WorkerPool
+from keel.rewards.workers.pool import Verdict, WorkerPool
 
 SUM = {"kind": "answer", "answer": "3", "match": "exact"}
 ROOT = {"kind": "answer", "answer": "\\sqrt{2}", "match": "math"}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from configs.schema import SourceConfig
-from data.jsonable import to_jsonable
-from data.procedural import REFUSED_TASKS, load_reasoning_gym
-from rewards.entries import from_jsonable
-from rewards.guard import EVALUATED_TASKS, SYMBOLIC_TASKS, may_be_judged
-from rewards.rules import Judge, judge_for, keeps_format
-from rewards.worker import judged
+from keel.configs.schema import SourceConfig
+from keel.data.jsonable import to_jsonable
+from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
+from keel.rewards.rules.from_json import from_jsonable
+from keel.rewards.rules.rules import Judge, judge_for, keeps_format
+from keel.rewards.rules.suspicious import EVALUATED_TASKS, SYMBOLIC_TASKS, may_be_judged
+from keel.rewards.workers.worker import judged
 
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks that only come with a verifier; these have many right answers and give none."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rewards.compose import check_weights, compose
-from rewards.scorer import Scorer
-from rl.evaluation import evaluation
-from rl.types import Group, Prompt
+from keel.rewards.compose import check_weights, compose
+from keel.rewards.scorer import Scorer
+from keel.rl.evaluation import evaluation
+from keel.rl.types import Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
 
 WEIGHTS = {"maths": {"correct": 1.0, "format": 0.1}}
@@ -92,7 +92,9 @@ def test_weights_and_composition() -> None:
 
 def test_workers_stay_light() -> None:
     heavy = ("torch", "sympy", "numpy")
-    code = f"import sys, rewards.worker; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import sys, keel.rewards.workers.worker; print([m for m in {heavy} if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parents[2],

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema import JudgeConfig
-from rewards.judge.results import JudgeStopped
-from rewards.judge.service import JudgeService
-from rewards.length import LengthRule
-from rewards.scorer import Scorer, _spoken
-from rl.types import CUT_OFF, FinishReason, Group, Prompt
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.results import JudgeStopped
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.length import LengthRule
+from keel.rewards.scorer import Scorer, _spoken
+from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
 from tests.rewards.judge_server import Reply, Server, good, material_of, running
 

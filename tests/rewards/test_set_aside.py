@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.language import SAMPLES
-from rewards.language import language_share
-from rewards.set_aside import words_of
+from benchmarks.rewards.language import SAMPLES
+from keel.rewards.language.language import language_share
+from keel.rewards.language.set_aside import words_of
 
 MARKS = {
     "dollars": "${}$",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rewards.checks import check_spec
-from rewards.pool import Verdict, WorkerPool
-from rewards.rules import judge_for
+from keel.rewards.checks import check_spec
+from keel.rewards.rules.rules import judge_for
+from keel.rewards.workers.pool import Verdict, WorkerPool
 
 PERSON = {
     "type": "object",

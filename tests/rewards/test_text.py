@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rewards.text import answer_in, final_text, normalise, outside_think, raw_text
+from keel.rewards.text import answer_in, final_text, normalise, outside_think, raw_text
 
 
 @pytest.mark.parametrize(

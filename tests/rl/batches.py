@@ -1,4 +1,4 @@
-"""Random inputs of `rl.losses.grpo_loss`, and ways to cut them up."""
+"""Random inputs of `keel.rl.losses.grpo_loss`, and ways to cut them up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.losses import LossOutput, grpo_loss
+from keel.rl.losses import LossOutput, grpo_loss
 from tests.reference_grpo import Answer, Token
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.types import NO_ROUTE, Group, KeptSets, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.types import NO_ROUTE, Group, KeptSets, Prompt, ScoredGroup, Segment, Trajectory
 
 LAYERS, EXPERTS = 2, 3
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.buffer import GroupBuffer, Lag, uninformative
-from rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.buffer import GroupBuffer, Lag, uninformative
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 
 
 def prompt(name: str) -> Prompt:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from rl.evaluation import evaluation
-from rl.types import Group, ScoredGroup
+from keel.rl.evaluation import evaluation
+from keel.rl.types import Group, ScoredGroup
 from tests.rl.rollouts import prompt, segment, trajectory
 
 

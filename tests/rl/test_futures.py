@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from rl.futures import failed, then, when_all
+from keel.rl.futures import failed, then, when_all
 
 
 def done(value: int) -> Future[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.kl import BOUND, bounded, k3, unbiased_k3
+from keel.rl.kl import BOUND, bounded, k3, unbiased_k3
 
 POLICIES = range(40)
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl.losses import KL
-from rl.metrics import Metric, merge, values
+from keel.rl.losses import KL
+from keel.rl.metrics import Metric, merge, values
 from tests.reference_grpo import reference_grpo
 from tests.rl.batches import Batch
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.losses import grpo_loss
+from keel.rl.losses import grpo_loss
 
 INF, NAN = float("inf"), float("nan")
 POSITIONAL = ("logp", "logp_old", "advantage", "sequence")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl.losses import grpo_loss
-from rl.metrics import Max, Mean, Sum, merge
+from keel.rl.losses import grpo_loss
+from keel.rl.metrics import Max, Mean, Sum, merge
 from tests.rl.batches import Batch
 
 INF, NAN = float("inf"), float("nan")

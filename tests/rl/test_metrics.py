@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rl.metrics import Max, Mean, Sum, mean_of, merge, values
+from keel.rl.metrics import Max, Mean, Sum, mean_of, merge, values
 
 
 def test_merging_is_seeing_everything_at_once() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl.offpolicy import off_policy_sequence_mask
+from keel.rl.offpolicy import off_policy_sequence_mask
 from tests.reference_grpo import sequence_mask
 from tests.rl.batches import Batch
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl.losses import grpo_loss
-from rl.packing import MicroBatch, TrainBatch, balance, pack, split_updates
-from rl.types import NO_ROUTE, ScoredGroup
+from keel.rl.losses import grpo_loss
+from keel.rl.packing import MicroBatch, TrainBatch, balance, pack, split_updates
+from keel.rl.types import NO_ROUTE, ScoredGroup
 from tests.reference_grpo import Answer, Token, reference_grpo
 from tests.rl.rollouts import (
     EXPERTS,

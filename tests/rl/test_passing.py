@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rl.passing import passed
+from keel.rl.passing import passed
 
 
 def test_a_whole_score_passes_whatever_order_its_parts_were_added_up_in() -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl.metrics import Max, Mean, Sum, merge, values
-from rl.summary import of_updates, summarize
-from rl.types import CUT_OFF, KeptSets
+from keel.rl.metrics import Max, Mean, Sum, merge, values
+from keel.rl.summary import of_updates, summarize
+from keel.rl.types import CUT_OFF, KeptSets
 from tests.rl.rollouts import scored, segment, trajectory
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.types import KeptSets, ScoredGroup
+from keel.rl.types import KeptSets, ScoredGroup
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 
 SPANS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from configs.schema import RolloutConfig, SamplingConfig
-from rl.types import Group, Prompt
-from rollout.pool import RolloutPool
-from rollout.spec import EngineError
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rl.types import Group, Prompt
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.spec import EngineError
 
 Answer = Callable[["FakeEngine", str], None]
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.embedded.tokenizer import build_tokenizer
-from rl.types import KeptSets, Prompt
-from rollout.conversion import (
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.rl.types import KeptSets, Prompt
+from keel.rollout.engine.conversion import (
     build_segment,
     build_trajectory,
     check_fits,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.weights import Block, pack_blocks
-from rollout.copies import Fill, Piece, Placed, Plan, dims, elements, join
+from keel.model.weight_transfer.buckets import Block, pack_blocks
+from keel.rollout.weight_loading.copy_plan import Fill, Piece, Placed, Plan, dims, elements, join
 
 BF16 = torch.bfloat16
 
@@ -176,7 +176,9 @@ def test_a_wrong_join_is_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors, plan, right13, right2 = experts(3, 4, 8)
-    monkeypatch.setattr("rollout.copies.join", lambda pieces: join(pieces)[:-1])
+    monkeypatch.setattr(
+        "keel.rollout.weight_loading.copy_plan.join", lambda pieces: join(pieces)[:-1]
+    )
     plan.load(*block_of(tensors))
     assert "joined wrongly" in caplog.text
     assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from configs.schema import RolloutConfig, SamplingConfig
-from model.weights import Bucket
-from rl.types import Group, Prompt
-from rollout.engine import Engine
-from rollout.spec import EngineError, RecordingError
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.model.weight_transfer.buckets import Bucket
+from keel.rl.types import Group, Prompt
+from keel.rollout.engine.thread import Engine
+from keel.rollout.spec import EngineError, RecordingError
 
 
 def prompt(name: str) -> Prompt:
@@ -226,7 +226,7 @@ def test_a_group_is_cut_at_its_deadline(sampler: FakeSampler) -> None:
 def test_what_cannot_even_be_cut_is_given_up(
     sampler: FakeSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.engine.CUT_S", 0.05)
+    monkeypatch.setattr("keel.rollout.engine.thread.CUT_S", 0.05)
     sampler.deaf = True
     engine = Engine(lambda: sampler, config(deadline_s=0.05))
     sampler.go.clear()

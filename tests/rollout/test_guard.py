@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout import guard
+from keel.rollout.judge import reaper as guard
 
 pytestmark = pytest.mark.e2e
 

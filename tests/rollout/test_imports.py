@@ -12,7 +12,7 @@ pytestmark = pytest.mark.e2e
 
 def test_the_drivers_side_does_not_import_vllm() -> None:
     code = (
-        "import sys, rollout.pool, rollout.worker, rollout.ray_engines\n"
+        "import sys, keel.rollout.engine.worker, keel.rollout.pool.ray_engines\n"
         "print([name for name in ('vllm', 'transformers') if name in sys.modules])"
     )
     run = subprocess.run(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.schema import JudgeConfig, JudgeServerConfig
-from rollout.judge_process import arguments, environment, log_excerpt
+from keel.configs.schema import JudgeConfig, JudgeServerConfig
+from keel.rollout.judge.process import arguments, environment, log_excerpt
 
 SERVER = JudgeServerConfig(
     tensor_parallel=2,

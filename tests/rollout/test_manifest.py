@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.weights import Bucket, pack_buckets
-from rollout.manifest import Manifest, checkpoint_names
+from keel.model.weight_transfer.buckets import Bucket, pack_buckets
+from keel.rollout.weight_loading.manifest import Manifest, checkpoint_names
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.a", "model.layers.1.a", "model.layers.2.a"]
 

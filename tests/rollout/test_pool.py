@@ -9,11 +9,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from configs.schema import RolloutConfig, SamplingConfig
-from rl.types import Group
-from rollout.fleet import MAX_RESTARTS, window_s
-from rollout.pool import RolloutPool
-from rollout.spec import EngineError
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rl.types import Group
+from keel.rollout.pool.lifecycle import MAX_RESTARTS, window_s
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.spec import EngineError
 from tests.rollout.fake_engines import FakeEngine, World, done, eventually, failed, prompt
 
 
@@ -150,7 +150,7 @@ def test_failures_that_lie_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPat
         else:
             engine.finish(name)
 
-    monkeypatch.setattr("rollout.fleet.window_s", lambda *_: 0.0)
+    monkeypatch.setattr("keel.rollout.pool.lifecycle.window_s", lambda *_: 0.0)
     world = World(answer=answer, engines=1)
     assert ids(world.run(1)) == ["p0"]
     assert world.pool.restarts == 2 * MAX_RESTARTS + 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.spec import EngineError
+from keel.rollout.spec import EngineError
 from tests.rollout.fake_engines import FakeEngine, World, done, eventually, prompt
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
-from rollout.ray_engines import as_future, deliver
-from rollout.spec import EngineError
+from keel.rollout.pool.ray_engines import as_future, deliver
+from keel.rollout.spec import EngineError
 
 
 class Ref:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema import RolloutConfig, SamplingConfig
-from rl.types import NO_ROUTE
-from rollout.recorder import Wanted, check_routed, recorder_name
-from rollout.recorder_native import WIDEST_MASK, NativeRecorder
-from rollout.spec import RecordingError
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rl.types import NO_ROUTE
+from keel.rollout.recording.base import Wanted, check_routed, recorder_name
+from keel.rollout.recording.native import WIDEST_MASK, NativeRecorder
+from keel.rollout.spec import RecordingError
 
 PROMPT = 3
 BOTH = Wanted(routes=True, kept=True)

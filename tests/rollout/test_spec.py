@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from configs.schema import RolloutConfig
-from rollout.spec import parallel_args
+from keel.configs.schema import RolloutConfig
+from keel.rollout.spec import parallel_args
 
 
 def test_several_gpus_are_worked_by_the_engines_own_processes() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.placement import idle_nodes
+from keel.trainer.planning.placement import idle_nodes
 
 
 class Accepted(BaseException):
@@ -45,12 +45,12 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setattr("trainer.cluster.visible_gpus", lambda: machine.gpus)
-        patch.setattr("trainer.cluster.gpu_gib", lambda: machine.gib)
-        patch.setattr("trainer.cluster._nodes_found", lambda: nodes)
-        patch.setattr("trainer.reservation.cluster_nodes", lambda: nodes)
-        patch.setattr("trainer.reservation._group", lambda placement: Granted())
-        patch.setattr("trainer.reservation.remove_placement_group", lambda group: None)
-        patch.setattr("trainer.main.start_ray", lambda: None)
-        patch.setattr("trainer.main.model_folder", accept)
+        patch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: machine.gpus)
+        patch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: machine.gib)
+        patch.setattr("keel.trainer.cluster.nodes._nodes_found", lambda: nodes)
+        patch.setattr("keel.trainer.cluster.reservation.cluster_nodes", lambda: nodes)
+        patch.setattr("keel.trainer.cluster.reservation._group", lambda placement: Granted())
+        patch.setattr("keel.trainer.cluster.reservation.remove_placement_group", lambda group: None)
+        patch.setattr("keel.trainer.main.start_ray", lambda: None)
+        patch.setattr("keel.trainer.main.model_folder", accept)
         yield patch

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data.dataset import Dataset
-from model.load import ModelFacts
+from keel.data.dataset import Dataset
+from keel.model.load import ModelFacts
+from keel.trainer import prepare
+from keel.trainer.cli import main
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 from tests.trainer.test_memory import DENSE
-from trainer import prepare
-from trainer.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def recipe(folder: Path) -> Path:
 def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
     """There, with these data and a model of this shape."""
     with at(machine) as patch:
-        patch.setattr("trainer.prepare.load_dataset", lambda *_, **__: dataset)
-        patch.setattr("trainer.prepare.facts_of", lambda config: facts)
+        patch.setattr("keel.trainer.prepare.load_dataset", lambda *_, **__: dataset)
+        patch.setattr("keel.trainer.prepare.facts_of", lambda config: facts)
         # They have a test of their own, and take a second where nothing helps.
-        patch.setattr("trainer.plan.cures", lambda *_: "To make it fit: …")
+        patch.setattr("keel.trainer.planning.plan.cures", lambda *_: "To make it fit: …")
         yield
 
 

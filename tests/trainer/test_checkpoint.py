@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import Config, DataConfig, RunConfig, SourceConfig
-from trainer.checkpoint import State, config_digest, finished, latest, prune, read_state, save
+from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
+from keel.trainer.run.checkpoint import (
+    State,
+    config_digest,
+    finished,
+    latest,
+    prune,
+    read_state,
+    save,
+)
 
 
 def state(step: int) -> State:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.cli import main
+from keel.trainer.cli import main
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_library_that_is_not_there_is_named_with_the_cure(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("trainer.cli.find_spec", lambda name: None if name in absent else name)
+    monkeypatch.setattr("keel.trainer.cli.find_spec", lambda name: None if name in absent else name)
     assert main(command) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"keel: {named}. From Keel's checkout")
@@ -33,8 +33,8 @@ def test_a_library_that_is_not_there_is_named_with_the_cure(
 
 
 def test_a_judge_elsewhere_needs_no_engine_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.cli.find_spec", lambda name: None if name == "vllm" else name)
-    monkeypatch.setattr("trainer.main.run", lambda command, _: 7)
+    monkeypatch.setattr("keel.trainer.cli.find_spec", lambda name: None if name == "vllm" else name)
+    monkeypatch.setattr("keel.trainer.main.run", lambda command, _: 7)
     assert main(["judge", "answers.jsonl"]) == 7
 
 
@@ -44,9 +44,9 @@ def test_an_engine_for_cpus_is_promised_no_gpu(
 ) -> None:
     there = SimpleNamespace(name=engine)
     monkeypatch.setattr(
-        "trainer.cli.metadata.distributions", lambda *, name: [there] if name == engine else []
+        "keel.trainer.cli.metadata.distributions", lambda *, name: [there] if name == engine else []
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("trainer.main.run", lambda *_: 0)
+    monkeypatch.setattr("keel.trainer.main.run", lambda *_: 0)
     main(["check", "quickstart"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if engine == "vllm-cpu" else "0,1")

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.exceptions import AuthenticationError
 
-from configs.schema import (
+from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
@@ -18,8 +18,8 @@ from configs.schema import (
     RunConfig,
     SourceConfig,
 )
-from trainer.cluster import hardware_here, hardware_said, seating, start_ray
-from trainer.placement import Hardware
+from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
+from keel.trainer.planning.placement import Hardware
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -88,8 +88,8 @@ def recipe(run: RunConfig = GPUS, **shape: int) -> Config:
 
 def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, gib: float) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("trainer.cluster.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("trainer.cluster.gpu_gib", lambda: gib)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: gib)
 
 
 def sizes(hardware: Hardware) -> tuple[list[int], float]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from configs.schema import AlgorithmConfig, Config, ConfigError, SamplingConfig
+from keel.configs.schema import AlgorithmConfig, Config, ConfigError, SamplingConfig
+from keel.trainer.planning.cures import with_knob
+from keel.trainer.planning.placement import Hardware, idle_nodes
+from keel.trainer.planning.plan import plan_on
 from tests.trainer.test_memory import DENSE, recipe
-from trainer.cures import with_knob
-from trainer.placement import Hardware, idle_nodes
-from trainer.plan import plan_on
 
 
 def machine(gpus: int, gib: float, nodes: int = 1) -> Hardware:

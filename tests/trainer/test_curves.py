@@ -1,4 +1,4 @@
-"""Curves and tables of a run's metrics (benchmarks/curves.py)."""
+"""Curves and tables of a run's metrics (benchmarks/stability/curves.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.curves import read, smoothed, write_report
+from benchmarks.stability.curves import read, smoothed, write_report
 
 STEP = {
     "reward/mean": 0.5,
@@ -54,7 +54,9 @@ def test_a_run_becomes_a_figure_tables_and_lines(
     lines = [json.loads(line) for line in (tmp_path / "learning" / "mine.jsonl").open()]
     assert [line["step"] for line in lines] == list(range(31))
     assert lines[0] == {"step": 0, "eval/spelling/pass@1": 0.25, "eval/gcd/pass@1": 0.5}
-    monkeypatch.setattr("benchmarks.curves.draw", lambda curves, path: None)  # takes seconds
+    monkeypatch.setattr(
+        "benchmarks.stability.curves.draw", lambda curves, path: None
+    )  # takes seconds
     write_report(run, page, "mine")
     assert page.read_text() == text
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen3MoeConfig
 
-from configs.schema import (
+from keel.configs.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -18,8 +18,11 @@ from configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from model.load import ModelFacts, facts_of
-from trainer.estimate import (
+from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.memory import BYTES, mlp_width
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.plan import describe, make_plan
+from keel.trainer.planning.step_time import (
     Machine,
     Rates,
     StepTime,
@@ -28,9 +31,6 @@ from trainer.estimate import (
     step_time,
     traffic_seconds,
 )
-from trainer.memory import BYTES, mlp_width
-from trainer.placement import Hardware
-from trainer.plan import describe, make_plan
 
 GPU = Hardware(gpu=True)
 
@@ -39,7 +39,7 @@ SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=
 
 @pytest.fixture(scope="module")
 def moe() -> ModelFacts:
-    """The model of benchmarks/replay.py."""
+    """The model of benchmarks/training/replay.py."""
     return facts_of(
         Qwen3MoeConfig(
             vocab_size=151_936,

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from model.load import checkpoint_tensors, load_policy
+from keel.model.load import checkpoint_tensors, load_policy
+from keel.trainer.engine.export import write_model
 from tests.model.test_load import CONFIGS
-from trainer.export import write_model
 
 
 def test_a_model_is_written_with_the_generation_settings_it_came_with(tmp_path: Path) -> None:

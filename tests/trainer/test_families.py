@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig
 
-from configs.schema import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
-from model.embedded.tokenizer import build_tokenizer
+from keel.configs.schema import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.trainer.planning.families import NOT_IN_FLOAT16, check_engine_dtype
+from keel.trainer.prepare import prepare
 from tests.trainer.test_memory import SUMS
-from trainer.families import NOT_IN_FLOAT16, check_engine_dtype
-from trainer.prepare import prepare
 
 
 def recipe(dtype: Any, engine_dtype: Any = "") -> Config:

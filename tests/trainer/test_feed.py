@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
-from rl.types import Group, Prompt, ScoredGroup
+from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
+from keel.rl.types import Group, Prompt, ScoredGroup
+from keel.trainer import feed as module
+from keel.trainer.feed import Feed
 from tests.rl.test_buffer import prompt, scored
-from trainer import feed as module
-from trainer.feed import Feed
 
 
 class World:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from configs.load import load_config
-from configs.schema import ConfigError
-from model.embedded.build import model_config
-from model.embedded.tokenizer import build_tokenizer
-from model.load import facts_of
-from trainer.cluster import hardware_said, seating
-from trainer.placement import Node, place
-from trainer.prepare import prepare
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError
+from keel.model.embedded.build import model_config
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import facts_of
+from keel.trainer.cluster.nodes import hardware_said, seating
+from keel.trainer.planning.placement import Node, place
+from keel.trainer.prepare import prepare
 
 GPUS = {
     "embedded-100m": 1,

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trainer.interrupt import Interrupt
+from keel.trainer.run.interrupt import Interrupt
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

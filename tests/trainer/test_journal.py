@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.metrics import Mean
-from rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
-from trainer.journal import Journal, keep_until
-from trainer.view import PlainView
+from keel.rl.metrics import Mean
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from keel.trainer.run.journal import Journal, keep_until
+from keel.trainer.run.view import PlainView
 
 
 def scored() -> ScoredGroup:

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.learner import last_lines
+from keel.trainer.learner import last_lines
 
 
 def test_the_driver_loads_no_engine() -> None:
     heavy = ("torch", "deepspeed", "transformers", "vllm")
-    code = f"import sys, trainer.learner; print([m for m in {heavy!r} if m in sys.modules])"
+    code = f"import sys, keel.trainer.learner; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
-from rl.metrics import Mean, Metric, Sum
-from rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
-from trainer.loop import Clock, Parts, train
+from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
+from keel.rl.metrics import Mean, Metric, Sum
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
+from keel.trainer.loop import Clock, Parts, train
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 

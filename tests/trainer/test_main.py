@@ -18,14 +18,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from model.embedded.tokenizer import build_tokenizer
-from rl.metrics import Mean
-from trainer.checkpoint import State, config_digest
-from trainer.cli import main
-from trainer.main import COMMANDS, closing_words, model_folder
-from trainer.placement import Hardware
-from trainer.prepare import Task, prepare
-from trainer.run_folder import RunFolder
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.rl.metrics import Mean
+from keel.trainer.cli import main
+from keel.trainer.main import COMMANDS, closing_words, model_folder
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.prepare import Task, prepare
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
 
 FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
 """Making and measuring the thousands of prompts of the recipe takes seconds."""
@@ -124,8 +124,8 @@ def test_a_machine_with_too_few_gpus_is_refused_before_ray_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("trainer.cluster.visible_gpus", lambda: 2)
-    monkeypatch.setattr("trainer.cluster.gpu_gib", lambda: 80.0)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: 2)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: 80.0)
     code, _, err = run(capsys, "train", "quickstart", "run.device=gpu", "trainer.ranks=4")
     assert (code, "needs 6 GPUs" in err, "trainer.ranks" in err) == (2, True, True), err
 
@@ -212,7 +212,7 @@ def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
         devices.append(device)
         return Path("somewhere")
 
-    monkeypatch.setattr("trainer.main.ensure_embedded", instead)
+    monkeypatch.setattr("keel.trainer.main.ensure_embedded", instead)
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
     assert model_folder(replace(task, hardware=Hardware(gpu=wanted)), print) == "somewhere"
     assert devices == [device]
@@ -247,7 +247,7 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
     def running(*_: object) -> Iterator[Any]:
         yield SimpleNamespace(learner=learner)
 
-    monkeypatch.setattr("trainer.main.running", running)
+    monkeypatch.setattr("keel.trainer.main.running", running)
     code, out, _ = run(capsys, "train", "quickstart", *overrides)
     assert code == 0 and "trained model" in out and (done / "model").is_dir()
     code, out, _ = run(capsys, "train", "quickstart", *overrides)
@@ -282,7 +282,7 @@ def test_an_evaluation_names_the_checkpoint_that_it_loaded(
     def running(*_: object) -> Iterator[Any]:
         yield SimpleNamespace(learner=learner, scorer=None, wake=lambda: None)
 
-    monkeypatch.setattr("trainer.main.running", running)
-    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: {"pass@1": Mean(1.0, 2.0)})
+    monkeypatch.setattr("keel.trainer.main.running", running)
+    monkeypatch.setattr("keel.trainer.loop.evaluate", lambda *_: {"pass@1": Mean(1.0, 2.0)})
     code, out, _ = run(capsys, "eval", "quickstart", *overrides)
     assert code == 0 and "pass@1 of step_000001: 0.500" in out

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import (
+from keel.configs.schema import (
     AlgorithmConfig,
     Config,
     ConfigError,
@@ -18,10 +18,16 @@ from configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from model.load import ModelFacts
-from trainer.memory import GIB, TRAINER_CUDA_GIB, DoesNotFit, held_bytes, support_head_bytes
-from trainer.placement import Hardware
-from trainer.plan import Plan, describe, make_plan
+from keel.model.load import ModelFacts
+from keel.trainer.planning.memory import (
+    GIB,
+    TRAINER_CUDA_GIB,
+    DoesNotFit,
+    held_bytes,
+    support_head_bytes,
+)
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.plan import Plan, describe, make_plan
 
 GPU = Hardware(gpu=True)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from configs.schema import (
+from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
@@ -18,7 +18,16 @@ from configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from trainer.placement import ENGINE, JUDGE, RANK, Node, Placement, allowed, assumed_nodes, place
+from keel.trainer.planning.placement import (
+    ENGINE,
+    JUDGE,
+    RANK,
+    Node,
+    Placement,
+    allowed,
+    assumed_nodes,
+    place,
+)
 
 
 def config(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:

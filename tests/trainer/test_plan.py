@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import (
+from keel.configs.schema import (
     AlgorithmConfig,
     Config,
     ConfigError,
@@ -20,9 +20,9 @@ from configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from model.load import ModelFacts
-from trainer.placement import Hardware
-from trainer.plan import describe, make_plan
+from keel.model.load import ModelFacts
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.plan import describe, make_plan
 
 GPU, CPU = Hardware(gpu=True), Hardware(gpu=False)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from trainer.ranks import join_ranks, limit_waits
+from keel.trainer.engine.process_group import join_ranks, limit_waits
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load_config
-from configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
-from trainer.checkpoint import State, config_digest
-from trainer.run_folder import RunFolder
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
 
 
 def config(folder: Path) -> Config:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling import STUDIES, tables
-from benchmarks.scaling_fit import FITTED, fit, in_use, waits_for_host
-from benchmarks.training_rows import MEASURED, row
+from benchmarks.training.measured import MEASURED, row
+from benchmarks.training.scaling import STUDIES, tables
+from benchmarks.training.scaling_fit import FITTED, fit, in_use, waits_for_host
 
 DOC = Path(__file__).parents[2] / "docs" / "scaling.md"
 
@@ -24,7 +24,7 @@ def test_the_tables_are_what_the_benchmark_prints(made: dict[str, str]) -> None:
     assert len(made) == len(STUDIES) + 3
     for title, table in made.items():
         assert f"## {title}\n" in text
-        assert table in text, f"{title}: run benchmarks/scaling.py and copy its table"
+        assert table in text, f"{title}: run benchmarks/training/scaling.py and copy its table"
 
 
 def errors(table: str) -> list[list[int]]:
@@ -48,7 +48,9 @@ def test_the_model_is_within_a_sixth_of_other_measured_figures(made: dict[str, s
 
 def test_the_constants_are_those_of_the_fit() -> None:
     for name, got, value in zip(FITTED, fit(MEASURED), in_use(), strict=True):
-        assert got == pytest.approx(value, rel=0.02), f"{name}: run benchmarks/scaling_fit.py"
+        assert got == pytest.approx(value, rel=0.02), (
+            f"{name}: run benchmarks/training/scaling_fit.py"
+        )
 
 
 def test_steps_that_wait_for_the_host_are_not_fitted() -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from configs.schema import TrainerConfig
-from trainer.schedule import learning_rate
+from keel.configs.schema import TrainerConfig
+from keel.trainer.engine.lr_schedule import learning_rate
 
 
 def rates(total: int, **options: object) -> list[float]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from configs.load import load_config
-from model.embedded.build import model_config
-from model.embedded.tokenizer import build_tokenizer
-from model.load import facts_of
+from keel.configs.load import load_config
+from keel.model.embedded.build import model_config
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import facts_of
+from keel.trainer.planning.cures import with_knob
+from keel.trainer.planning.unusual import unusual
 from tests.trainer.test_memory import DENSE, recipe
-from trainer.cures import with_knob
-from trainer.unusual import unusual
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from trainer.view import LiveView, PlainView, Progress, duration, open_view, sparkline
+from keel.trainer.run.view import LiveView, PlainView, Progress, duration, open_view, sparkline
 
 NUMBERS = {
     "reward/mean": 0.25,

@@ -1,0 +1,1 @@
+"""What several benchmarks share: model shapes, synthetic batches, traces, the commit."""

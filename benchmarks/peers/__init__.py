@@ -1,0 +1,1 @@
+"""Keel beside TRL: the same model, prompts, lengths and sampling."""

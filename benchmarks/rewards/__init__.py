@@ -1,0 +1,1 @@
+"""Rewards: verifiers, the sandbox, the language rule."""

@@ -1,0 +1,1 @@
+"""Sampling: an engine's tokens per second, and what recording costs."""

@@ -1,0 +1,1 @@
+"""What each stabiliser does, and how far engine and trainer are apart."""

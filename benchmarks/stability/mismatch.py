@@ -1,0 +1,293 @@
+"""How far engine and trainer are apart on the same weights, by precision.
+
+    python -m benchmarks.stability.mismatch --out OUT [--model FOLDER] [--arms bfloat16 float16 …]
+
+A real engine samples, and the trainer's network scores what was sampled, replays included: what is
+left is rounding, and where the two compute in another order. Without `--model` the model has the
+shape of Qwen3-0.6B, random weights and logits of deviation `--sharpness`; with it, any folder with
+a chat template. `gap` is a completion's mean_t(log π_old − log π_θ), which the off-policy sequence
+mask compares with δ (`algorithm.mask_delta`), here for completions cut at several lengths.
+
+Writes OUT/mismatch.json. Arms run one after the other, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.revision import commit
+from keel.configs.schema import Dtype, RolloutConfig, SamplingConfig
+from keel.rl.types import Group, Prompt, ScoredGroup
+from keel.rollout.spec import EngineSpec, environment
+
+DEADLINE_S = 400
+LENGTHS = (16, 64, 256, 1024)
+"""Tokens after which completions are cut for `gap`."""
+FAR = 0.1
+QUESTIONS = (
+    "Tell a story about {}.",
+    "Explain {} to a child.",
+    "What are the advantages and disadvantages of {}?",
+    "Write a short poem about {}.",
+)
+TOPICS = [
+    "rain",
+    "mathematics",
+    "trains",
+    "cooking",
+    "history",
+    "tides",
+    "music",
+    "money",
+    "chess",
+    "sleep",
+    "glass",
+    "maps",
+]
+
+
+@dataclass(frozen=True)
+class Arm:
+    engine: Dtype
+    trainer: Dtype
+    head: str = "float32"
+    compiled: bool = False
+
+
+ARMS: Mapping[str, Arm] = {
+    "bfloat16-head-rounded": Arm("bfloat16", "bfloat16", head="model"),
+    "bfloat16": Arm("bfloat16", "bfloat16"),
+    "bfloat16-compiled": Arm("bfloat16", "bfloat16", compiled=True),
+    "float16": Arm("float16", "float16"),
+    "float16-compiled": Arm("float16", "float16", compiled=True),
+    "bfloat16-float32": Arm("bfloat16", "float32"),
+    "float32": Arm("float32", "float32"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    prompts: int = 16
+    group: int = 8
+    prompt_tokens: int = 128
+    tokens: int = 1024
+    sharpness: float = 8.0
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 512
+    seed: int = 0
+    gpu_memory: float = 0.25
+
+
+def questions(folder: Path, size: Size, *, words: bool) -> list[Prompt]:
+    """Random words for a random model, plain questions for another."""
+    pick = random.Random(size.seed)
+    texts = [
+        " ".join(f"w{pick.randrange(100, 500)}" for _ in range(size.prompt_tokens - 12))
+        if words
+        else pick.choice(QUESTIONS).format(pick.choice(TOPICS))
+        for _ in range(size.prompts)
+    ]
+    return [
+        Prompt(prompt_id=str(i), domain="d", messages=({"role": "user", "content": text},))
+        for i, text in enumerate(texts)
+    ]
+
+
+def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any]:
+    """In a process whose environment is an engine's."""
+    # vLLM and torch read the environment when they are imported.
+    import torch  # noqa: PLC0415
+
+    from keel.rollout.engine.thread import Engine  # noqa: PLC0415
+    from keel.rollout.engine.vllm_engine import Sampler  # noqa: PLC0415
+
+    config = rollout_config(arm, size)
+    spec = EngineSpec(
+        model_path=str(folder),
+        tokenizer=str(folder),
+        config=config,
+        dtype=arm.engine,
+        max_model_len=size.prompt_tokens + size.tokens + 64,
+        seed=size.seed,
+        keep_routing=True,
+        keep_sampling_mask=True,
+    )
+    engine = Engine(lambda: Sampler(spec), config)
+    futures = [
+        engine.submit(prompt, group_size=size.group)
+        for prompt in questions(folder, size, words=words)
+    ]
+    groups = [future.result(timeout=DEADLINE_S) for future in futures]
+    engine.close()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return figures(*scores(arm, folder, size, groups, device), groups)
+
+
+def scores(
+    arm: Arm, folder: Path, size: Size, groups: Sequence[Group], device: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """log π_θ, log π_old and the sequence of every sampled token."""
+    import torch  # noqa: PLC0415
+
+    from keel.model.load import load_policy  # noqa: PLC0415
+    from keel.rl.packing import pack  # noqa: PLC0415
+    from keel.trainer.engine.compile import compile_layers  # noqa: PLC0415
+    from keel.trainer.engine.policy import Inputs, PolicyNetwork  # noqa: PLC0415
+
+    network = PolicyNetwork(load_policy(str(folder), arm.trainer), temperature=size.temperature)
+    network = network.to(device).train()
+    if arm.compiled:
+        compile_layers(network.model)
+    (batch,) = pack([unscored(group) for group in groups], ranks=1, micro_batch_tokens=8192)
+    parts: list[tuple[Any, ...]] = []
+    first = 0
+    for micro_batch in batch.micro_batches:
+        inputs = Inputs.of(micro_batch, device)
+        with torch.no_grad():
+            logp, _ = network(inputs=inputs)
+        parts.append(
+            (
+                logp.double().cpu().numpy(),
+                inputs.logp_old_R.double().cpu().numpy(),
+                inputs.sequence_R.cpu().numpy() + first,
+            )
+        )
+        first += len(inputs.sequence_tokens_S)
+    ours, theirs, sequence = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return ours, theirs, sequence
+
+
+def unscored(group: Group) -> ScoredGroup:
+    count = len(group.trajectories)
+    zeros = np.zeros(count, np.float32)
+    return ScoredGroup(
+        group=group, rewards_G=zeros, parts_G=({"correct": 0.0},) * count, advantages_G=zeros - 1
+    )
+
+
+def figures(
+    ours: np.ndarray, theirs: np.ndarray, sequence: np.ndarray, groups: Sequence[Group]
+) -> dict[str, Any]:
+    gap, ratio = theirs - ours, np.exp(ours - theirs)
+    found: dict[str, Any] = {
+        "tokens": len(gap),
+        "completions": int(sequence.max()) + 1,
+        "logp_abs": float(np.abs(gap).mean()),
+        "ratio_mean": float(ratio.mean()),
+        "ratio_outside": float(((ratio < 1 - FAR) | (ratio > 1 + FAR)).mean()),
+        "ratio_max": float(ratio.max()),
+        "kl": float((ratio - 1 - np.log(ratio)).mean()),
+        "entropy_bound": float(-theirs.mean()),
+        "gap": {},
+    }
+    kept = [s.kept for g in groups for t in g.trajectories for s in t.segments if s.kept]
+    sizes = np.concatenate([k.sizes() for k in kept]) if kept else np.zeros(0)
+    found["kept_mean"] = float(sizes[sizes > 0].mean()) if (sizes > 0).any() else None
+    for length in LENGTHS:
+        means = [
+            mean
+            for index in range(found["completions"])
+            for of in [gap[sequence == index]]
+            for mean in of[: len(of) // length * length].reshape(-1, length).mean(1)
+        ]
+        if means:
+            found["gap"][length] = {
+                "pieces": len(means),
+                "mean": float(np.mean(means)),
+                **{f"p{q}": float(np.percentile(means, q)) for q in (50, 99, 99.9)},
+                "max": float(np.max(means)),
+            }
+    return found
+
+
+def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
+    head: Any = arm.head
+    return RolloutConfig(
+        sampling=SamplingConfig(
+            temperature=size.temperature,
+            top_p=size.top_p,
+            top_k=size.top_k,
+            max_tokens=size.tokens,
+        ),
+        head_dtype=head,
+        gpu_memory=size.gpu_memory,
+        enforce_eager=True,
+    )
+
+
+def make(folder: Path, size: Size, *, gpu: bool) -> None:
+    """On a CPU a small one, to try the command."""
+    from benchmarks.peers.shape import write_model  # noqa: PLC0415
+    from benchmarks.peers.workload import QWEN3_06B, SMALL  # noqa: PLC0415
+
+    shape = (QWEN3_06B if gpu else SMALL).shape
+    write_model(folder, shape, seed=size.seed, sharpness=size.sharpness)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--size", type=json.loads, default={}, help="fields of Size, as JSON")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = replace(Size(), **options.size)
+    folder: Path = options.model or options.out / "model"
+    if options.child:
+        found = measure(ARMS[options.child], folder, size, words=options.model is None)
+        (options.out / f"{options.child}.json").write_text(json.dumps(found) + "\n")
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's own threads need not be waited for
+    options.out.mkdir(parents=True, exist_ok=True)
+    gpu = shutil.which("nvidia-smi") is not None
+    if options.model is None and not (folder / "config.json").exists():
+        make(folder, size, gpu=gpu)
+    rows: dict[str, Any] = {}
+    for name in options.arms:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.stability.mismatch",
+            *sys.argv[1:],
+            "--child",
+            name,
+        ]
+        variables = environment(rollout_config(ARMS[name], size), gpu=gpu)
+        log = options.out / f"{name}.log"
+        with log.open("w") as file:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **variables},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=DEADLINE_S,
+                check=False,
+            )
+        result = options.out / f"{name}.json"
+        if done.returncode or not result.exists():
+            print(f"{name}: failed ({done.returncode}), see {log}", flush=True)
+            print(log.read_text()[-1500:], flush=True)
+            continue
+        rows[name] = json.loads(result.read_text())
+        shown = {k: v for k, v in rows[name].items() if k != "gap"}
+        print(name, json.dumps(shown), json.dumps(rows[name]["gap"]), flush=True)
+        report = {"commit": commit(), "size": asdict(size), "arms": rows}
+        (options.out / "mismatch.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The trainer: speed and memory of real steps, and the planner's model of them."""

@@ -1,0 +1,125 @@
+"""The support head as a module: it takes the place of a model's output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from keel.model.head.support import HeadSpec, support_head
+
+if TYPE_CHECKING:  # only named here, and it takes seconds to import
+    from transformers import PreTrainedModel
+
+LOGIT_SCALE: Mapping[str, Callable[[Any], float]] = {
+    "cohere": lambda config: config.logit_scale,
+    "cohere2": lambda config: config.logit_scale,
+    "cohere2_moe": lambda config: config.logit_scale,
+    "falcon_h1": lambda config: config.lm_head_multiplier,
+    "granite": lambda config: 1 / config.logits_scaling,
+    "granite_swa": lambda config: 1 / config.logits_scaling,
+    "granitemoe": lambda config: 1 / config.logits_scaling,
+    "granitemoe_swa": lambda config: 1 / config.logits_scaling,
+    "granitemoehybrid": lambda config: 1 / config.logits_scaling,
+    "granitemoeshared": lambda config: 1 / config.logits_scaling,
+    "hyperclovax": lambda config: config.logits_scaling,
+}
+"""By `model_type`: what a family's forward multiplies the output of its lm_head with."""
+
+_SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+
+class SupportHead(nn.Linear):
+    """An output layer that scores kept sets: `keel.model.head.support.support_head` with its
+    weight.
+
+    It holds the same `Parameter` objects as the layer it replaced, under the same names, so tied
+    embeddings stay tied and checkpoints do not change. Because it is called as a module, ZeRO-3
+    gathers its weight for the forward and backward pass.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, *, scale: float = 1.0, softcap: float | None = None
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.scale = scale
+        self.softcap = softcap
+        self.train(linear.training)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        kept_ids: Tensor | None = None,
+        kept_offsets: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        memo: dict[Any, Any] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies) of `targets`, both [T] float32; see `support_head`.
+
+        Without targets it is the layer it replaced, so that `model(...).logits` and
+        `model.generate` still work: W·h + bias, before the family's scaling and capping.
+        """
+        if targets is None:
+            return super().forward(hidden)
+        if kept_ids is None or kept_offsets is None:
+            raise ValueError("kept_ids and kept_offsets are needed with targets")
+        spec = HeadSpec(bias=self.bias, scale=self.scale, softcap=self.softcap)
+        return support_head(
+            hidden,
+            self.weight,
+            targets,
+            kept_ids,
+            kept_offsets,
+            temperature=temperature,
+            spec=spec,
+            memo=memo,
+        )
+
+
+def install_support_head(model: PreTrainedModel) -> SupportHead:
+    """Put a `SupportHead` in place of the model's output layer, and return it.
+
+    Scaling and soft-capping of logits are read from the model's config. Installing twice changes
+    nothing.
+
+    Raises:
+        ValueError: if the output layer is no `nn.Linear`, or the config speaks of a scaling of
+            logits and the family is not in `LOGIT_SCALE`.
+    """
+    layer = model.get_output_embeddings()
+    if isinstance(layer, SupportHead):
+        return layer
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__}: the output layer is {type(layer).__name__}, must be a Linear"
+        )
+    head = SupportHead(layer, **logit_shape(model.config))
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is layer:
+                setattr(parent, name, head)
+    return head
+
+
+def logit_shape(config: Any) -> dict[str, Any]:
+    """`scale` and `softcap` of a transformers config."""
+    config = config.get_text_config()
+    if config.model_type in LOGIT_SCALE:
+        scale = LOGIT_SCALE[config.model_type](config)
+    else:
+        scale = 1.0
+        for knob in _SCALE_KNOBS:
+            if getattr(config, knob, None) not in (None, 1.0):
+                raise ValueError(
+                    f"model family {config.model_type} has {knob} = {getattr(config, knob)}, and "
+                    f"how it scales logits is known for {sorted(LOGIT_SCALE)} only: add it to "
+                    "LOGIT_SCALE in model/head/module.py"
+                )
+    return {"scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}

@@ -1,0 +1,1 @@
+"""Faster layers of the network on a GPU."""

@@ -1,0 +1,211 @@
+"""Blocks of bytes straight from a trainer's rank to one engine: NCCL between GPUs, gloo else.
+
+A channel is a process group of its own, beside those that the trainer and the engine have, so that
+an engine which dies ends its own channel and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from keel.model.weight_transfer.buckets import Sent, Shared
+
+POLL_S = 2e-4
+NEVER = timedelta(days=1)
+"""What the group is told: `send` keeps the deadline itself."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+Meeting = tuple[str, int]
+"""Host and port of the store that the two ends meet at."""
+
+
+def connect(meeting: Meeting, name: str, deadline_s: float) -> Any:
+    """The part of the store that goes by `name`. One thread at a time may use it."""
+    client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        *meeting, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+    )
+    return dist.PrefixStore(name, client)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Channel:
+    """Rank 0 sends; ranks 1 … are those of the engine."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        deadline_s: float,
+    ) -> None:
+        """`name` is the same on all ranks and belongs to this channel alone."""
+        self._device, self._deadline_s = device, deadline_s
+        self.used = False
+        """Whether anything got through yet."""
+        deadline = timedelta(seconds=deadline_s)
+        store = connect(meeting, name, deadline_s)
+        self._group: Any
+        """None once the channel is closed."""
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = NEVER
+            with unwatched():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, deadline)
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+
+    def send(self, block: Tensor, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when the bytes have left. `check` is called while waiting, to raise if the other
+        end has gone. Raises TimeoutError after the deadline and ConnectionError if the channel
+        breaks, or is closed: after any error it is."""
+        if self._group is None:
+            raise ConnectionError("the channel for weights has been closed")
+        end = time.monotonic() + self._deadline_s
+        late = (
+            f"{block.numel() / 2**20:.0f} MiB of weights did not get through in "
+            f"{self._deadline_s:g} s (rollout.update_deadline_s) over {self._group.name()}"
+        )
+
+        def ask(group: Callable[[], Any]) -> Any:
+            try:
+                return group()
+            except RuntimeError as error:
+                # gloo has the same deadline, and says so in its own words.
+                if time.monotonic() > end - 0.1 * self._deadline_s:
+                    raise TimeoutError(late) from error
+                raise ConnectionError(f"the channel for weights broke: {error}") from error
+
+        def wait_for(done: Callable[[], bool]) -> None:
+            while not ask(done):
+                check()
+                if time.monotonic() > end:
+                    raise TimeoutError(late)
+                time.sleep(POLL_S)
+
+        try:
+            begun = self._begin(block)
+            wait_for(begun.done)  # NCCL meets the other end here, and does not give up by itself
+            work = ask(begun.result)
+            wait_for(work.is_completed)
+            ask(work.wait)  # raises if it failed; orders what follows after it
+        except BaseException:
+            self.close()
+            raise
+        self.used = True
+
+    def _begin(self, block: Tensor) -> Future[Any]:
+        """The broadcast, given to the group: the first time by a thread that may never return."""
+        begun: Future[Any] = Future()
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        inference = torch.is_inference_mode_enabled()
+        group = self._group
+
+        def begin() -> None:
+            try:
+                with torch.cuda.stream(stream), torch.inference_mode(inference):
+                    begun.set_result(group.broadcast([block], self._options))
+            except Exception as error:  # belongs to who waits
+                begun.set_exception(error)
+            if self._group is None:  # closed meanwhile: nobody waits for it any more
+                _end([group])
+
+        if self.used:
+            begin()
+        else:
+            threading.Thread(target=begin, name="keel-channel", daemon=True).start()
+        return begun
+
+    def receive(self, sent: Sent) -> Tensor:
+        """The next block; errors as for `send`."""
+        block = torch.empty(sent.size, dtype=torch.uint8, device=self._device)
+        self.send(block)
+        return block
+
+    def close(self) -> None:
+        """Give up what is under way, for good. Does not wait for the group's end, which may take as
+        long as its peers let it."""
+        if self._group is not None:
+            last, self._group = [self._group], None
+            threading.Thread(target=_end, args=(last,), name="keel-close", daemon=True).start()
+
+
+def _end(last: list[Any]) -> None:
+    """Takes over the last reference to a group: its destructor may take long too."""
+    group = last.pop()
+    with suppress(RuntimeError):  # it is broken already
+        group.abort()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A `ProcessGroupNCCL` that is made in here has no watchdog; groups made before or after do.
+
+    The watchdog of a group ends its process when one of the group's operations fails, and sets a
+    flag in the store for which all trainer ranks end theirs: an engine that breaks off would take
+    the trainer with it. PyTorch starts none where this variable is set, which a group reads once,
+    when it is made; `is_completed` and `wait` notice failures by themselves.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
+
+
+class SharedMemory:
+    """Of a GPU: one process lays a block there after the other, and another one reads them."""
+
+    def __init__(self) -> None:
+        self._place = torch.empty(0, dtype=torch.uint8)
+        self._handle: tuple[Any, ...] = ()
+
+    def lay(self, block: Tensor) -> Shared:
+        """Over the last one, which must have been read."""
+        size = block.numel()
+        if self._place.numel() < size:
+            self._place = torch.empty_like(block)
+            _, self._handle = reduce_tensor(self._place)
+        self._place[:size].copy_(block)
+        torch.cuda.current_stream(block.device).synchronize()
+        return Shared(self._handle, size)
+
+
+class SharedView:
+    """The reader's end of a `SharedMemory`."""
+
+    def __init__(self) -> None:
+        self._handle: tuple[Any, ...] = ()
+        self._place = torch.empty(0, dtype=torch.uint8)
+
+    def block(self, shared: Shared, device: torch.device) -> Tensor:
+        """The block itself, until the next one is laid over it."""
+        if shared.handle != self._handle:
+            handle = list(shared.handle)
+            handle[6] = device.index  # the owner's number of the GPU is not ours
+            self._handle, self._place = shared.handle, rebuild_cuda_tensor(*handle)
+        return self._place[: shared.size]
+
+
+def gpu_id(device: torch.device) -> str:
+    """Tells GPUs apart whatever CUDA_VISIBLE_DEVICES says; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -1,0 +1,1 @@
+"""Programs against hidden tests."""

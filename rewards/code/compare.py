@@ -1,0 +1,119 @@
+"""Whether what a program said is what a test wants.
+
+The wanted value comes from the prompt; the other was written by a program that nobody vouches for.
+So both are plain data, nothing of it is built into objects that could have opinions of their own,
+and the work follows the wanted value's shape: the other cannot make it long.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeGuard, cast
+
+REL_TOLERANCE = 1e-9
+"""Between floating-point numbers, unless the prompt says otherwise."""
+
+
+def same_value(wanted: Any, given: Any, tolerance: float | None = None) -> bool:
+    """Whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
+
+    Lists and tuples are alike; sets and dicts have no order; a number is no boolean. tolerance:
+    absolute or relative, between numbers that are not both integers.
+    """
+    if _is_number(wanted) and _is_number(given):
+        return _close(wanted, given, tolerance)
+    if _is_pair(wanted, given, list):
+        kind, left, right = "~tuple", cast(list[Any], wanted), cast(list[Any], given)
+    else:
+        kind, left = _taken_apart(wanted)
+        other, right = _taken_apart(given)
+        if kind != other:
+            return False
+    if kind == "":
+        return type(wanted) is type(given) and wanted == given
+    if len(left) != len(right):
+        return False
+    if kind != "~tuple":
+        left, right = sorted(left, key=_place), sorted(right, key=_place)
+    return all(same_value(a, b, tolerance) for a, b in zip(left, right, strict=True))
+
+
+def same_text(wanted: str, given: str, tolerance: float | None = None) -> bool:
+    """Whether a program's output is `wanted`, up to white space at the ends of lines and of all.
+
+    tolerance: compares word by word, numbers up to so much (absolute or relative).
+    """
+    if tolerance is None:
+        return _lines(wanted) == _lines(given)
+    left, right = wanted.split(), given.split()
+    return len(left) == len(right) and all(
+        a == b or _close_words(a, b, tolerance) for a, b in zip(left, right, strict=True)
+    )
+
+
+def least_output(wanted: str, tolerance: float | None = None) -> int:
+    """Bytes that any output which `same_text` takes for `wanted` has."""
+    if tolerance is None:
+        return len("\n".join(_lines(wanted)).encode(errors="replace"))
+    return max(0, 2 * len(wanted.split()) - 1)  # a number may be written in fewer digits
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_pair(wanted: Any, given: Any, kind: type) -> bool:
+    return isinstance(wanted, kind) and isinstance(given, kind)
+
+
+def _close(wanted: int | float, given: int | float, tolerance: float | None) -> bool:
+    if isinstance(wanted, int) and isinstance(given, int):
+        return wanted == given
+    try:
+        left, right = float(wanted), float(given)
+    except OverflowError:  # an integer beyond floating point
+        return False
+    if math.isnan(left) or math.isnan(right):
+        return math.isnan(left) and math.isnan(right)
+    if tolerance is None:
+        return math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12)
+    return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _close_words(wanted: str, given: str, tolerance: float) -> bool:
+    try:
+        left, right = float(wanted), float(given)
+    except ValueError:
+        return False
+    return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _taken_apart(value: Any) -> tuple[str, list[Any]]:
+    """The kind of a collection and what is in it; kind "" for anything else."""
+    if isinstance(value, list):
+        return "~tuple", cast(list[Any], value)
+    if not isinstance(value, dict):
+        return "", []
+    items = cast(dict[str, Any], value)
+    if len(items) == 1:
+        ((key, content),) = items.items()
+        if key in ("~tuple", "~set", "~dict"):
+            return (key, cast(list[Any], content)) if isinstance(content, list) else ("?", [])
+    return "~dict", [[key, item] for key, item in items.items()]
+
+
+def _place(item: Any) -> tuple[int, Any]:
+    """Where it stands among others without an order. Numbers stand by value, so that 9.999999 and
+    10.0, which may be equal, have the same place."""
+    if _is_number(item):
+        return 0, math.inf if math.isnan(item) else item
+    kind, inside = _taken_apart(item)
+    if kind in ("", "?"):
+        return 1, json.dumps(item)
+    places = [_place(part) for part in inside]
+    return 2, places if kind == "~tuple" else sorted(places)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

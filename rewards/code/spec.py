@@ -1,0 +1,154 @@
+"""Reads what a prompt says about its programs (`rewards.code` shows how), and finds the program in
+an answer."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from keel.rewards.code.languages import LANGUAGES, Language
+from keel.rewards.sandbox.run import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Of a program's output, or, with `call`, of what a function returns."""
+
+    stdin: bytes = b""
+    stdout: str = ""
+    call: str = ""
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    returns: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A spec that has been read."""
+
+    language: Language
+    tests: tuple[Case, ...]
+    partial: bool
+    """Whether the score is the share of tests passed; else it is all or nothing, and the tests
+    after the first failure are not run."""
+    reference: str | None
+    tolerance: float | None
+    limits: Mapping[str, Any]
+
+    def within(self, limits: Limits) -> Limits:
+        return replace(limits, **self.limits)
+
+
+def code_block(text: str) -> str | None:
+    """The content of the last fenced code block; None without one, or if it is cut off."""
+    block: str | None = None
+    fence: re.Match[str] | None = None
+    inside: list[str] = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        match = _FENCE.fullmatch(line)
+        if fence is None:
+            if match is not None:
+                fence, inside = match, []
+        elif match and match[2].startswith(fence[2]) and not match[3].strip():
+            block, fence = "\n".join(inside) + "\n", None
+        else:
+            # A block in a list is indented as its fence is.
+            inside.append(line.removeprefix(fence[1]))
+    return block if fence is None else None
+
+
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
+
+
+_KEYS = [
+    "kind",
+    "language",
+    "tests",
+    "reference",
+    "partial",
+    "time_limit_s",
+    "memory_mib",
+    "tolerance",
+]  # of a spec
+_STDIN_KEYS, _CALL_KEYS = ("stdin", "stdout"), ("call", "args", "kwargs", "returns")
+
+
+def read_task(spec: Mapping[str, Any]) -> Task:
+    """Raises ValueError naming what cannot be read, and the test it is in."""
+    _no_others(spec, _KEYS, "code reward")
+    name = spec.get("language", "python")
+    if not isinstance(name, str) or name not in LANGUAGES:
+        raise ValueError(f"code reward: language {name!r}; there are {', '.join(LANGUAGES)}")
+    language = LANGUAGES[name]
+    tests = spec.get("tests")
+    if not isinstance(tests, list) or not tests:
+        raise ValueError("code reward: tests must be a list of at least one test")
+    read = tuple(
+        _read_test(test, f"code reward: tests[{index}]", language)
+        for index, test in enumerate(cast(list[Any], tests))
+    )
+    partial, reference = spec.get("partial", False), spec.get("reference")
+    if not isinstance(partial, bool):
+        raise ValueError(f"code reward: partial = {partial!r} must be true or false")
+    if reference is not None and not isinstance(reference, str):
+        raise ValueError("code reward: reference must be the source of a program")
+    limits: dict[str, Any] = {}
+    for key, knob in (("time_limit_s", "time_s"), ("memory_mib", "memory_mib")):
+        if spec.get(key) is not None:
+            limits[knob] = _positive(spec[key], key, int if key == "memory_mib" else float)
+    tolerance = spec.get("tolerance")
+    return Task(
+        language=language,
+        tests=read,
+        partial=partial,
+        reference=reference,
+        tolerance=None if tolerance is None else _positive(tolerance, "tolerance", float),
+        limits=limits,
+    )
+
+
+def _read_test(test: Any, where: str, language: Language) -> Case:
+    if not isinstance(test, dict):
+        raise ValueError(f"{where} must be an object")
+    fields = cast(dict[str, Any], test)
+    if "call" not in fields:
+        _no_others(fields, _STDIN_KEYS, where)
+        stdin, stdout = fields.get("stdin", ""), fields.get("stdout")
+        if not isinstance(stdin, str) or not isinstance(stdout, str):
+            raise ValueError(f"{where}: stdin and stdout must be texts, or name a function to call")
+        return Case(stdin=stdin.encode(), stdout=stdout)
+    _no_others(fields, _CALL_KEYS, where)
+    call, args, kwargs = fields["call"], fields.get("args", []), fields.get("kwargs", {})
+    if not isinstance(call, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", call):
+        raise ValueError(
+            f"{where}: call = {call!r} must name a function, or a class and its method"
+        )
+    if not isinstance(args, list) or not isinstance(kwargs, dict) or "returns" not in fields:
+        raise ValueError(f"{where}: needs args (a list), kwargs (an object) and returns")
+    if not language.calls:
+        raise ValueError(f"{where}: functions can be called in Python only; use stdin and stdout")
+    return Case(
+        call=call,
+        args=cast(list[Any], args),
+        kwargs=cast(dict[str, Any], kwargs),
+        returns=fields["returns"],
+    )
+
+
+def _no_others(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in fields:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise ValueError(f"{where}: no field {key!r}; {hint}")
+
+
+def _positive(value: Any, key: str, kind: type) -> Any:
+    fits = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not fits or not 0 < value < math.inf:
+        raise ValueError(f"code reward: {key} = {value!r} must be a positive {kind.__name__}")
+    return value

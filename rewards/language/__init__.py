@@ -1,0 +1,1 @@
+"""Does the policy speak its prompt's language?"""

@@ -1,0 +1,159 @@
+"""Does the policy speak its prompt's language? The share of its words that do, 0 … 1.
+
+Code, formulas, links and single Latin letters (which are variables, mostly) are set aside, but for
+running text in them (`keel.rewards.language.set_aside`). What is left is cut into sentences. A
+sentence counts by its letters in the prompt's script, and not at all if a language detector
+(py3langid) is sure that it is in another language than the prompt. It is seldom sure of a sentence
+of three words; those are judged by their script alone.
+
+Where the prompt or the answer has too few words to say, the share is 1: nothing was mixed.
+Everything here takes untrusted text and runs in time linear in its length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+from keel.rewards.custom import SpokenTrajectory
+from keel.rewards.language.set_aside import said_and_in_code, words_of
+
+_SCRIPTS = {
+    "latin": "A-Za-zªºÀ-ÖØ-öø-ʯḀ-ỿⱠ-ⱿꜢ-ꟿ",
+    "greek": "Ͱ-Ͽἀ-῿",
+    "cyrillic": "Ѐ-ԯᲀ-᲏ⷠ-ⷿꙀ-ꚟ",
+    "armenian": "Ա-֏",
+    "hebrew": "א-ת",
+    "arabic": "ؠ-يٮ-ۓەۮۯۺ-ۼݐ-ݿﭐ-﷿ﹰ-ﻼ",
+    "devanagari": "ऀ-ॣॱ-ॿ",
+    "bengali": "ঀ-ৣ",
+    "gurmukhi": "ਁ-ੵ",
+    "gujarati": "ઁ-૿",
+    "tamil": "ஂ-௎",
+    "telugu": "ఀ-౿",
+    "kannada": "ಀ-೿",
+    "malayalam": "ഀ-ൿ",
+    "thai": "ก-๎",
+    "georgian": "Ⴀ-ჿ",
+    "han": "々㐀-䶿一-鿿\uf900-\ufaff\U00020000-\U0002ffff",
+    "kana": "ぁ-ゟァ-ヿｦ-ﾟ",
+    "hangul": "ᄀ-ᇿ㄰-㆏가-힣",
+}
+_LETTERS = {name: re.compile(f"[{letters}]") for name, letters in _SCRIPTS.items()}
+_WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
+"""Letters of an alphabet that one sign stands for, roughly: texts are compared by their words."""
+_USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
+"""Scripts that belong to the writing of another."""
+
+_SENTENCES = re.compile(r"[.!?…。！？؟।\n]+")
+
+PROMPT_LETTERS, SENTENCE_LETTERS = 8.0, 20.0
+"""Fewer letters say nothing about the language of a prompt; … of a sentence."""
+IN_CODE = 0.25
+"""What a letter of a code block's comments and strings weighs: many write these in English,
+whatever they speak. An answer that is nothing but a code block is judged by them alone."""
+MAX_DETECTED = 400
+"""Letters of a sentence that the detector gets to see."""
+SURE = 0.1
+"""A sentence is foreign if its prompt's language and kin are less likely than this."""
+_KIN = (
+    {"no", "nb", "nn", "da"},
+    {"hr", "bs", "sr", "sl"},
+    {"id", "ms", "jv"},
+    {"cs", "sk"},
+    {"hi", "mr", "ne"},
+    {"es", "gl", "ca"},
+    {"pt", "gl"},
+    {"ru", "bg"},
+)
+"""Languages that a short sentence may well be either of."""
+_RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "vo", "wa"})
+"""Languages that the detector is not asked about: they are found in short sentences of others."""
+
+
+def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
+    """Judges `SpokenTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
+    or "both" for the mean of the two where both are there."""
+    asked, of = str(spec["prompt"]), str(spec["of"])
+    _detector()  # loaded before the clock of the first answer starts
+
+    def judge(text: str) -> float:
+        said = SpokenTrajectory.loads(text)
+        texts = {"answer": said.answer, "thinking": said.thinking}
+        wanted = [part for name, part in texts.items() if of in (name, "both") and part]
+        shares = [language_share(asked, part) for part in wanted]
+        return sum(shares) / len(shares) if shares else 1.0
+
+    return judge
+
+
+def language_share(prompt: str, text: str) -> float:
+    """Share of `text` that is in the language of `prompt`, by letters."""
+    asked = words_of(prompt)
+    scripts = letters_by_script(asked)
+    total = sum(scripts.values())
+    if total < PROMPT_LETTERS:
+        return 1.0
+    script = _writing(scripts)
+    allowed = {script, *_USED_WITH.get(script, ())}
+    spoken = detected(asked)[0]
+    own = everything = 0.0
+    for part, weight in zip(said_and_in_code(text), (1.0, IN_CODE), strict=True):
+        for sentence in _SENTENCES.split(part):
+            counts = letters_by_script(sentence)
+            size = sum(counts.values())
+            everything += weight * size
+            fitting = sum(counts[name] for name in allowed)
+            if fitting and not _is_foreign(sentence, size, spoken):
+                own += weight * fitting
+    return own / everything if everything else 1.0
+
+
+def letters_by_script(text: str) -> Counter[str]:
+    """Script → its letters in `text`, weighted."""
+    counts: Counter[str] = Counter()
+    for name, letters in _LETTERS.items():
+        found = len(letters.findall(text))
+        if found:
+            counts[name] = found * _WEIGHT.get(name, 1.0)  # type: ignore[assignment]
+    return counts
+
+
+def detected(text: str) -> tuple[str, Mapping[str, float]]:
+    """The likeliest language of `text`, and how likely each is."""
+    likely = dict(_detector()(text[:MAX_DETECTED]))
+    return max(likely, key=lambda name: likely[name]), likely
+
+
+def _writing(scripts: Mapping[str, float]) -> str:
+    """The script of a text; a text with kana is Japanese, however much of it is Han."""
+    for script, others in _USED_WITH.items():
+        total = sum(scripts.values())
+        both = scripts.get(script, 0.0) + sum(scripts.get(name, 0.0) for name in others)
+        if scripts.get(script, 0.0) >= 0.1 * total and both >= 0.5 * total:
+            return script
+    return max(scripts, key=lambda name: scripts[name])
+
+
+def _is_foreign(sentence: str, size: float, spoken: str) -> bool:
+    if size < SENTENCE_LETTERS:
+        return False
+    best, likely = detected(sentence)
+    kin = {spoken}.union(*(group for group in _KIN if spoken in group))
+    return best not in kin and sum(likely.get(name, 0.0) for name in kin) < SURE
+
+
+@lru_cache(maxsize=1)
+def _detector() -> Callable[[str], list[tuple[str, float]]]:
+    # It brings numpy and half a second along: only the workers of runs that use it pay.
+    from py3langid.langid import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+        MODEL_FILE,
+        LanguageIdentifier,
+    )
+
+    identifier = cast(Any, LanguageIdentifier).from_model_file(MODEL_FILE, norm_probs=True)
+    identifier.set_languages([name for name in identifier.labels if name not in _RARE])
+    return cast(Callable[[str], list[tuple[str, float]]], identifier.rank)

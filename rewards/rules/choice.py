@@ -1,0 +1,126 @@
+"""Which of several choices an answer names."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from keel.rewards.text import WRAPPED, marked_answers, normalise
+
+MAX_CHARACTERS = 32_768
+"""Longer answers are wrong."""
+
+# "The correct answer is (B)", "**Answer:** B. Paris": to the end of the sentence, which no decimal
+# point is. "B is the answer because Rome is older" states nothing after "is".
+_STATED = re.compile(
+    r"\banswer\b(?:(?!\b(?:because|since)\b)[^.:\n]){0,60}?(?:\bis\b|:)[\s*]{0,9}"
+    r"((?:\W{0,9}[a-z][.):](?=\s|$))?(?:[^\n.!?]|\.(?=\d))*)",
+    re.IGNORECASE,
+)
+_LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
+# No letter of a word or of "I'm", and neither "A dog is one" nor "I think".
+_LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
+_NOT = re.compile(r"\b(?:not|never|neither|nor|cannot)\b|n['’]t\b", re.IGNORECASE)
+
+
+def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+    r"""A test for the choice that `answer` names.
+
+    Spec: `answer`, a letter or the text of a choice; `choices`, a list of texts (lettered from A
+    on) or an object from letters to texts. Without `choices`, letters are all there is.
+
+    The answer is what is marked (`\boxed{}`, `<answer>`), else what "answer is" or "answer:"
+    states, else the last line, else the whole text. There, letters (`B`, `(B)`, `option B`) and
+    texts of choices count. Two different ones are no answer.
+
+    Raises ValueError for choices that cannot be read, and for an answer that is not among them.
+    """
+    texts = _texts(spec.get("choices"))
+    letters = set(texts) if texts else set(string.ascii_uppercase)
+    # What could also be a letter is one.
+    by_text = {_plain(text): letter for letter, text in texts.items()}
+    by_text = {text: by_text[text] for text in by_text if text and text.upper() not in letters}
+    right = _right(str(spec["answer"]), letters, by_text)
+    # Longest first: "New York" does not name "York".
+    longest_first = sorted(by_text, key=len, reverse=True)
+    any_text = re.compile("|".join(map(_standing_alone, longest_first)) or "(?!)", re.IGNORECASE)
+
+    def named(fragment: str) -> set[str]:
+        fragment = _one_line(WRAPPED.sub(r"\1", fragment))
+        lone = _LONE.fullmatch(fragment)
+        if lone is not None:
+            return {lone[1].upper()} & letters
+        found = {by_text.get(_plain(match[0]), "") for match in any_text.finditer(fragment)} - {""}
+        rest = any_text.sub("…", fragment)
+        if _NOT.search(rest):
+            return set()
+        return found | ({match[1] for match in _LETTER.finditer(rest)} & letters)
+
+    def same(text: str) -> bool:
+        if len(text) > MAX_CHARACTERS:
+            return False
+        marked = marked_answers(text)
+        stated = marked or [match[1] for match in _STATED.finditer(text)]
+        if stated:
+            return set[str]().union(*map(named, stated)) == {right}
+        lines = text.strip().splitlines()
+        return bool(lines) and (named(lines[-1]) or named(text)) == {right}
+
+    return same
+
+
+def _texts(choices: Any) -> dict[str, str]:
+    """Letter → text."""
+    if choices is None:
+        return {}
+    if isinstance(choices, list):
+        items = cast(list[Any], choices)
+        if len(items) > len(string.ascii_uppercase):
+            raise ValueError(f"choices has {len(items)} entries; there are letters for 26")
+        choices = dict(zip(string.ascii_uppercase, items, strict=False))
+    if not isinstance(choices, dict) or len(cast(dict[str, Any], choices)) < 2:
+        raise ValueError(
+            "choices must be a list of texts, or an object from letters to texts, two at least"
+        )
+    texts: dict[str, str] = {}
+    seen: dict[str, str] = {}
+    for letter, text in cast(dict[str, Any], choices).items():
+        if len(letter) != 1 or letter not in string.ascii_uppercase:
+            raise ValueError(f"choices has the letter {letter!r}; letters are A to Z")
+        if isinstance(text, (int, float)) and not isinstance(text, bool):
+            text = str(text)
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"choices: {letter} must be text that is not blank, is {text!r}")
+        if _plain(text) in seen:
+            raise ValueError(f"choices: {seen[_plain(text)]} and {letter} are both {text!r}")
+        seen[_plain(text)] = letter
+        texts[letter] = text
+    return texts
+
+
+def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
+    lone = _LONE.fullmatch(answer)
+    if lone is not None and lone[1].upper() in letters:
+        return lone[1].upper()
+    if _plain(answer) in by_text:
+        return by_text[_plain(answer)]
+    known = ", ".join(sorted(letters)) if by_text else "A to Z"
+    raise ValueError(f"answer {answer!r} is not among the choices {known}")
+
+
+def _standing_alone(text: str) -> str:
+    """A pattern for `text` that is no part of a longer word or number: neither 2.5, -5 nor 5 % has
+    the choice 5 in it."""
+    before = r"(?<![\w+±√^-])(?<!\d[.,/:])" if text[0].isdigit() else r"(?<!\w)"
+    after = r"(?!\w|[.,/:]\d|\s?\\?[%^])" if text[-1].isdigit() else r"(?!\w)"
+    return before + re.escape(text) + after
+
+
+def _plain(text: str) -> str:
+    return _one_line(text).strip("$").rstrip(".!").strip().casefold()
+
+
+def _one_line(text: str) -> str:
+    return normalise(text).replace("−", "-")

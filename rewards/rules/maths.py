@@ -1,0 +1,156 @@
+"""Whether two pieces of mathematics have the same value."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache
+from typing import Any, cast
+
+from keel.rewards.rules.notation import denies, plain_notation, said
+from keel.rewards.rules.plain_maths import Number, Reading, reading, same
+from keel.rewards.text import marked_answer, normalise, raised
+
+MAX_CHARACTERS = 2_048
+"""Longer answers are wrong, unless the right one is about that long."""
+
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
+# Read as a formula, "6 7" is a product and "a dog" has four factors.
+_PROSE = re.compile(r"(?<!\\)\b(?!sqrt|sin|cos|tan|log|exp)[^\W\d_]{3,}|\d\s+\d")
+
+
+def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str], bool]:
+    r"""A test for the value of `right`: `\frac12`, `1/2` and `0.5` are one; sets, intervals and
+    expressions are compared up to their form (math-verify), words as text.
+
+    An answer marked with `\boxed{}` is taken as it is; of other texts, the last expression counts.
+    Decimals are compared to six places (below 1e-5 to six digits), units are set aside, and 50 % is
+    both 50 and 1/2. Plain numbers, sets and intervals never reach the computer algebra
+    (`keel.rewards.rules.plain_maths`). `keel.rewards.rules.notation` says which spellings are read
+    alike.
+
+    tolerance: between numbers, absolute or relative, where that says more than six places.
+    Raises ValueError for one that is not between 0 and 1.
+    """
+    if tolerance is not None and not _is_share(tolerance):
+        raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
+    right = plain_notation(raised(right.strip()), alone=True) or right
+    read, verify = _library()  # here rather than at the first answer, which has a deadline
+
+    @cache
+    def gold() -> list[Any]:  # when it is first asked for, which for numbers is seldom
+        return read(f"\\boxed{{{right}}}")
+
+    wanted = normalise(right)
+    plain = reading(right)
+    longest = max(MAX_CHARACTERS, 4 * len(right))
+
+    def judge(text: str) -> bool:
+        marked = marked_answer(text)
+        given = text.strip() if marked is None else marked
+        if not given or len(given) > longest:
+            return False
+        given = plain_notation(raised(given), alone=marked is not None or not _PROSE.search(given))
+        if normalise(given) == wanted:
+            return True
+        if plain is not None and (other := reading(given)) is not None:
+            if close(_number(plain), _number(other)):
+                return True
+            verdict = _tiny(plain, other)
+            verdict = same(plain, other) if verdict is None else verdict
+            if verdict is not None:
+                return verdict
+        if _WORDS.fullmatch(right):  # as mathematics, Paris and Pairs are the same product
+            words = said(given)
+            if words == said(right) or marked is not None or denies(given):
+                return words == said(right)
+            return words.endswith(f" {said(right)}")
+        if denies(given) and not denies(right):
+            return False
+        readings: list[str] = []
+        if marked is not None or not _PROSE.search(given):
+            readings.append(f"\\boxed{{{given}}}")
+        if marked is None:
+            readings.append(given)
+        for found in map(read, readings):
+            verdict = _quick(plain, found)
+            if verdict or (verdict is None and verify(gold(), found)):
+                return True
+            if tolerance is not None and close(_evaluated(gold()), _evaluated(found)):
+                return True
+        return False
+
+    def close(left: float | None, other: float | None) -> bool:
+        if left is None or other is None or tolerance is None:
+            return False
+        return math.isclose(left, other, rel_tol=tolerance, abs_tol=tolerance)
+
+    if plain is None:
+        gold()
+    return judge
+
+
+@cache
+def _library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
+    """math-verify's reader and comparison. Loading sympy and building its parser takes a second."""
+    from math_verify import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+        ExprExtractionConfig,
+        LatexExtractionConfig,
+        parse,  # pyright: ignore[reportUnknownVariableType]
+        verify,
+    )
+
+    # The library's own deadlines are off: they use the signal that `keel.rewards.workers.worker`
+    # needs. It would warn about that.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def read(text: str) -> list[Any]:
+        # Its patterns for LaTeX are the slow half, and all of them want one of these.
+        latex = [LatexExtractionConfig()] if any(mark in text for mark in "\\$[") else []
+        kinds = [*latex, ExprExtractionConfig()]
+        return cast(list[Any], parse(text, kinds, parsing_timeout=0))
+
+    def equal(right: list[Any], given: list[Any]) -> bool:
+        return verify(right, given, timeout_seconds=0)
+
+    equal(read("$\\sqrt{2}$"), read("$2$"))  # much of sympy is loaded when it is first needed
+    return read, equal
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
+
+
+def _quick(plain: Reading | None, found: list[Any]) -> bool | None:
+    """`same` for a whole number that the computer algebra has found in a text."""
+    if plain is None or not found or not getattr(found[0], "is_Integer", False):
+        return None
+    return same(plain, Number(Fraction(int(found[0]))))
+
+
+def _tiny(right: Reading, given: Reading) -> bool | None:
+    """Of numbers that six places leave nothing of, six digits; None for others."""
+    if not (isinstance(right, Number) and isinstance(given, Number)):
+        return None
+    larger = max(abs(right.value), abs(given.value))
+    if right.percent or given.percent or not 0 < larger < Fraction(1, 10**5):
+        return None
+    return abs(right.value - given.value) * 10**6 <= larger
+
+
+def _number(found: Reading) -> float | None:
+    if not isinstance(found, Number):
+        return None
+    return float(found.value / 100 if found.percent else found.value)
+
+
+def _evaluated(found: list[Any]) -> float | None:
+    """Of the computer algebra's reading; None where that is no real number."""
+    try:
+        value = found[0].rhs if hasattr(found[0], "rhs") else found[0]
+        return float(value.doit().evalf())
+    except (AttributeError, IndexError, TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,99 @@
+r"""Ways of writing mathematics that the readers of `keel.rewards.rules.maths` would take for
+something else.
+
+To math-verify `2e3` is 2·e·3, `2 1/2` a product, `1 000` zero and `10²` the number 102.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+from keel.rewards.text import WRAPPED, normalise
+
+_SIGNS = str.maketrans({"−": "-", "⁄": "/", "∞": r"\infty ", "°": r"^\circ "})
+_LEADING_DASH = re.compile(r"(^|[(\[{,=]\s*)–(?=[\d.\\])")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_THOUSANDS = re.compile(
+    r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ ~_\u00a0\u2009\u202f])\d{3})+(?![\w]|[.,]?\d)"
+)
+_MIXED = re.compile(r"(?<![\w.,/^{}])(\d{1,15})[ ~]\s*(\d{1,15})/(\d{1,15})(?![\w/.]*\d)")
+_SCIENTIFIC = re.compile(r"(?<![\w.,])(\d{1,40}(?:\.\d{1,40})?|\.\d{1,40})[eE]([+-]?\d{1,3})(?!\w)")
+_TIMES_TEN = re.compile(
+    r"(?<![\w.,^/{])(\d{1,40}(?:\.\d{1,40})?)\s*(?:\\times|\\cdot|×|·|\*)\s*"
+    r"10\s*\^\s*(?:([+-]?\d{1,3})|\{\s*([+-]?\d{1,3})\s*\})(?![\w^!.])"
+)
+_REPEATING = re.compile(
+    r"(?<![\w.,])(\d{1,15})\.(\d{0,15})(?:\\overline\s*\{\s*(\d{1,15})\s*\}|\((\d{1,15})\)$)"
+)
+_POWER = re.compile(r"(?<=[\w)\]}])\*\*(?=[\w({+-])")
+_PI = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|π)")
+_PROSE_PI = re.compile(r"(?<![\w.,$\\])(\d+(?:\.\d+)?)?\s{0,3}(?:π|\\pi(?![a-z]))(?![$\w^/\\(])")
+_LAST_MARK = re.compile(r"(?<=[\w})\]%])(?:[.,;]|\s*\\\\)$")
+_DENIED = re.compile(
+    r"(?:\\neq?(?![A-Za-z])|≠|\bnot\b|n['’]t\b|\bnever\b)(?:\s+(?:be|equal\s+to|the|an?)\b){0,2}"
+    r"[\s$*]{0,9}[^\s,;]{1,80}$",
+    re.IGNORECASE,
+)
+
+
+def plain_notation(text: str, *, alone: bool) -> str:
+    """`text` in a notation that leaves no doubt. alone: a formula by itself, not in a sentence."""
+    text = text.translate(_SIGNS)
+    text = _LEADING_DASH.sub(r"\1-", text)
+    text = _VULGAR.sub(lambda found: f" {_ascii(found[0])}", text).strip()
+    text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _MIXED.sub(_improper, text)
+    text = _TIMES_TEN.sub(_decimal, _SCIENTIFIC.sub(_decimal, text))
+    if not alone:
+        return text if "$" in text or "\\(" in text else _PROSE_PI.sub(_formula, text)
+    text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    text = _PI.sub(r"\\pi ", text) if not text.isalpha() or text in ("pi", "π") else text
+    text = _POWER.sub("^", text)
+    text = _REPEATING.sub(_fraction, text)
+    return _LAST_MARK.sub("", text).strip()
+
+
+def denies(text: str) -> bool:
+    """Whether the last thing that `text` names is what the answer is not."""
+    return _DENIED.search(text.strip().rstrip(".!$* ")) is not None
+
+
+def said(text: str) -> str:
+    """The words of an answer, without dress: bold type, capitals, a full stop."""
+    bare = WRAPPED.sub(r"\1", text).replace("*", "").strip().strip("$")
+    return normalise(bare).casefold().rstrip(".!").strip()
+
+
+def _ascii(sign: str) -> str:
+    return unicodedata.normalize("NFKC", sign).replace("⁄", "/")
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, top, below = int(found[1]), int(found[2]), int(found[3])
+    return f"{whole * below + top}/{below}" if 0 < top < below else found[0]
+
+
+def _decimal(found: re.Match[str]) -> str:
+    number, exponent = found[1], int(next(filter(None, found.groups()[1:])))
+    whole, _, decimals = number.partition(".")
+    point = len(whole) + exponent
+    digits = whole + decimals
+    if point <= 0:
+        digits, point = "0" * (1 - point) + digits, 1
+    digits = digits.ljust(point, "0")
+    left, right = digits[:point].lstrip("0") or "0", digits[point:]
+    return f"{left}.{right}" if right.strip("0") else left
+
+
+def _fraction(found: re.Match[str]) -> str:
+    once, again = found[2], found[3] or found[4]
+    ninths = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+    value = Fraction(f"{found[1]}.{once or 0}") + ninths
+    return f"{value.numerator}/{value.denominator}"
+
+
+def _formula(found: re.Match[str]) -> str:
+    return rf" ${found[1] or ''}\pi$"

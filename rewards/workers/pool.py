@@ -1,0 +1,257 @@
+"""Worker processes for verifiers: what hangs or crashes costs its own answer and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keel
+from keel.rewards.code.code import CodeSettings
+from keel.rewards.failures import place_in
+from keel.rewards.rules.rules import judge_for
+from keel.rewards.workers.worker import judged
+
+START_DEADLINE_S = 120.0
+"""Longest wait for a worker to start and import its libraries."""
+CODE_GRACE_S = 5.0
+"""Beyond the time that a program's tests may take together, for starting and ending sandboxes."""
+GRACE_S = 5.0
+"""Beyond an answer's own deadline, for the worker's timer to go off."""
+STANDARD_ERROR = 2
+ROOT = Path(keel.__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How correct an answer is, 0 … 1; with `error`, why nobody could say (score 0)."""
+
+    score: float
+    error: str = ""
+    at: str = field(default="", compare=False)
+    """Where it failed, if that is known: `my_rewards.py:12 in brief`."""
+
+
+class WorkerPool:
+    """Judges batches of answers in `workers` processes; 0 judges in this one, without deadlines.
+
+    A batch is one reward spec with answers to it, so that a worker builds its judge once.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        deadline_s: float,
+        code: Mapping[str, Any] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """deadline_s: longest look at one answer; code: how programs are run, the fields of
+        `keel.configs.schema.CodeConfig`, whose `answer_s` is the deadline for them; log: folder for
+        what the workers print, a file each; without one it goes to standard error."""
+        if workers < 0 or not deadline_s > 0:
+            raise ValueError(
+                f"worker pool: workers = {workers} must not be negative, deadline_s = {deadline_s} "
+                "must be positive"
+            )
+        self._code = dict(code or {})
+        settings = CodeSettings.from_knobs(self._code)
+        self._deadlines = {"code": settings.answer_s + CODE_GRACE_S}
+        self._deadline_s = deadline_s
+        if log is not None:
+            log.mkdir(parents=True, exist_ok=True)
+        logs = [log and log / f"worker_{number}.log" for number in range(workers)]
+        self._workers = [_Worker(self._code, path) for path in logs]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            worker.start()  # they import while the first rollouts are under way
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(max_workers=workers or 1, thread_name_prefix="rewards")
+
+    def submit(self, spec: Mapping[str, Any], answers: Sequence[str]) -> Future[list[Verdict]]:
+        """One verdict an answer. The future raises ValueError if no rule reads `spec`."""
+        return self._threads.submit(self._judge, spec, answers)
+
+    def printed(self) -> bool:
+        """Whether a worker has written to its log."""
+        return any(worker.written() for worker in self._workers)
+
+    def close(self) -> None:
+        """Stop the workers. Batches that have not started are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def _judge(self, spec: Mapping[str, Any], answers: Sequence[str]) -> list[Verdict]:
+        # Siblings often agree, and one hanging answer is enough to wait for.
+        distinct = list(dict.fromkeys(answers))
+        deadline_s = self._deadlines.get(str(spec.get("kind")), self._deadline_s)
+        if self._workers:
+            worker = self._idle.get()  # never waits: as many threads as workers
+            try:
+                verdicts = worker.judge(spec, distinct, deadline_s)
+            finally:
+                self._idle.put(worker)
+        else:
+            judge = judge_for(spec, CodeSettings.from_knobs(self._code))
+            verdicts = [_verdict(judged(judge, answer)) for answer in distinct]
+        by_answer = dict(zip(distinct, verdicts, strict=True))
+        return [by_answer[answer] for answer in answers]
+
+
+class _WorkerLost(Exception):
+    """The worker ended or went silent; says how."""
+
+
+class _Worker:
+    """One worker process, replaced whenever it is lost. Used by one thread at a time."""
+
+    def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
+        self._code = code
+        self._log = log
+        self._began = self._read = self._size()
+        self._deadline_s = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._buffer = b""
+        self._closed = False
+
+    def start(self) -> None:
+        if self._closed:
+            raise RuntimeError("the reward workers have been closed")
+        self._socket, theirs = socket.socketpair()
+        self._buffer = b""
+        # A fresh interpreter: nothing of the parent's (CUDA, Ray, open files, the caller's
+        # `__main__`) reaches the process that meets the policy's text.
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs, open(self._log or os.devnull, "ab") as log:
+            output = log if self._log else STANDARD_ERROR
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "keel.rewards.workers.worker", str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    def close(self) -> None:
+        """Stop for good, also while another thread waits in `judge`."""
+        self._closed = True
+        self.stop()
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(GRACE_S)
+        if self._socket is not None:
+            self._socket.close()
+
+    def judge(
+        self, spec: Mapping[str, Any], answers: Sequence[str], deadline_s: float
+    ) -> list[Verdict]:
+        self._deadline_s = deadline_s
+        verdicts: list[Verdict] = []
+        while len(verdicts) < len(answers):
+            rest = answers[len(verdicts) :]
+            self._read = self._size()
+            try:
+                self._begin(spec, rest)
+            except _WorkerLost as lost:
+                # Not an answer's fault: the libraries or the machine.
+                self.stop()
+                raise RuntimeError(
+                    f"a reward worker {lost} while preparing for {spec.get('kind')!r}; its own "
+                    f"message is {f'in {self._log}' if self._log else 'on standard error'}"
+                ) from lost
+            try:
+                for _ in rest:
+                    verdicts.append(_verdict(self._receive(self._deadline_s + GRACE_S)))
+            except _WorkerLost as lost:
+                self.stop()
+                verdicts.append(Verdict(0.0, f"verifier {lost}", place_in(self._last_words())))
+        return verdicts
+
+    def _begin(self, spec: Mapping[str, Any], answers: Sequence[str]) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            self.start()
+        request = {
+            "spec": dict(spec),
+            "answers": list(answers),
+            "deadline_s": self._deadline_s,
+            "code": self._code,
+        }
+        self._send(json.dumps(request).encode() + b"\n")
+        reply = self._receive(START_DEADLINE_S)
+        if "refused" in reply:
+            raise ValueError(reply["refused"])
+
+    def _send(self, line: bytes) -> None:
+        assert self._socket is not None
+        self._socket.settimeout(START_DEADLINE_S)
+        try:
+            self._socket.sendall(line)
+        except OSError as error:
+            raise _WorkerLost(self._how_it_ended()) from error
+
+    def _receive(self, deadline_s: float) -> dict[str, Any]:
+        assert self._socket is not None
+        self._socket.settimeout(deadline_s)
+        while b"\n" not in self._buffer:
+            try:
+                received = self._socket.recv(1 << 16)
+            except TimeoutError as error:
+                raise _WorkerLost(f"did not answer within {deadline_s:g} s") from error
+            except OSError as error:
+                raise _WorkerLost(self._how_it_ended()) from error
+            if not received:
+                raise _WorkerLost(self._how_it_ended())
+            self._buffer += received
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def written(self) -> bool:
+        """Whether this run's processes have written to the log."""
+        return self._size() > self._began
+
+    def _size(self) -> int:
+        return self._log.stat().st_size if self._log and self._log.exists() else 0
+
+    def _last_words(self) -> str:
+        """Where it was when it ended, if its log says so. Only an end writes that there, and the
+        worker is ahead of this process: it may have ended before it is asked for its answer."""
+        if self._log is None:
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            said = file.read(1 << 16).decode(errors="replace")
+        _, dumped, frames = said.rpartition("most recent call first")
+        return frames if dumped else ""
+
+    def _how_it_ended(self) -> str:
+        if self._process is None:
+            return "was closed"
+        try:
+            code = self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        if code == -signal.SIGALRM:
+            return f"ran past its deadline of {self._deadline_s:g} s"
+        return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
+
+
+def _verdict(reply: Mapping[str, Any]) -> Verdict:
+    if "error" in reply:
+        return Verdict(0.0, str(reply["error"]), str(reply.get("at", "")))
+    return Verdict(float(reply["score"]))

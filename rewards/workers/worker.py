@@ -1,0 +1,93 @@
+"""The process that runs verifiers on untrusted answers: `python -m keel.rewards.workers.worker FD`.
+
+It speaks JSON lines over the socket it inherits as FD. JSON, because what comes out of a process
+that ran a policy's text must not be unpickled.
+
+    ← {"spec": {…}, "answers": ["…"], "deadline_s": 3.0, "code": {…}}   code: as `CodeConfig`
+    → {"ready": true}              the judge is built (libraries are imported at the first)
+    → {"score": 1.0}               one line an answer, in order
+    → {"error": "ValueError: …", "at": "my.py:12 in f"}    in place of a score
+    → {"refused": "…"}             in place of "ready": no rule reads the spec
+
+Each answer is judged under a timer whose signal ends the process, whatever it is stuck in, even if
+the parent is gone. The parent sees the socket close and starts another worker. What a process says
+when it ends that way, it writes to standard error: where it was.
+
+Standard output is for what the user's functions print. Verifiers print about every answer that they
+cannot read, so theirs goes nowhere.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import warnings
+from io import TextIOWrapper
+from typing import Any, cast
+
+from keel.rewards.code.code import CodeSettings
+from keel.rewards.failures import place
+from keel.rewards.rules.rules import Judge, judge_for
+
+MOST_SAID = 500
+"""Characters of an error: it may quote an answer."""
+MEMORY_BYTES = 8 << 30
+"""Address space of a worker: an answer that asks for more gets a MemoryError, not the machine."""
+
+
+def judged(judge: Judge, answer: str) -> dict[str, Any]:
+    """The reply for one answer."""
+    try:
+        return {"score": judge(answer)}
+    except Exception as error:  # third-party code on hostile text may raise anything
+        at = getattr(error, "at", "") or place(error)
+        return {"error": f"{type(error).__name__}: {error}"[:MOST_SAID], "at": at}
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the other side closes."""
+    theirs = sys.stdout
+    with connection.makefile("rwb") as stream, open(os.devnull, "w") as nowhere:
+
+        def send(reply: dict[str, Any]) -> None:
+            stream.write(json.dumps(reply).encode() + b"\n")
+            stream.flush()
+
+        for line in stream:
+            request = json.loads(line)
+            sys.stdout = theirs if request["spec"].get("kind") == "function" else nowhere
+            try:
+                judge = judge_for(request["spec"], CodeSettings.from_knobs(request["code"]))
+            except (KeyError, TypeError, ValueError) as error:
+                send({"refused": f"{type(error).__name__}: {error}"})
+                continue
+            send({"ready": True})
+            for answer in request["answers"]:
+                signal.setitimer(signal.ITIMER_REAL, request["deadline_s"])
+                reply = judged(judge, answer)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                send(reply)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)  # then it ends us
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
+    limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = MEMORY_BYTES if limit == resource.RLIM_INFINITY else min(MEMORY_BYTES, limit)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")  # `eval` of an answer warns about the answer's own syntax
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

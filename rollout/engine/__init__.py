@@ -1,0 +1,1 @@
+"""One vLLM engine: started, driven by a thread of its own, seen as a Ray actor."""

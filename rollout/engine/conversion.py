@@ -1,0 +1,148 @@
+"""Between the project's types and the engine's: prompts to ids, recordings to trajectories."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keel.rl.types import NO_ROUTE, FinishReason, KeptSets, Prompt, Segment, Trajectory
+
+THINK_START = "<think>"
+THINK_END = "</think>"
+_THINK_BLOCK = re.compile(f"{THINK_START}(.*?){THINK_END}", re.DOTALL)
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedPrompt:
+    """A prompt as the policy sees it."""
+
+    token_ids: list[int]
+    thinking: bool
+    """The template has already opened a think block that the policy is to close."""
+
+
+def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
+    """Through the chat template, up to where the policy speaks."""
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in prompt.messages],
+        tools=[dict(tool) for tool in prompt.tools] or None,
+        add_generation_prompt=True,
+        enable_thinking=prompt.thinking,
+        tokenize=False,
+    )
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if not token_ids:
+        raise ValueError(f"prompt {prompt.prompt_id}: the chat template renders it to nothing")
+    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(THINK_START))
+
+
+def decode_all(tokenizer: Tokenizer, answers: Sequence[Sequence[int]]) -> list[str]:
+    """The texts of answers, without special tokens."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        # On all cores, where transformers takes one answer after the other.
+        return fast.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
+    return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in answers]
+
+
+def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:
+    """Raise `ValueError` for a prompt whose longest answer would not fit the engine."""
+    if prompt_tokens + max_tokens > context:
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: its {prompt_tokens} tokens and rollout.sampling.max_tokens"
+            f" = {max_tokens} exceed the engine's context of {context}; lower max_tokens or "
+            "data.max_prompt_tokens"
+        )
+
+
+def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
+    """One assistant message: `content`, `reasoning_content` if there is any, and `raw`.
+
+    `thinking`: the prompt has opened the think block. If a block is never closed, everything is
+    reasoning, so an answer inside it does not count as given.
+    """
+    opens = raw.lstrip().startswith(THINK_START)
+    text = THINK_START + raw if thinking and not opens else raw
+    content = _THINK_BLOCK.sub("", text)
+    if THINK_START in content:
+        content, reasoning = "", text.replace(THINK_START, "").replace(THINK_END, "")
+    else:
+        reasoning = "\n".join(_THINK_BLOCK.findall(text))
+    message = {"role": "assistant", "content": content.strip()}
+    if reasoning.strip():
+        message["reasoning_content"] = reasoning.strip()
+    return {**message, "raw": raw}
+
+
+def build_segment(
+    prompt_id: str,
+    prompt_ids: Sequence[int],
+    sampled_ids: Sequence[int],
+    *,
+    logp: NDArray[np.float32],
+    versions: NDArray[np.int32],
+    kept: KeptSets | None = None,
+    routes: NDArray[np.int16] | None = None,
+) -> Segment:
+    """One turn: P prompt tokens, then G sampled ones.
+
+    `logp` and `versions` [G], `kept` G spans, `routes` [P+G−1, L, K] (input-aligned: the last
+    token has been no input yet). Raises `ValueError` if the lengths do not agree.
+    """
+    prompt, sampled = len(prompt_ids), len(sampled_ids)
+    tokens = prompt + sampled
+    for name, have, want in (
+        ("logp", len(logp), sampled),
+        ("versions", len(versions), sampled),
+        ("kept", sampled if kept is None else len(kept), sampled),
+        ("routes", tokens - 1 if routes is None else len(routes), tokens - 1),
+    ):
+        if have != want:
+            raise ValueError(f"segment of {prompt_id}: {name} has {have} entries, expected {want}")
+    return Segment(
+        prompt_id=prompt_id,
+        token_ids_T=np.array([*prompt_ids, *sampled_ids], np.int32),
+        trainable_T=np.arange(tokens) >= prompt,
+        logp_old_T=np.concatenate([np.zeros(prompt, np.float32), logp]),
+        version_T=np.concatenate([np.full(prompt, -1, np.int32), versions]),
+        routes_TLK=(
+            None
+            if routes is None
+            else np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
+        ),
+        kept=None if kept is None else KeptSets.concat([KeptSets.empty(prompt), kept]),
+    )
+
+
+def build_trajectory(
+    sibling: int, segment: Segment, raw: str, *, thinking: bool, finish_reason: FinishReason
+) -> Trajectory:
+    """One answer of one turn. `raw` is its text without special tokens."""
+    return Trajectory(
+        prompt_id=segment.prompt_id,
+        sibling=sibling,
+        segments=(segment,),
+        finish_reason=finish_reason,
+        messages=(split_message(raw, thinking=thinking),),
+    )
+
+
+def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
+    """Seed of one answer, in [0, 2⁶³): the same on every engine and in every run. `draw`: how often
+    this version has been asked the prompt before; it would answer in the same words."""
+    key = f"{seed}/{version}/{draw}/{sibling}/{prompt_id}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,376 @@
+"""A sampler on a thread of its own: commands from any thread in, futures out.
+
+The thread steps the sampler while it has work and takes commands between steps, so groups join and
+leave a running batch. Nothing here knows vLLM: `keel.rollout.engine.vllm_engine.Sampler` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, Protocol
+
+from keel.configs.schema import CUT_S, RolloutConfig, SamplingConfig
+from keel.model.weight_transfer.buckets import Bucket
+from keel.model.weight_transfer.channel import Meeting
+from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox
+from keel.rl.types import Group, Prompt
+from keel.rollout.spec import EngineError, RecordingError
+
+STOP_S = 60.0
+"""Longest wait for the thread to stop: one step of the engine, at most."""
+
+
+class SamplerLike(Protocol):
+    """What the thread drives; see `keel.rollout.engine.vllm_engine.Sampler`."""
+
+    version: int
+    sampled_tokens: int
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would get on with an answer."""
+        ...
+
+    @property
+    def open(self) -> bool:
+        """Whether answers can be begun: the weights are whole."""
+        ...
+
+    @property
+    def recordings(self) -> int: ...
+    def add(
+        self,
+        job: int,
+        prompt: Prompt,
+        *,
+        group_size: int,
+        sampling: SamplingConfig,
+        record: bool,
+        draw: int,
+    ) -> None: ...
+    def step(self) -> Iterable[tuple[int, Group]]: ...
+    def abort(self, job: int) -> None: ...
+    def cut(self, job: int) -> Iterable[tuple[int, Group]]: ...
+    def give_up(self, job: int) -> Iterable[tuple[int, Group]]: ...
+    def gpus(self) -> list[str]: ...
+    def updates(self) -> list[str]: ...
+    def join(self, meeting: Meeting, name: str) -> None: ...
+    def sleep(self) -> Iterable[tuple[int, Group]]: ...
+    def begin_update(self) -> Iterable[tuple[int, Group]]: ...
+    def load_bucket(self, bucket: Bucket) -> None: ...
+    def finish_update(self, version: int, checksum: int | None) -> None: ...
+
+
+Late = Literal["cut", "give up"]
+When = Literal["now", "idle", "open"]
+"""At once, once no answer is being sampled, or once the weights are whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do on the engine's thread; the future gets its result or its error."""
+
+    run: Callable[[SamplerLike], Any]
+    future: Future[Any]
+    when: When = "now"
+
+
+class Engine:
+    """Samples groups and takes weights."""
+
+    def __init__(self, build: Callable[[], SamplerLike], config: RolloutConfig) -> None:
+        """`build` runs on the engine's thread. Returns when it has; raises what it raises."""
+        self._build = build
+        self._config = config
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._groups: dict[int, Future[Group]] = {}
+        self._limits: dict[int, tuple[float, Late]] = {}
+        """What is to be done with a group that is still there when the engine has been busy for so
+        many seconds. Time in which nothing can be sampled (updates, sleep) does not count."""
+        self._numbers = itertools.count()
+        self._gate = threading.Lock()
+        """Held to give a command and to say that no more are taken, so that none is lost."""
+        self._inbox: Inbox | None = None
+        self._ended: Exception | None = None
+        self._busy_s = 0.0
+        self._failed = False
+        """Whether the last update did, so that the weights stay open for good."""
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(ready,), name="keel-engine", daemon=True
+        )
+        self._thread.start()
+        ready.result()  # loading a model has no natural bound; the pool bounds it for all engines
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        group_size: int,
+        sampling: SamplingConfig | None = None,
+        record: bool = True,
+        draw: int = 0,
+    ) -> Future[Group]:
+        """Sample `group_size` answers to `prompt`. Cancelling the future aborts them. After
+        `rollout.deadline_s` they are cut where they are.
+
+        `sampling` differs from the recipe's for evaluation, where `record` is False: routes and
+        kept sets are then left out (log-probabilities never are). The future fails with
+        `ValueError` for a prompt that does not fit, `RecordingError` for a gap in what was recorded
+        and `EngineError` if the engine breaks.
+        """
+        job, future = next(self._numbers), Future[Group]()
+        options = {
+            "group_size": group_size,
+            "sampling": sampling or self._config.sampling,
+            "record": record,
+            "draw": draw,
+        }
+
+        def start(sampler: SamplerLike) -> None:
+            if future.cancelled():
+                return
+            self._groups[job] = future
+            self._limits[job] = self._busy_s + self._config.deadline_s, "cut"
+            try:
+                sampler.add(job, prompt, **options)
+            except BaseException:
+                self._abort(sampler, job)
+                raise
+
+        def cancelled(done: Future[Group]) -> None:
+            if done.cancelled():
+                self._commands.put(_Command(lambda sampler: self._abort(sampler, job), Future()))
+
+        future.add_done_callback(cancelled)
+        # Calls of an actor may overtake each other: what was asked before a sleep or an update, and
+        # comes after it, begins when that is over.
+        asked = self._ask(start, when="open")
+        asked.add_done_callback(lambda done: _pass_error(done, future))
+        return future
+
+    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
+        """Replace all weights; `buckets` may be a generator that makes one at a time.
+
+        Raises `TimeoutError` after `rollout.update_deadline_s` and `ValueError` naming a tensor
+        that is unknown or missing; the engine is then unusable.
+        """
+        self.begin_update()
+        for bucket in buckets:
+            self.load_bucket(bucket)
+        self.finish_update(version)
+
+    def gpus(self) -> list[str]:
+        """Which GPUs the engine is on; see `keel.model.weight_transfer.channel.gpu_id`."""
+        return self._wait(self._ask(lambda sampler: sampler.gpus()), "the engine's GPUs")
+
+    def updates(self) -> list[str]:
+        """How the next update will be done by each of the engine's workers: "copies", or why by
+        vLLM's loader; empty before the first one."""
+        return self._wait(self._ask(lambda sampler: sampler.updates()), "how updates are done")
+
+    def join(self, meeting: Meeting, name: str, *, shares: bool) -> None:
+        """Meet the trainer's rank that weights will come from; `shares`: on the engine's own GPU,
+        so that their bytes need no channel."""
+        # Each of the other engines may have its whole deadline first.
+        deadline_s = (1 + self._config.engines) * self._config.update_deadline_s
+        self._inbox = Inbox(meeting, name, deadline_s=deadline_s)
+        if not shares:
+            asked = self._ask(lambda sampler: sampler.join(meeting, name))
+            self._wait(asked, "the channel to open")
+
+    def receive(self) -> None:
+        """Do an update as the rank says it. Errors are those of `update_weights`."""
+        inbox = self._inbox
+        assert inbox is not None
+        while True:
+            match inbox.next():
+                case Begin():
+                    self.begin_update()
+                case Bucket() as bucket:
+                    self.load_bucket(bucket)
+                case Finish(version, checksum):
+                    self.finish_update(version, checksum)
+                    return inbox.taken()
+            inbox.taken()
+
+    def sleep(self) -> None:
+        """Give up the GPU's memory until the next update. Running answers: as for that."""
+        self._interrupt(lambda sampler: sampler.sleep())
+
+    def begin_update(self) -> None:
+        """Open the weights: nothing is sampled until `finish_update`. Running answers pause, or are
+        finished first (`rollout.weight_updates`)."""
+        self._interrupt(lambda sampler: sampler.begin_update())
+
+    def _interrupt(self, act: Callable[[SamplerLike], Iterable[tuple[int, Group]]]) -> None:
+        def interrupt(sampler: SamplerLike) -> None:
+            for job, group in act(sampler):
+                self._resolve(job, group)
+            self._failed = False
+
+        when = "idle" if self._config.weight_updates == "drain" else "now"
+        self._wait(self._ask(interrupt, when=when), "running answers to pause or finish")
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        asked = self._ask(self._part_of_update(lambda sampler: sampler.load_bucket(bucket)))
+        self._wait(asked, "a bucket of weights")
+
+    def finish_update(self, version: int, checksum: int | None = None) -> None:
+        """Check that everything came; sample from the new weights from now on."""
+        finish = self._part_of_update(lambda sampler: sampler.finish_update(version, checksum))
+        self._wait(self._ask(finish), "the new weights")
+
+    def _part_of_update(self, act: Callable[[SamplerLike], None]) -> Callable[[SamplerLike], None]:
+        def run(sampler: SamplerLike) -> None:
+            try:
+                act(sampler)
+            except BaseException:
+                self._failed = True
+                raise
+
+        return run
+
+    def stats(self) -> dict[str, float]:
+        """Sampled tokens and busy seconds so far; unfinished groups and recordings held now."""
+
+        def read(sampler: SamplerLike) -> dict[str, float]:
+            return {
+                "version": sampler.version,
+                "sampled_tokens": sampler.sampled_tokens,
+                "busy_s": self._busy_s,
+                "groups": len(self._groups),
+                "recordings": sampler.recordings,
+            }
+
+        return self._wait(self._ask(read), "the engine's statistics")
+
+    def close(self) -> None:
+        """Stop; unfinished groups fail."""
+        self._commands.put(None)
+        self._thread.join(timeout=STOP_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's thread did not stop within {STOP_S:.0f} s")
+
+    def _ask(self, run: Callable[[SamplerLike], Any], *, when: When = "now") -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._gate:
+            if self._ended is None:
+                self._commands.put(_Command(run, future, when))
+                return future
+        future.set_exception(self._ended)
+        return future
+
+    def _wait(self, future: Future[Any], what: str) -> Any:
+        deadline = self._config.update_deadline_s
+        try:
+            return future.result(timeout=deadline)
+        except TimeoutError:
+            future.cancel()
+            raise TimeoutError(
+                f"waited {deadline:.0f} s (rollout.update_deadline_s) for {what}"
+            ) from None
+
+    # From here on: the engine's thread.
+
+    def _run(self, ready: Future[None]) -> None:
+        try:
+            sampler = self._build()
+        except Exception as error:  # whatever it is, the constructor is waiting for it
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        waiting: list[_Command] = []
+        ended: Exception = EngineError("the engine has been stopped")
+        try:
+            while self._take_commands(sampler, waiting):
+                if sampler.busy:
+                    began = time.perf_counter()
+                    for job, group in chain(self._hurry(sampler), sampler.step()):
+                        self._resolve(job, group)
+                    self._busy_s += time.perf_counter() - began
+        except RecordingError as error:
+            ended = error
+        except Exception as error:  # callers hold futures: none may be left without an answer
+            ended = EngineError(f"the engine broke: {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        with self._gate:
+            self._ended = ended
+        self._fail_all(waiting, ended)
+
+    def _take_commands(self, sampler: SamplerLike, waiting: list[_Command]) -> bool:
+        """Run what has been asked for; sleeps if there is nothing else to do. False: stop."""
+        while True:
+            for command in list(waiting):
+                if self._due(command, sampler):
+                    waiting.remove(command)
+                    _execute(command, sampler)
+            try:
+                command = self._commands.get(block=not sampler.busy)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            if self._due(command, sampler):
+                _execute(command, sampler)
+            else:
+                waiting.append(command)
+
+    def _due(self, command: _Command, sampler: SamplerLike) -> bool:
+        if command.when == "open":  # the sampler says what is wrong with weights that stay open
+            return sampler.open or self._failed
+        return command.when == "now" or not sampler.busy
+
+    def _hurry(self, sampler: SamplerLike) -> Iterator[tuple[int, Group]]:
+        """See to the groups whose time is up."""
+        for job, (due, what) in list(self._limits.items()):
+            if due > self._busy_s:
+                continue
+            if what == "cut":
+                self._limits[job] = self._busy_s + CUT_S, "give up"
+                yield from sampler.cut(job)
+            else:
+                yield from sampler.give_up(job)
+
+    def _abort(self, sampler: SamplerLike, job: int) -> None:
+        self._groups.pop(job, None)
+        self._limits.pop(job, None)
+        sampler.abort(job)
+
+    def _resolve(self, job: int, group: Group) -> None:
+        future = self._groups.pop(job, None)
+        self._limits.pop(job, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(group)
+
+    def _fail_all(self, waiting: list[_Command], error: Exception) -> None:
+        futures = [*self._groups.values(), *(command.future for command in waiting)]
+        while not self._commands.empty():
+            command = self._commands.get()
+            futures += [] if command is None else [command.future]
+        self._groups.clear()
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+
+def _execute(command: _Command, sampler: SamplerLike) -> None:
+    if not command.future.set_running_or_notify_cancel():
+        return
+    try:
+        command.future.set_result(command.run(sampler))
+    except Exception as error:  # belongs to the caller, who holds the future
+        command.future.set_exception(error)
+
+
+def _pass_error(done: Future[Any], future: Future[Group]) -> None:
+    """A group whose command could not even be run fails with it."""
+    if (error := done.exception()) is not None and future.set_running_or_notify_cancel():
+        future.set_exception(error)

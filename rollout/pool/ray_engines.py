@@ -1,0 +1,170 @@
+"""Ray actors as the pool's engines. The driver that imports this does not import vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from keel.configs.schema import SamplingConfig
+from keel.model.weight_transfer.buckets import Bucket
+from keel.rl.types import Group, Prompt
+from keel.rollout.engine.worker import RolloutWorker
+from keel.rollout.pool.lifecycle import to_each
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.spec import EngineError, EngineSpec, environment
+
+T = TypeVar("T")
+_RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
+CONCURRENT_CALLS = 10_000
+"""Far more groups than an engine is ever given, so that the actor never queues a call."""
+
+
+class RayEngine:
+    """A `RolloutWorker` in a process of its own."""
+
+    def __init__(
+        self, spec: EngineSpec, index: int = 0, *, gpu: bool, options: Mapping[str, Any]
+    ) -> None:
+        self.index = index
+        actor = ray.remote(RolloutWorker).options(
+            **{
+                # On a CPU the engines share the machine with the trainer; threads bound them.
+                "num_cpus": 1 if gpu else 0,
+                "num_gpus": spec.config.tensor_parallel if gpu else 0,
+                "max_concurrency": CONCURRENT_CALLS,
+                "runtime_env": {"env_vars": environment(spec.config, gpu=gpu)},
+                **options,
+            }
+        )
+        self.actor = actor.remote(spec)
+
+    def ready(self) -> Future[int]:
+        return as_future(self.actor.ready.remote())
+
+    def generate(
+        self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
+    ) -> Future[Group]:
+        return as_future(self.actor.generate.remote(prompt, group_size, sampling, record, draw))
+
+    def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
+        return as_future(self.actor.update.remote(version, list(buckets)))
+
+    def sleep(self) -> Future[None]:
+        return as_future(self.actor.sleep.remote())
+
+    def kill(self) -> None:
+        ray.kill(self.actor)  # type: ignore[arg-type]
+
+
+Send = Callable[[Sequence["RayEngine"]], Sequence[Future[int]]]
+"""Brings engines to the trainer's current weights, and tells their version."""
+
+
+class RayRolloutPool(RolloutPool):
+    """A `RolloutPool` whose weights travel through Ray's object store, once for each node, or come
+    straight from the trainer."""
+
+    def update(self, version: int, weights: Any) -> Future[None]:
+        """`weights`: a `Send`, or buckets and references to buckets; those that are not in the
+        object store yet are put there."""
+        if isinstance(weights, Sequence):
+            weights = [ray.put(item) if isinstance(item, Bucket) else item for item in weights]
+        return super().update(version, weights)
+
+
+def deliver(version: int, weights: Any, engines: Sequence[Any]) -> Sequence[Future[int]]:
+    """As `keel.rollout.pool.lifecycle.Deliver`: `weights` are references to buckets, or a
+    `Send`."""
+    if not callable(weights):
+        return to_each(version, weights, engines)
+    send = cast("Send", weights)
+    return [_as_engine_errors(future) for future in send(engines)]
+
+
+def ray_pool(
+    spec: EngineSpec,
+    *,
+    gpu: bool,
+    startup_deadline_s: float,
+    update_deadline_s: float | None = None,
+    options: Callable[[int], Mapping[str, Any]] | None = None,
+) -> RayRolloutPool:
+    """The engines of a run, not started yet. `options(i)` are added to those of engine i's actor,
+    each time that it is started."""
+    return RayRolloutPool(
+        spec.config,
+        lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
+        startup_deadline_s=startup_deadline_s,
+        update_deadline_s=update_deadline_s,
+        deliver=deliver,
+    )
+
+
+def _as_engine_errors(sent: Future[int]) -> Future[int]:
+    """The same, with an `EngineError` for an engine that died or is late."""
+    future: Future[int] = Future()
+
+    def done(sent: Future[int]) -> None:
+        error = sent.exception()
+        if error is not None:
+            future.set_exception(_as_engine_error(error))
+        else:
+            future.set_result(sent.result())
+
+    sent.add_done_callback(done)
+    return future
+
+
+def as_future(ref: ObjectRef) -> Future[Any]:
+    """The result of an actor's call. Cancelling the future cancels the call.
+
+    A dead actor, or one that is late by its own clock, is an `EngineError`; any other exception of
+    the call is passed on as it was raised.
+    """
+    future: Future[Any] = Future()
+
+    def arrived(inner: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        error = inner.exception()
+        if error is None:
+            future.set_result(inner.result())
+        elif isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+            future.set_exception(_as_engine_error(error.cause))
+        else:
+            future.set_exception(_as_engine_error(error))
+
+    def cancelled(outer: Future[Any]) -> None:
+        if outer.cancelled():
+            ray.cancel(ref)
+
+    future.add_done_callback(cancelled)
+    ref.future().add_done_callback(arrived)
+    return future
+
+
+def _as_engine_error(error: BaseException) -> BaseException:
+    """The same, or an `EngineError` if it says that an engine died or is late."""
+    # Ray's name for an actor that it killed, itself, because its machine ran out of memory.
+    if isinstance(error, RayActorError | OutOfMemoryError):
+        reason = _reason(error)
+    elif isinstance(error, TimeoutError):
+        reason = str(error)
+    else:
+        return error
+    engine_error = EngineError(reason)
+    engine_error.__cause__ = error
+    return engine_error
+
+
+def _reason(error: RayError) -> str:
+    """Why an actor died, without the traceback of its constructor."""
+    text = str(error)
+    raised = [found.start() for found in _RAISED.finditer(text)]
+    return " ".join(text[raised[-1] :].split()) if raised else " ".join(text.split())

@@ -1,0 +1,122 @@
+"""What the pool keeps account of: engines in their slots, groups that were ordered, weights on
+their way. `RolloutEngine` is all that it knows of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from keel.configs.schema import SamplingConfig
+from keel.rl.types import Group, Prompt
+
+Purpose = Literal["train", "eval"]
+
+
+class RolloutEngine(Protocol):
+    """One engine. Every call returns at once; cancelling a future tells the engine to stop.
+
+    Futures fail with `EngineError` if the engine died or broke, which the pool repairs, and with
+    anything else for what the pool cannot repair.
+    """
+
+    def ready(self) -> Future[int]:
+        """Done when the engine can sample, or is asleep (`rollout.sleep`); the id of its
+        process."""
+        ...
+
+    def generate(
+        self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
+    ) -> Future[Group]:
+        """`draw`: how often the same prompt has been asked since the last weights."""
+        ...
+
+    def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
+        """Load, and report the version that is sampled from now on. What becomes of running
+        answers: `rollout.weight_updates`."""
+        ...
+
+    def sleep(self) -> Future[None]:
+        """Give up the GPU's memory until the next update."""
+        ...
+
+    def kill(self) -> None:
+        """End the engine's process, whatever it is doing."""
+        ...
+
+
+Stage = Literal["starting", "loading", "ready", "dozing off", "asleep"]
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place for an engine, which may be replaced."""
+
+    index: int
+    engine: RolloutEngine
+    stage: Stage
+    pending: Future[Any] | None
+    """What a slot that is neither ready nor asleep waits for, until `deadline`."""
+    deadline: float
+    version: int = 0
+    """Version that the engine samples from, or is to load."""
+    restarts: list[float] = field(default_factory=list[float])
+    """When (by the monotonic clock) an engine was started again here."""
+    start_failure: str = ""
+    """Why the last start failed, numbers aside."""
+    sequences: int = 0
+    """Answers it is working on."""
+    load: int = 0
+    """Tokens it may still have to sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A group that has been asked for."""
+
+    number: int
+    prompt: Prompt
+    group_size: int
+    sampling: SamplingConfig
+    purpose: Purpose
+    draw: int
+    answer: Future[Group] = field(default_factory=Future[Group])
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Evaluations first: the loop waits for them."""
+        return self.purpose != "eval", self.number
+
+    @property
+    def tokens(self) -> int:
+        return self.group_size * self.sampling.max_tokens
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):  # the caller has cancelled it
+            self.answer.set_exception(error)
+
+    def give(self, group: Group) -> None:
+        with suppress(InvalidStateError):
+            self.answer.set_result(group)
+
+
+@dataclass(slots=True)
+class Flight:
+    """An order that an engine is at."""
+
+    order: Order
+    slot: Slot
+    deadline: float
+    """When the engine has been silent for too long. Does not count while it is not ready."""
+
+
+@dataclass(slots=True)
+class Update:
+    """Weights that every engine is to have."""
+
+    version: int
+    weights: Any
+    """In the form that the engines take, or that knows how to reach them."""
+    done: Future[None] = field(default_factory=Future[None])

@@ -1,0 +1,1 @@
+"""Recorders: the probability, routes and kept set of every sampled token."""

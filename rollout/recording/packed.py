@@ -1,0 +1,120 @@
+"""Recording on Model Runner V2 without an object for each token.
+
+Log-probabilities and kept sets are taken from the steps' arrays in the scheduler, before vLLM cuts
+them up by request. Routes stay on the GPU until their request is finished
+(`keel.rollout.fastpath.routed_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keel.configs.schema import SamplingConfig
+from keel.rollout.fastpath.scheduler import AsyncShortScheduler
+from keel.rollout.fastpath.step_arrays import Packed
+from keel.rollout.recording.base import (
+    Recording,
+    RoutesBeforePreemption,
+    Wanted,
+    check_routed,
+    check_tokens,
+)
+from keel.rollout.recording.native import bounded_top_k, checked_sets
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+READ_AHEAD = 16
+"""Requests whose routes are read together, if they end together."""
+
+
+class PackedRecorder:
+    """Needs vLLM's scheduler in this process, which rollout workers have."""
+
+    def __init__(self, *, routes: bool, kept: bool) -> None:
+        self._routes, self._kept = routes, kept
+        self._wanted: dict[str, Wanted] = {}
+        self._before: RoutesBeforePreemption | None = None
+        self._ahead: dict[str, NDArray[np.int16]] = {}
+
+    def engine_args(self) -> dict[str, Any]:
+        return {
+            "enable_return_routed_experts": self._routes,
+            "return_sampling_mask": self._kept,
+            "scheduler_cls": AsyncShortScheduler,
+            "async_scheduling": True,
+        }
+
+    def attach(self, engine: LLMEngine) -> None:
+        if not engine.vllm_config.use_v2_model_runner:
+            raise ValueError(
+                "rollout.recorder = 'packed' needs Model Runner V2, and vLLM chose the V1 runner "
+                "for this model. Set VLLM_USE_V2_MODEL_RUNNER=1 where the engine starts"
+            )
+        core: Any = engine.engine_core
+        self._engine, self._scheduler = engine, core.engine_core.scheduler
+        engine.collective_rpc("keel_sampler")
+        if self._routes:
+            engine.collective_rpc("keel_file_routes")
+            self._scheduler.aux_output_connector = None
+            self._before = RoutesBeforePreemption(self._scheduler, self._wanted, self._rows)
+
+    def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
+        return {"logprobs": 0, **(bounded_top_k(sampling, wanted) if self._kept else {})}
+
+    def expect(self, request_id: str, wanted: Wanted) -> None:
+        self._wanted[request_id] = wanted
+        self._scheduler.recordings[request_id] = Packed(kept_wanted=wanted.kept)
+
+    def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
+        wanted = self._wanted.pop(request_id)
+        packed: Packed = self._scheduler.recordings.pop(request_id)
+        sampled = len(output.token_ids)
+        logp = packed.logprobs()
+        check_tokens(request_id, "logprobs", len(logp), sampled)
+        routes = None
+        if wanted.routes:
+            tokens = prompt_tokens + sampled - 1
+            assert self._before is not None
+            blocks = self._scheduler.finished_blocks[request_id]
+            routes = self._before.rows(
+                request_id, blocks, tokens, read=lambda _, n: self._finished(request_id)[:n]
+            )
+            check_tokens(request_id, "rows of routes", len(routes), tokens)
+            check_routed(request_id, routes)
+        return Recording(
+            logp=np.asarray(logp, np.float32),
+            kept=checked_sets(request_id, packed.kept(), output) if wanted.kept else None,
+            routes=routes,
+        )
+
+    def _finished(self, request_id: str) -> NDArray[np.int16]:
+        """Rows of a request that the last step has finished. Those of others that ended with it are
+        read along, and kept until they are asked for."""
+        if request_id not in self._ahead:
+            blocks: dict[str, list[int]] = self._scheduler.finished_blocks
+            others = [n for n, w in self._wanted.items() if w.routes and n in blocks]
+            names = [request_id, *others[: READ_AHEAD - 1]]
+            rows = self._engine.collective_rpc(
+                "keel_finished_routes", args=([blocks[name] for name in names],)
+            )[0]
+            self._ahead = dict(zip(names, rows, strict=True))
+        return self._ahead.pop(request_id)
+
+    def _rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
+        return self._engine.collective_rpc("keel_routes", args=(blocks, tokens))[0]
+
+    def forget(self, request_id: str) -> None:
+        if self._before is not None:
+            self._before.forget(request_id)
+        self._wanted.pop(request_id, None)
+        self._scheduler.recordings.pop(request_id, None)
+
+    def pending(self) -> int:
+        return len(self._wanted)

@@ -1,0 +1,1 @@
+"""New weights into a running engine, by copies straight into its tensors."""

@@ -1,0 +1,70 @@
+"""Which tensors an update has to bring: those of the checkpoint the engine was started from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers.utils.hub import cached_file
+
+from keel.model.weight_transfer.buckets import Bucket
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class Manifest:
+    """Ticks off the tensors of an update. vLLM itself only warns about some of the missing ones."""
+
+    def __init__(self, names: Iterable[str], *, layers: int, tied: bool) -> None:
+        """`layers`: of the model without its multi-token-prediction layers, which checkpoints keep
+        behind the last one and neither engine nor trainer loads. `tied`: the output embedding is
+        the input embedding, and may or may not be published."""
+        self._optional = {"lm_head.weight"} if tied else set[str]()
+        self._names = {name for name in names if _layer(name) < layers} - self._optional
+        self._missing: set[str] = set()
+
+    def begin(self) -> None:
+        self._missing = set(self._names)
+
+    def arrived(self, bucket: Bucket) -> None:
+        """Raises `ValueError` naming a tensor that the checkpoint does not have."""
+        for entry in bucket.entries:
+            if entry.name not in self._names and entry.name not in self._optional:
+                raise ValueError(
+                    f"weight update: the engine's checkpoint has no tensor {entry.name!r}; publish "
+                    "the names that save_pretrained writes (one tensor for each expert)"
+                )
+            self._missing.discard(entry.name)
+
+    def finish(self) -> None:
+        """Raises `ValueError` naming tensors that did not come."""
+        if self._missing:
+            first = ", ".join(sorted(self._missing)[:3])
+            raise ValueError(
+                f"weight update: {len(self._missing)} of {len(self._names)} tensors did not "
+                f"arrive, among them {first}; the engine would mix old and new weights"
+            )
+
+
+def checkpoint_names(path: str) -> list[str]:
+    """Names of the tensors in the safetensors checkpoint at `path` (a folder or a hub name)."""
+    index = cached_file(
+        path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
+    )
+    if index is not None:
+        return list(json.loads(Path(index).read_text())["weight_map"])
+    single = cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if single is None:
+        raise ValueError(
+            f"model.path = {path!r}: has no safetensors checkpoint (model.safetensors)"
+        )
+    with safe_open(single, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _layer(name: str) -> int:
+    found = _LAYER.search(name)
+    return int(found.group(1)) if found else -1

@@ -1,0 +1,1 @@
+"""Machines: the Ray cluster or this host, and GPUs reserved on them."""

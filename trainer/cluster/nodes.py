@@ -1,0 +1,192 @@
+"""The machines of a run: the cluster that RAY_ADDRESS names, or this one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+import socket
+import sys
+
+import ray
+import torch
+from ray._private.state import available_resources_per_node  # nothing public says it by node
+from ray.exceptions import RayError
+
+from keel.configs.schema import Config, ConfigError
+from keel.trainer.planning.memory import GIB, gib
+from keel.trainer.planning.placement import (
+    Hardware,
+    Node,
+    allowed,
+    assumed_nodes,
+    idle_nodes,
+    place,
+)
+from keel.trainer.planning.step_time import Machine
+
+CONNECT_S = 10.0
+
+
+def start_ray() -> None:
+    """Join the cluster that RAY_ADDRESS names (as in `ray job submit`), or start one here."""
+    # It says at every start whether the cluster asks for a token.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    if address := os.environ.get("RAY_ADDRESS"):
+        try:
+            _knock(address)
+        except OSError as error:
+            raise ConfigError(
+                f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}). Correct it, or "
+                "unset it to start Ray on this machine"
+            ) from error
+        try:
+            ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        except (OSError, ValueError, RayError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS = {address}: Ray cannot join a cluster there ({error}). If it asks "
+                "for a token, set RAY_AUTH_MODE=token here too, and bring its token: in "
+                "RAY_AUTH_TOKEN, or in ~/.ray/auth_token. Else correct the address, or unset it to "
+                "start Ray on this machine"
+            ) from error
+        return
+    # Memory is ours to plan; Ray's own monitor would kill a worker on a busy shared machine.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    _bring_a_token()
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            # Ray gives it to a shell as it is, which would break a path with a space in two.
+            runtime_env={"py_executable": shlex.quote(sys.executable)},
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+    except Exception as error:  # Ray raises no more than that when its processes do not come up
+        raise RuntimeError(
+            f"Ray did not start on this machine: {error}. Its logs: session_latest/logs below "
+            "RAY_TMPDIR (default: /tmp/ray); call the command again, or free memory and cores first"
+        ) from error
+
+
+def _bring_a_token() -> None:
+    """The token that a cluster of our own asks for, in the environment, where only this user and
+    the cluster's processes see it.
+
+    Without one Ray writes a token into the home folder, and every cluster that `ray start` begins
+    there later asks for it, while `ray job submit` sends none unless RAY_AUTH_MODE is `token`.
+    """
+    if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError unless somebody listens at `host:port`: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+
+
+def cluster_nodes() -> list[Node]:
+    """Nodes of the cluster with GPUs, most GPUs first, and what is free on them."""
+    free = available_resources_per_node()
+    nodes: list[Node] = []
+    for node in ray.nodes():
+        total, left = node["Resources"], free.get(node["NodeID"], {})
+        if node["Alive"] and total.get("GPU", 0) >= 1:
+            nodes.append(
+                Node(
+                    name=node["NodeManagerHostname"],
+                    id=node["NodeID"],
+                    gpus=int(total["GPU"]),
+                    cpus=int(total.get("CPU", 0)),
+                    free_gpus=int(left.get("GPU", 0)),
+                    free_cpus=int(left.get("CPU", 0)),
+                )
+            )
+    return sorted(nodes, key=lambda node: (-node.gpus, node.name, node.id))
+
+
+def this_machine() -> list[Node]:
+    """The node that Ray would start here; none without GPUs."""
+    gpus, cores = visible_gpus(), os.cpu_count() or 1
+    name = socket.gethostname()
+    return [Node(name=name, gpus=gpus, cpus=cores, free_gpus=gpus, free_cpus=cores)] if gpus else []
+
+
+def gpu_gib() -> float:
+    """Memory of a GPU here, in GiB, of the smallest; 0 without any."""
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(visible_gpus())]
+    return min(sizes, default=0) / GIB
+
+
+def visible_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def hardware_here(config: Config) -> Hardware:
+    """What a run that starts now has: in the cluster that RAY_ADDRESS names or on this machine, and
+    no more of it than the recipe says."""
+    if not uses_gpus(config):
+        return Hardware(gpu=False)
+    run, size = config.run, gpu_gib()
+    return Hardware(
+        gpu=True,
+        nodes=tuple(allowed(_nodes_found(), run)),
+        gpu_gib=min(run.gpu_gib or size, size or run.gpu_gib),
+        note=_place_found(),
+    )
+
+
+def hardware_said(config: Config) -> Hardware:
+    """What `keel check` plans on: what the recipe says the run will have, what it leaves open as it
+    is found, and where nothing is found nodes enough."""
+    found, run = hardware_here(config), config.run
+    size, nodes = run.gpu_gib or found.gpu_gib, found.nodes
+    as_said = not run.gpus_per_node or [n.gpus for n in nodes] == [run.gpus_per_node] * run.nodes
+    if not found.gpu or (nodes and as_said and size == found.gpu_gib):
+        return found
+    notes = ["memory as run.gpu_gib says"] * (run.gpu_gib > 0)
+    if run.gpu_gib > found.gpu_gib:
+        here = gib(found.gpu_gib * GIB)
+        notes[0] += f" (the GPUs here have {here}, and a run here goes by that)"
+    if run.gpus_per_node:
+        nodes = idle_nodes(run.nodes, run.gpus_per_node)
+        notes.insert(0, "as run.gpus_per_node and run.nodes say")
+    elif not nodes:
+        nodes = assumed_nodes(config, node_gpus=Machine().node_gpus)
+        notes.insert(0, "by rule, as no GPU is here and no RAY_ADDRESS (run.gpus_per_node)")
+    return Hardware(gpu=True, nodes=tuple(nodes), gpu_gib=size, found=False, note="; ".join(notes))
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether engines and trainer go on GPUs."""
+    if config.run.device == "auto":
+        return bool(visible_gpus()) or config.run.speaks_of_gpus
+    return config.run.device == "gpu"
+
+
+def _nodes_found() -> list[Node]:
+    """Of the cluster that RAY_ADDRESS names, else this machine."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return this_machine()
+    start_ray()
+    try:
+        return cluster_nodes()
+    finally:
+        ray.shutdown()
+
+
+def _place_found() -> str:
+    address = os.environ.get("RAY_ADDRESS")
+    return f"the cluster at {address}" if address else "this machine"
+
+
+def seating(config: Config, hardware: Hardware) -> list[str]:
+    """Who would sit where. Raises ConfigError if they do not fit."""
+    idle = list(place(config, hardware.idle).lines())
+    try:
+        return list(place(config, hardware.nodes).lines())
+    except ConfigError as error:
+        return [f"once it is idle; now {error}", *idle]

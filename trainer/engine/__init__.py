@@ -1,0 +1,1 @@
+"""One rank: DeepSpeed, the policy network, parallelism, memory given back, export."""

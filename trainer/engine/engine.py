@@ -1,0 +1,434 @@
+"""One rank of the trainer: GRPO steps on a DeepSpeed engine. Knows nothing of Ray.
+
+The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`): shares add up over micro-batches
+and ranks. DeepSpeed adds gradients up over micro-batches (it is told to accumulate over one, so it
+divides by one) and averages them over ranks, hence the factor `world_size` on each share. Ranks of
+a sequence-parallel group have the loss of one micro-batch, each with the gradient through its own
+tokens, so theirs add up as well and DeepSpeed need not know of the groups.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.optim import Optimizer
+
+from keel.configs.schema import Config
+from keel.model.load import checkpoint_tensors, load_policy, module_tensors, precision
+from keel.model.routing.replay import replay_routes, router_modules
+from keel.model.ulysses import Slice
+from keel.model.weight_transfer.buckets import Block, Bucket
+from keel.model.weight_transfer.pack import BlockPacker
+from keel.rl.losses import grpo_loss
+from keel.rl.metrics import Mean, Metric, Sum, merge
+from keel.rl.packing import MicroBatch, TrainBatch
+from keel.rl.summary import of_updates
+from keel.rl.types import NO_ROUTE
+from keel.trainer.engine.compile import compile_layers
+from keel.trainer.engine.expert_parallel import ExpertLayers, clip_gradients
+from keel.trainer.engine.export import write_model, write_tokenizer
+from keel.trainer.engine.lr_schedule import learning_rate
+from keel.trainer.engine.offload import Parking
+from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, whole_sequences
+from keel.trainer.engine.process_group import join_ranks, limit_waits
+from keel.trainer.engine.zero import (
+    SCALE_POWER,
+    deepspeed_config,
+    frozen_config,
+    initialize,
+    optimizer_groups,
+    zero_stage,
+)
+from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
+from keel.trainer.planning.memory import context_tokens
+
+MIB = 2**20
+SKIPS_IN_A_ROW = 3
+"""So many optimizer steps in a row without a finite gradient norm end the run."""
+TAG = "deepspeed"
+"""Folder of DeepSpeed's own files inside a checkpoint."""
+PROGRESS = "trainer.json"
+
+
+class TrainerEngine:
+    """Policy, optimizer and reference policy of one rank. Every method but the properties is
+    collective: all ranks call it, in the same order."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: Config,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Store | None = None,
+    ) -> None:
+        """Join the other ranks through `store` (a rank on its own needs none); load the weights.
+
+        Each rank reads the whole model into host memory once, the reference policy after that.
+        """
+        trainer = config.trainer
+        if world_size != trainer.ranks:
+            raise ValueError(
+                f"trainer.ranks = {trainer.ranks}, but {world_size} ranks were started"
+            )
+        self._model_path, self._config = model_path, config
+        self._rank, self._world_size = rank, world_size
+        # A rank that sends weights, and waits for an engine, keeps the others waiting.
+        timeout_s = trainer.deadline_s + config.sending_deadline_s
+        self._device = join_ranks(rank, world_size, store, timeout_s=timeout_s)
+        dtype = compute_dtype(config, self._device)
+        torch.manual_seed(config.run.seed)
+        self._stage = zero_stage(trainer, dtype)
+        # In float16 a scale of the loss that is too large is halved by each of them.
+        self._scaled = dtype == torch.float16
+        self._most_skips = SCALE_POWER if self._scaled else SKIPS_IN_A_ROW
+        self._part = Slice.join(trainer.sequence_parallel)
+
+        network = self._load(model_path, dtype)
+        self._network = network
+        routers = router_modules(network.model)
+        self._routed = bool(routers)
+        check_expert_parallel(
+            trainer.expert_parallel,
+            architecture=type(network.model).__name__,
+            experts=getattr(routers[0], "num_experts", 0) if routers else 0,
+        )
+        if trainer.activation_checkpointing:
+            network.model.gradient_checkpointing_enable({"use_reentrant": False})
+        text = network.model.config.get_text_config()
+        check_sequence_parallel(
+            trainer.sequence_parallel,
+            architecture=type(network.model).__name__,
+            heads=text.num_attention_heads,
+        )
+        options = deepspeed_config(trainer, dtype, self._device, hidden_size=text.hidden_size)
+        self._engine = initialize(network.train(), options, self._device, self._make_adam)
+        if trainer.compile:
+            compile_layers(network.model)
+        self._adam: Optimizer = self._engine.basic_optimizer  # type: ignore[assignment]
+        self._spread = trainer.expert_parallel > 1
+        self._experts = ExpertLayers(network.model, expected=len(routers) if self._spread else 0)
+        self._reference = None
+        if any(source.kl_coef > 0 for source in config.data.sources):
+            sharded = frozen_config(options) if self._stage == 3 or self._spread else None
+            self._reference = Reference(self._load(model_path, dtype), self._device, sharded)
+            if trainer.compile:
+                compile_layers(self._reference.network.model)
+        self._parking = None
+        if config.rollout.sleep:
+            frozen = self._reference.network if self._reference else None
+            self._parking = Parking(
+                self._engine, frozen, self._device, stays=not config.trainer.park
+            )
+        limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
+        self._packers: dict[int, BlockPacker] = {}
+        """By the size of their blocks."""
+        self._steps = self._version = self._skips_in_a_row = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps so far, those skipped for want of a finite gradient included."""
+        return self._version
+
+    @property
+    def steps(self) -> int:
+        """Calls of `step` so far: batches of rollouts trained on."""
+        return self._steps
+
+    # Training
+
+    def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
+        """Train on one batch of rollouts: one optimizer step for each of `batches`, in order.
+
+        Metrics are those of `keel.rl.summary.of_updates`. Raises `RuntimeError` when
+        `SKIPS_IN_A_ROW` steps in a row had no finite gradient (in float16 `SCALE_POWER`).
+        """
+        self._unpark()
+        lr = learning_rate(
+            self._steps + 1, self._config.trainer, total_steps=self._config.run.steps
+        )
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        metrics = of_updates([self._update(batch) for batch in batches])
+        self._steps += 1
+        if self._rank == 0:
+            metrics["lr"] = Mean(lr, 1)
+        return metrics
+
+    def _update(self, batch: TrainBatch) -> dict[str, Metric]:
+        seen: list[Callable[[], dict[str, Metric]]] = []
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            self._engine.set_gradient_accumulation_boundary(index == last)
+            seen.append(self._accumulate(micro_batch, batch.total_sequences))
+        norm = self._apply_gradients()
+        parts = [metrics() for metrics in seen]
+        self._version += 1
+        finite = math.isfinite(norm)
+        self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
+        if self._skips_in_a_row >= self._most_skips:
+            raise RuntimeError(
+                f"the gradient norm was {norm} in {self._most_skips} optimizer steps in a row, the "
+                f"last to version {self._version}; weights are as before them. A lower trainer.lr "
+                "or trainer.grad_clip, or a smaller kl_coef, usually cures it"
+            )
+        if self._rank == 0:
+            parts.append({"train/skipped_steps": Sum(float(not finite))})
+            if self._scaled:
+                optimizer: Any = self._engine.optimizer
+                parts.append({"train/loss_scale": Mean(float(optimizer.loss_scale), 1)})
+            parts.append({"grad_norm": Mean(norm, 1)} if finite else {})
+        return merge(parts)
+
+    def _accumulate(
+        self, batch: MicroBatch, total_sequences: int
+    ) -> Callable[[], dict[str, Metric]]:
+        """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
+        the device: meanwhile the host prepares the next micro-batch."""
+        inputs = Inputs.of(batch, self._device, self._part)
+        reference = self._reference_logp(inputs)
+        with self._recorded_routes(self._network, inputs) as replay:
+            logp, entropy = self._engine(inputs=inputs)
+            if inputs.padding:
+                # Zero gradients for every parameter, so that all ranks reduce the same set.
+                self._engine.backward(logp.sum())
+                return dict
+            logp, reference = whole_sequences(inputs, logp, reference)
+            used = reference is not None or batch.kl_coef_N.any()
+            share = grpo_loss(
+                logp,
+                inputs.logp_old_R,
+                inputs.advantage_R,
+                inputs.sequence_R,
+                sequence_tokens=inputs.sequence_tokens_S,
+                total_sequences=total_sequences,
+                logp_ref=reference,
+                # Coefficients on a GPU would be looked at there if there is no reference.
+                kl_coef=inputs.kl_coef_R if used else 0.0,
+                clip_low=self._config.algorithm.clip_low,
+                clip_high=self._config.algorithm.clip_high,
+                mask_delta=self._config.algorithm.mask_delta,
+                kl=self._config.algorithm.kl,
+                sequence_weight=inputs.sequence_weight_S,
+            )
+            self._engine.backward(share.loss * self._world_size)
+        share = replace(share, loss=share.loss.detach())  # lets go of the graph
+        total, count = entropy.sum(), len(entropy)
+        tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
+
+        def metrics() -> dict[str, Metric]:
+            found: dict[str, Metric] = {
+                "entropy/kept": Mean(float(total), count),
+                "train/tokens": Sum(tokens),
+            }
+            if self._part.rank == 0:  # every rank of its group has computed the same
+                found |= share.metrics
+            if replay is not None:
+                found |= replay.metrics(ends=ends)
+            return found
+
+        return metrics
+
+    def _apply_gradients(self) -> float:
+        """An optimizer step, unless the gradient norm (returned, before clipping) is not finite."""
+        if self._stage > 0:  # DeepSpeed clips, and skips a norm that is not finite
+            self._engine.step()
+            norm = self._engine.get_global_grad_norm()
+            assert norm is not None  # only where its computation is switched off
+            return float(norm)
+        clip = self._config.trainer.grad_clip
+        norm = clip_gradients(self._network.parameters(), clip or math.inf)
+        if math.isfinite(norm):
+            self._engine.step()
+        else:
+            self._engine.zero_grad()
+        return norm
+
+    def _reference_logp(self, inputs: Inputs) -> Tensor | None:
+        if self._reference is None:
+            return None
+        network = self._reference.network
+        replay = self._config.algorithm.ref_routing == "replay"
+        with self._recorded_routes(network, inputs) if replay else nullcontext():
+            return self._reference.logp(inputs)
+
+    def _recorded_routes(
+        self, network: PolicyNetwork, inputs: Inputs
+    ) -> AbstractContextManager[Any]:
+        if not self._routed or not self._config.algorithm.keep_routing:
+            return nullcontext()
+        routes = inputs.routes_NLK
+        if inputs.padding:
+            # Replayed too, if nothing: ZeRO-3 wants one order of modules on all ranks, the backward
+            # pass included, and a replayed router has another than one that runs alone.
+            routers = router_modules(network.model)
+            top_k = getattr(routers[0], "top_k", 0)
+            shape = (inputs.token_ids.shape[1], len(routers), top_k)
+            routes = torch.full(shape, NO_ROUTE)
+        if routes is None:
+            raise ValueError(
+                "algorithm.keep_routing is on and the model has routers, but a micro-batch came "
+                "without recorded routes"
+            )
+        return replay_routes(network.model, routes)
+
+    # Weights
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether weights are spread over ranks, so that all of them iterate together."""
+        return self._stage == 3 or self._spread
+
+    def _unpark(self) -> None:
+        if self._parking:
+            self._parking.unpark()
+
+    def weights(self, dtype_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The current weights under their checkpoint names, by default in `config.model.dtype` (see
+        `keel.model.load.precision`).
+
+        Under ZeRO-3 and expert parallelism they are gathered module by module, and every rank must
+        iterate to the end.
+        """
+        model = self._network.model
+        convert = precision(model, getattr(torch, dtype_name or self._config.model.dtype))
+        for name, tensor in checkpoint_tensors(model, whole=self._whole):
+            yield name, convert(name, tensor)
+
+    @contextmanager
+    def _whole(self, part: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        gathered = deepspeed.zero.GatheredParameters(list(part.values()), enabled=self._stage == 3)
+        with gathered:
+            yield self._experts.original(part)
+
+    def blocks(self, *, wanted: bool, block_bytes: int | None = None) -> Iterator[Block]:
+        """The current weights for the rollout engines, in their precision, on this rank's device.
+
+        A rank that does not want them yields nothing, and gathers along where the others need it.
+        With `rollout.sleep` the engines wake up meanwhile, so all that a block does not need goes
+        to host memory before the first and the rest after the last (but see `trainer.park`).
+        """
+        if self._parking:
+            if wanted or self._gathers:
+                self._parking.unpark(rest=False)
+            self._parking.park(weights=False)
+        if wanted:
+            yield from self._packed(block_bytes or self._config.trainer.publish_bucket_mib * MIB)
+        elif self._gathers:
+            for _ in module_tensors(self._network.model, whole=self._whole):
+                pass
+        if self._parking:
+            self._parking.park(weights=True)
+
+    def _packed(self, block_bytes: int) -> Iterator[Block]:
+        """The current weights, in blocks of this size."""
+        if block_bytes not in self._packers:
+            dtype = getattr(torch, self._config.engine_dtype)
+            self._packers[block_bytes] = BlockPacker(
+                self._network.model, dtype, block_bytes, whole=self._whole
+            )
+        return self._packers[block_bytes].blocks()
+
+    def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
+        """`blocks` in host memory: on rank 0, nothing elsewhere."""
+        for entries, block in self.blocks(wanted=self._rank == 0, block_bytes=bucket_bytes):
+            yield Bucket(entries=entries, data=block.cpu().numpy())
+
+    def export(self, folder: Path) -> None:
+        """Write weights and tokenizer as a model folder that transformers and vLLM load."""
+        self._unpark()
+        weights = self.weights()
+        if self._rank == 0:
+            write_model(folder, self._network.model, weights, dtype=self._config.model.dtype)
+            write_tokenizer(folder, self._config.model.tokenizer or self._model_path)
+        elif self._gathers:
+            for _ in weights:
+                pass
+        dist.barrier()
+
+    # Checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, random state and progress into `folder`."""
+        self._unpark()  # under ZeRO-3 DeepSpeed gathers and frees parameters around it
+        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        state = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        torch.save(state, folder / f"random_rank_{self._rank}.pt")
+        if self._rank == 0:
+            progress = {"steps": self._steps, "version": self._version, **self._layout()}
+            (folder / PROGRESS).write_text(json.dumps(progress) + "\n")
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Continue from `save`, exactly. Call it on a new engine.
+
+        Raises `ValueError` when the checkpoint was written by another number of ranks or stage.
+        """
+        progress = json.loads((folder / PROGRESS).read_text())
+        for knob, value in self._layout().items():
+            if progress.get(knob) != value:
+                raise ValueError(
+                    f"checkpoint {folder}: written with {knob} = {progress.get(knob)!r}, this run "
+                    f"has {value!r}. Resume with the former, or start anew from an exported model"
+                )
+        self._unpark()
+        with redirect_stdout(io.StringIO()):  # it prints what it is about to do
+            found, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        if found is None:
+            raise ValueError(f"checkpoint {folder}: its folder {TAG!r} could not be read")
+        state = torch.load(folder / f"random_rank_{self._rank}.pt", weights_only=True)
+        torch.set_rng_state(state["cpu"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self._device)
+        self._steps, self._version = progress["steps"], progress["version"]
+
+    def _layout(self) -> dict[str, Any]:
+        """What must be the same for DeepSpeed to read its shards back."""
+        return {
+            "trainer.ranks": self._world_size,
+            "trainer.zero_stage": self._config.trainer.zero_stage,
+            "trainer.expert_parallel": self._config.trainer.expert_parallel,
+            "trainer.weight_decay > 0": self._config.trainer.weight_decay > 0,
+            "device": self._device.type,
+        }
+
+    def _make_adam(self, _: object) -> torch.optim.AdamW:
+        trainer = self._config.trainer
+        return torch.optim.AdamW(
+            optimizer_groups(self._network, trainer.weight_decay),
+            lr=trainer.lr,
+            betas=(trainer.beta1, trainer.beta2),
+            eps=trainer.eps,
+            fused=self._device.type == "cuda" or trainer.offload_optimizer,
+        )
+
+    def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
+        return PolicyNetwork(
+            load_policy(model_path, dtype),
+            temperature=self._config.rollout.sampling.temperature,
+            context=context_tokens(self._config),
+        )
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """On a CPU always float32: there less would cost accuracy and save no time."""
+    return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32

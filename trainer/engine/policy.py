@@ -1,0 +1,173 @@
+"""The network as the trainer runs it: packed tokens in, log-probabilities of sampled tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.model.attention import Segments, use_packed_attention
+from keel.model.device import to_device
+from keel.model.head.module import SupportHead, install_support_head
+from keel.model.layers.fused import use_fused_layers
+from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
+from keel.model.noise import switch_off_noise
+from keel.model.rope import fix_long_rope
+from keel.model.ulysses import WHOLE, Slice
+from keel.rl.packing import MicroBatch
+from keel.rl.types import NO_ROUTE
+from keel.trainer.engine.zero import initialize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """A micro-batch on the trainer's device: N tokens, R of them sampled, S trajectories.
+
+    `*_R` entries are about sampled tokens in packed order. What the head and the routers are told
+    stays in host memory, where it is checked and planned with.
+
+    Under sequence parallelism the network's inputs (`token_ids`, `positions`, `head`, `routes_NLK`)
+    are about this rank's part of the row; segments and `*_R`, which attention and the loss need
+    whole, are about all of it.
+    """
+
+    token_ids: Tensor
+    """[1, N]"""
+    positions: Tensor
+    """[1, N]"""
+    segments: Segments
+    part: Slice
+    mine: slice
+    """Which of R are about this rank's part: those that its hidden states predict."""
+    ends: int
+    """Tokens here that no engine had as an input: last of a segment, or filling."""
+    filled: int
+    """Tokens here that only fill the row up to equal parts."""
+    head: HeadInputs
+    logp_old_R: Tensor
+    advantage_R: Tensor
+    kl_coef_R: Tensor
+    sequence_R: Tensor
+    sequence_tokens_S: Tensor
+    sequence_weight_S: Tensor
+    routes_NLK: Tensor | None
+
+    @property
+    def padding(self) -> bool:
+        """Whether this only keeps the ranks in step and trains on nothing."""
+        return len(self.sequence_tokens_S) == 0
+
+    @staticmethod
+    def of(batch: MicroBatch, device: torch.device, part: Slice = WHOLE) -> Inputs:
+        """Copies this rank's part of `batch` to `device`."""
+
+        def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+            return to_device(torch.tensor(array, dtype=dtype), device)
+
+        count = len(batch.token_ids_N)
+        first_N = batch.position_N == 0
+        lengths = np.diff(np.flatnonzero(first_N), append=count).tolist()
+        if filled := part.filled(count):
+            lengths.append(filled)  # a segment of its own
+        rows = trainable_rows(batch)
+        start, stop = part.bounds(count)
+        head = head_inputs(batch, start, stop)
+        before = int((rows <= start).sum())
+        routes = batch.routes_NLK
+        return Inputs(
+            token_ids=moved(part.cut(batch.token_ids_N, 0), torch.long)[None],
+            positions=moved(part.cut(batch.position_N, 0), torch.long)[None],
+            segments=Segments.of(lengths, device, part.group),
+            part=part,
+            mine=slice(before, before + len(head.rows)),
+            ends=int(part.cut(np.append(first_N[1:], True), True).sum()),
+            filled=stop - max(start, min(stop, count)),
+            head=head,
+            logp_old_R=moved(batch.logp_old_N[rows], torch.float32),
+            advantage_R=moved(batch.advantage_N[rows], torch.float32),
+            kl_coef_R=moved(batch.kl_coef_N[rows], torch.float32),
+            sequence_R=moved(batch.sequence_N[rows], torch.long),
+            sequence_tokens_S=moved(batch.sequence_tokens_S, torch.long),
+            sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
+            routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
+        )
+
+
+class PolicyNetwork(nn.Module):
+    """A causal language model that scores sampled tokens and never forms full logits.
+
+    One forward of this module, rather than calls to its parts, so that ZeRO-3 gathers and frees
+    each submodule's parameters as they are used.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, context: int | None = None
+    ) -> None:
+        """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
+        for a model to which it makes no difference."""
+        super().__init__()
+        if context is not None:
+            fix_long_rope(model, context)
+        use_packed_attention(model)
+        use_fused_layers(model)
+        install_support_head(model)
+        switch_off_noise(model)
+        self.model = model
+        self.config = model.config  # where DeepSpeed looks for facts about the experts
+        self.temperature = temperature
+
+    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Log-probability [R] (float32) of each sampled token over its kept set, and entropy [R]
+        of that distribution, without gradient. R: of this rank's part of the row."""
+        hidden = self.model.get_decoder()(
+            input_ids=inputs.token_ids,
+            position_ids=inputs.positions,
+            use_cache=False,
+            segments=inputs.segments,
+        ).last_hidden_state
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, SupportHead)
+        return policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
+
+
+class Reference:
+    """The frozen initial policy that the KL term pulls towards.
+
+    Each rank holds a whole copy, unless `sharded` (DeepSpeed's configuration under ZeRO-3 or expert
+    parallelism) is given: then every rank must call `logp` each time.
+    """
+
+    def __init__(
+        self, network: PolicyNetwork, device: torch.device, sharded: Mapping[str, Any] | None
+    ) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self._forward: Callable[..., tuple[Tensor, Tensor]] = (
+            network.to(device) if sharded is None else initialize(network, sharded, device)
+        )
+
+    @torch.no_grad()
+    def logp(self, inputs: Inputs) -> Tensor:
+        """[R] (of this rank's part) float32, over the same kept sets as the policy's."""
+        logp, _ = self._forward(inputs=inputs)
+        return logp
+
+
+def whole_sequences(
+    inputs: Inputs, logp: Tensor, reference: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """[r] of this rank's part → [R] of the micro-batch, for a loss that looks at whole sequences.
+
+    Gradient leads to this rank's own entries; the other ranks have the rest of it.
+    """
+    if inputs.part.group is None:
+        return logp, reference
+    values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])
+    values = inputs.part.gather(values, inputs.mine, len(inputs.logp_old_R))
+    before, after = values[0, : inputs.mine.start], values[0, inputs.mine.stop :]
+    return torch.cat([before, logp, after]), None if reference is None else values[1]

@@ -1,0 +1,131 @@
+"""What Keel asks of DeepSpeed."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+from torch.optim import Optimizer
+
+from keel.configs.schema import TrainerConfig
+from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group
+from keel.trainer.engine.grad_accum import sum_in_one_pass
+
+SCALE_POWER = 16
+"""float16: the loss is first multiplied by 2 to this power."""
+SCALE_WINDOW = 100
+"""float16: optimizer steps without an overflow after which the loss's scale is doubled."""
+
+
+def initialize(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    device: torch.device,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+) -> DeepSpeedEngine:
+    """Hand a model in host memory over to DeepSpeed, in a process group that exists.
+
+    Under ZeRO-3 the parameters reach the device one by one, each as this rank's shard, so the
+    model may be larger than the device. `optimizer` is called when DeepSpeed has made of the model
+    what it trains: under expert parallelism with other parameters than before.
+
+    On a CPU DeepSpeed compiles a shared-memory all-reduce when it starts (over a minute, with gcc
+    and ninja). Only its tensor-parallel inference uses it, so it is marked as not available and
+    everything goes through gloo. What DeepSpeed prints is dropped; what it logs (warnings and
+    errors) still appears.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    with redirect_stdout(io.StringIO()):
+        if config["zero_optimization"]["stage"] == 3:
+            dtype = next(model.parameters()).dtype
+            deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(device)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
+        )
+    sum_in_one_pass(engine.optimizer)
+    return engine
+
+
+def deepspeed_config(
+    trainer: TrainerConfig, dtype: torch.dtype, device: torch.device, *, hidden_size: int
+) -> dict[str, Any]:
+    """DeepSpeed's configuration dict.
+
+    Gradients accumulate and are reduced in float32 whatever the compute dtype. The number of
+    micro-batches varies from step to step, so DeepSpeed is told 1 and the engine marks the
+    boundaries itself.
+    """
+    stage = zero_stage(trainer, dtype)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": trainer.grad_clip if stage else 0.0,  # the engine clips at stage 0
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    if dtype == torch.bfloat16:
+        # Stage 1: each gradient joins the float32 sum, and is freed, as soon as it is there.
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
+    elif dtype == torch.float16:
+        # The loss's scale: halved after each step that overflows, doubled after a window of steps
+        # that do not. A run has hundreds, not the hundred thousands that DeepSpeed's window is for.
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": SCALE_POWER,
+            "loss_scale_window": SCALE_WINDOW,
+            "hysteresis": 1,
+        }
+    if trainer.offload_optimizer:
+        on_gpu = device.type == "cuda"
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+        config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's fused AdamW is one for the CPU
+    if stage == 3:
+        # Parameters up to a few rows of the hidden size (norms, biases, routers) stay whole.
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 10 * hidden_size
+    if trainer.expert_parallel > 1:
+        grouped = device.type == "cuda" and dtype == torch.bfloat16
+        config["expert_parallel"] = autoep_config(trainer.expert_parallel, grouped=grouped)
+    return config
+
+
+def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a model that is not trained: below ZeRO-3 there is nothing else to shard.
+
+    There it stays in the dtype it was loaded in: told of another, DeepSpeed wants an optimizer.
+    """
+    if config["zero_optimization"]["stage"] == 3:
+        return dict(config)
+    rest = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
+    return {**rest, "zero_optimization": {"stage": 0}}
+
+
+def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
+    """The stage in use: DeepSpeed keeps float32 master weights from stage 1 up only."""
+    return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
+
+
+def optimizer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for AdamW: no decay on vectors (norms, biases)."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3: of the whole
+        if parameter.requires_grad:
+            decay = weight_decay if len(shape) >= 2 else 0.0
+            groups.setdefault(decay, []).append(parameter)
+    return [
+        {**group, "weight_decay": decay}
+        for decay, parameters in groups.items()
+        for group in by_expert_group(parameters)
+    ]

@@ -1,0 +1,91 @@
+"""What to change in a recipe that does not fit its GPUs: only what was tried, in the same model of
+the machine, and made it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations, islice, product
+from typing import Any
+
+from keel.configs.schema import Config, ConfigError
+from keel.model.load import ModelFacts
+from keel.trainer.planning.memory import context_tokens
+
+NAMED, TRIED = 3, 20_000
+"""Ways out that are named, and changes that are tried for them (a second or so)."""
+MOST = 4
+"""Knobs to change at once."""
+RANKS = (*range(2, 9), 12, 16, 24, 32, 48, 64)
+Change = Mapping[str, Any]
+"""Knob → value."""
+
+
+def cures(config: Config, facts: ModelFacts, planned: Callable[[Config], object]) -> str:
+    """A sentence with the smallest sets of changes after which `planned` raises no ConfigError, in
+    the order of `changes`, each with the first of its values that does."""
+
+    def fits(group: Iterable[Change]) -> bool:
+        changed = config
+        try:
+            for change in group:
+                for knob, value in change.items():
+                    changed = with_knob(changed, knob.split("."), value)
+            planned(changed)
+        except ConfigError:
+            return False
+        return True
+
+    left = iter(range(TRIED))
+    for size in range(1, MOST + 1):
+        ways: list[str] = []
+        for choices in combinations(changes(config, facts, fine=size == 1), size):
+            group = next((g for g, _ in zip(product(*choices), left, strict=False) if fits(g)), ())
+            ways += [" ".join(override(each) for each in group)] if group else []
+        if ways:
+            return f"To make it fit: {'; or '.join(islice(ways, NAMED))}"
+    return f"It needs more or larger GPUs: no change of up to {MOST} knobs makes it fit"
+
+
+def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[Change]]:
+    """What may be changed, what costs least first; of each the values to try, the least of a change
+    first. `fine`: shares of memory in steps of 0.01."""
+    rollout, trainer, longest = config.rollout, config.trainer, context_tokens(config)
+    step = 1 if fine else 5
+    shares = [round(0.01 * share, 2) for share in range(95, 0, -step)]
+    yield [{"rollout.gpu_memory": share} for share in shares if share < rollout.gpu_memory]
+    yield [{"rollout.gpu_memory": s} for s in reversed(shares) if s > rollout.gpu_memory]
+    yield [{"trainer.zero_stage": stage} for stage in (1, 2, 3) if stage > trainer.zero_stage]
+    yield [] if trainer.activation_checkpointing else [{"trainer.activation_checkpointing": True}]
+    tokens = [trainer.micro_batch_tokens >> halved for halved in range(1, 8)]
+    yield [{"trainer.micro_batch_tokens": n} for n in tokens if n >= longest]
+    yield [] if trainer.park else [{"trainer.park": True}]
+    yield [] if rollout.sleep else [{"rollout.sleep": True}]
+    yield [{"trainer.expert_parallel": n} for n in (2, 4, 8) if n > trainer.expert_parallel]
+    yield [{"rollout.engines": n} for n in range(rollout.engines - 1, 0, -1)]
+    beside = ["rollout.engines"] * rollout.colocated
+    yield [dict.fromkeys(["trainer.ranks", *beside], n) for n in RANKS if n > trainer.ranks]
+    heads = facts.attention_heads
+    yield [
+        {"rollout.tensor_parallel": n}
+        for n in (2, 4, 8)
+        if n > rollout.tensor_parallel and heads % n == 0
+    ]
+    # What leaves the GPU costs time, and memory of the host that nobody has counted.
+    stage = {"trainer.zero_stage": 1} if trainer.zero_stage == 0 else {}
+    yield [] if trainer.offload_optimizer else [{**stage, "trainer.offload_optimizer": True}]
+    yield [{"model.dtype": "bfloat16"}] if config.model.dtype == "float32" else []
+    shorter = [rollout.sampling.max_tokens >> halved for halved in range(1, 6)]
+    yield [{"rollout.sampling.max_tokens": n} for n in shorter if n >= 64]
+
+
+def with_knob(section: Any, path: list[str], value: Any) -> Any:
+    """`section` with the knob at `path` changed. Raises ConfigError where that breaks a rule."""
+    name, *rest = path
+    inner = with_knob(getattr(section, name), rest, value) if rest else value
+    return replace(section, **{name: inner})
+
+
+def override(change: Change) -> str:
+    """As it is written on the command line."""
+    return " ".join(f"{knob}={str(v).lower()}" for knob, v in change.items())

@@ -1,0 +1,322 @@
+"""What an engine and a trainer rank hold in memory, by what it is for: estimates from the model's
+configuration. How far they are from measured figures is in docs/scaling.md.
+
+Those for the CPU add the measured size of a process that has loaded the libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from keel.configs.schema import Config, ConfigError, TrainerConfig
+from keel.model.load import ModelFacts
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ENGINE_PROCESS_GIB = 1.3
+"""Resident size of an actor that has loaded vLLM on a CPU, without weights and KV cache."""
+TRAINER_PROCESS_GIB = 1.2
+"""Resident size of an actor that has loaded DeepSpeed on a CPU, without a model."""
+ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
+"""GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank
+what the driver had given away beside PyTorch's allocator, the same in every measured step."""
+TRAINER_UNUSED_GIB = 1.5
+"""What PyTorch's allocator holds at most beside a step's tensors: 0.2 to 2.4 in the same steps."""
+SAMPLER_BYTES = 20
+"""An engine, for each id of the vocabulary and each sequence: logits, probabilities, and both
+sorted with their ids."""
+BUCKET_NUMBERS = 500_000_000
+"""DeepSpeed reduces gradients in buckets of so many numbers (its default)."""
+ZERO_2_BUCKETS = 4
+"""Buckets' worth of memory under ZeRO-2: itself and its copies. Fitted to three measured steps."""
+LIVE_NUMBERS = 1_000_000_000
+"""Parameters that ZeRO-3 keeps gathered at a time (DeepSpeed's default)."""
+KEPT_ID_BYTES = 60
+"""Support head, for each kept id: fitted to the measured 45–60 (docs/performance.md)."""
+MEAN_KEPT = 8
+"""Kept ids a token with a real model."""
+HEAD_CHUNK_BYTES = 2048 * 4 * 1.2
+"""Support head, for each id of the vocabulary: a chunk of tokens that were not truncated."""
+
+
+class DoesNotFit(ConfigError):
+    """A GPU is too small for what the recipe puts on it. What would help:
+    `keel.trainer.planning.cures`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """One GPU's (or on a CPU one actor's) memory in bytes, by what it is for."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        inside = " + ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size > 0)
+        return f"{gib(self.total)} each ({inside})"
+
+
+def context_tokens(config: Config) -> int:
+    """Longest trajectory: prompt and answer at their limits."""
+    return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
+
+
+def engine_sequences(config: Config) -> int:
+    """Answers that an engine works on at once, as far as the recipe goes."""
+    sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
+    return min(config.rollout.max_concurrent, -(-sequences // config.rollout.engines))
+
+
+def rank_tokens(config: Config) -> float:
+    """Of a micro-batch, those that a rank holds; a trajectory that is longer is one by itself."""
+    longest = max(config.trainer.micro_batch_tokens, context_tokens(config))
+    return longest / config.trainer.sequence_parallel
+
+
+def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
+    """Of one token's cached keys and values, on each GPU of an engine."""
+    shares = min(config.rollout.tensor_parallel, facts.kv_heads)
+    return facts.layers * facts.kv_width * BYTES[config.engine_dtype] / shares
+
+
+def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
+    """A GPU's share of an engine, its KV cache large enough that no answer has to wait."""
+    rollout, width = config.rollout, BYTES[config.engine_dtype]
+    weights = facts.parameters * width / rollout.tensor_parallel
+    if not gpu:
+        cache = rollout.kv_cache_gib * GIB
+        process = ENGINE_PROCESS_GIB * GIB
+        return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
+    sampler = SAMPLER_BYTES * rollout.max_concurrent * facts.vocab_size
+    layer = layer_numbers(facts) + (expert_numbers(facts) if facts.moe_layers else 0.0)
+    layer *= width * rollout.max_batched_tokens / rollout.tensor_parallel
+    cache = kv_token_bytes(config, facts) * context_tokens(config) * engine_sequences(config)
+    return Memory(
+        parts={
+            "weights": weights,
+            "KV cache": cache,
+            "activations": layer,
+            "sampler": sampler,
+            "CUDA": ENGINE_CUDA_GIB * GIB,
+        }
+    )
+
+
+def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
+    """Trajectories of full length that an engine's KV cache holds on such GPUs.
+
+    Raises DoesNotFit if it holds not even one.
+    """
+    rest = memory.total - memory.parts["KV cache"]
+    one = memory.parts["KV cache"] / engine_sequences(config)
+    budget = config.rollout.gpu_memory * gpu_gib * GIB
+    sequences = int((budget - rest) / one) if one else engine_sequences(config)
+    if sequences < 1:
+        raise DoesNotFit(
+            f"an engine's GPU needs {gib(rest + one)} ({_largest_first(memory, but='KV cache')}, "
+            f"KV cache of one trajectory {gib(one)}), and rollout.gpu_memory = "
+            f"{config.rollout.gpu_memory:g} of a GPU with {gib(gpu_gib * GIB)} (run.gpu_gib) is "
+            f"{gib(budget)}"
+        )
+    return sequences
+
+
+def within(memory: Memory, budget: float) -> Memory:
+    """An engine's, its KV cache no larger than `budget` bytes leave."""
+    cache = budget - (memory.total - memory.parts["KV cache"])
+    return Memory(parts={**memory.parts, "KV cache": min(cache, memory.parts["KV cache"])})
+
+
+def stage_in_use(config: Config, *, gpu: bool) -> int:
+    """ZeRO's; `keel.trainer.engine.zero.zero_stage`, without its imports."""
+    mixed = gpu and config.model.dtype != "float32"
+    return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
+
+
+def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
+    """One rank. ZeRO shards optimizer state from stage 1, gradients from 2, parameters from 3;
+    expert parallelism shards the experts at every stage, sequence parallelism a micro-batch's
+    tokens. An offloaded optimizer's state is not on the GPU."""
+    trainer, count = config.trainer, facts.parameters
+    ranks, tokens = trainer.ranks, rank_tokens(config)
+    mixed = gpu and config.model.dtype != "float32"
+    stage = stage_in_use(config, gpu=gpu)
+    width = BYTES[config.model.dtype] if gpu else 4
+    routed = facts.expert_parameters
+    held = count - routed * (1 - 1 / trainer.expert_parallel)
+    shard = count / ranks
+    # Adam's two moments, and from stage 1 up float32 master weights.
+    state = 12 * shard if stage >= 1 else 8 * held
+    with_reference = any(source.kl_coef > 0 for source in config.data.sources)
+    if not gpu:  # there transformers' own norms and experts run
+        facts = replace(facts, fused_norms=False, fused_experts=False)
+    elif trainer.expert_parallel > 1 or not mixed:
+        facts = replace(facts, fused_experts=False)
+    kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
+    experts = kept_layers * expert_numbers(facts) if facts.moe_layers else 0.0
+    activations = activation_numbers(
+        facts, compiled=trainer.compile, recompute=trainer.activation_checkpointing
+    )
+    parts = {
+        "weights": width * (shard if stage == 3 else held),
+        "gradients": 4 * (shard if stage >= 2 else held),
+        "optimizer": state * (not (gpu and trainer.offload_optimizer)),
+        "reference": width * with_reference * (shard if stage == 3 else held),
+        "activations": activations * width * tokens,
+        "experts' tokens": experts * width * tokens,
+        "support head": support_head_bytes(config, facts, width),
+    }
+    if stage == 2 or (stage >= 1 and (ranks > 1 or config.model.dtype == "float16")):
+        buckets = ZERO_2_BUCKETS if stage == 2 else 1
+        parts["buckets"] = 4 * buckets * min(held, BUCKET_NUMBERS)
+    # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
+    largest = (count - routed) / facts.layers
+    largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
+    if stage == 3 and ranks > 1:
+        parts["gathered"] = width * (max(min(held, LIVE_NUMBERS), largest) + largest)
+    elif mixed:
+        parts["new gradients"] = width * largest  # of one layer, before they join the float32 sum
+    if gpu:
+        parts["unused"] = TRAINER_UNUSED_GIB * GIB
+        parts["CUDA"] = TRAINER_CUDA_GIB * GIB
+    else:
+        parts["process"] = TRAINER_PROCESS_GIB * GIB
+    return Memory(parts=parts)
+
+
+def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared: bool) -> None:
+    """Raises DoesNotFit if a rank needs more than its GPU has; `shared`: with an engine."""
+    rollout = config.rollout
+    if shared and rollout.sleep:  # what stays of either while the other has the memory
+        room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
+        stays = TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024  # weights on their way
+        stays += 0.0 if config.trainer.park else held_bytes(config, memory) / GIB
+        if rollout.gpu_memory > 1 - stays / gpu_gib:
+            raise DoesNotFit(
+                f"rollout.gpu_memory = {rollout.gpu_memory:g}: {gib(stays * GIB)} of a "
+                f"GPU's {gib(gpu_gib * GIB)} (run.gpu_gib) stay with the trainer while the engine "
+                "samples"
+            )
+    else:
+        taken = rollout.gpu_memory if shared else 0.0
+        room = gpu_gib * (1 - taken)
+    if memory.total <= room * GIB:
+        return
+    limit = f"a GPU has {gib(gpu_gib * GIB)} (run.gpu_gib)"
+    if shared:
+        limit += f", shared with an engine that takes {taken:.2g} of it"
+    raise DoesNotFit(
+        f"a trainer rank needs {gib(memory.total)} ({_largest_first(memory)}), and {limit}"
+    )
+
+
+def held_bytes(config: Config, memory: Memory) -> float:
+    """What a rank holds on its GPU between two steps, while an engine may have the rest
+    (`rollout.sleep`); with `trainer.park` it waits in host memory. DeepSpeed's float32 sums of
+    gradients, in bfloat16 under ZeRO-1, are zeros then and given back
+    (trainer/engine/offload.py)."""
+    names = ["weights", "optimizer", "reference"]
+    if not summed_apart(config.model.dtype, config.trainer):
+        names.append("gradients")
+    return sum(memory.parts[name] for name in names)
+
+
+def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
+    """Whether DeepSpeed's optimizer for bfloat16 adds gradients up in float32
+    (trainer/engine/grad_accum.py)."""
+    return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
+
+
+def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
+    """Gradients of the head's weight and of the hidden states, and what belongs to kept ids."""
+    tokens = rank_tokens(config)
+    gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
+    if config.rollout.sampling.truncated:
+        return gradients + KEPT_ID_BYTES * MEAN_KEPT * tokens
+    return gradients + HEAD_CHUNK_BYTES * facts.vocab_size
+
+
+def activation_numbers(facts: ModelFacts, *, compiled: bool, recompute: bool) -> float:
+    """What all layers hold at most for each token, in units of the compute dtype, without tokens at
+    their experts.
+
+    That is at the start of the backward pass: what every layer keeps (`layer_numbers`), or with
+    recomputation the layers' inputs alone; all of the last layer's, once it is computed again; and
+    that layer's gradients, of which the MLP's two and the residual's exist at a time.
+    """
+    whole = layer_numbers(facts)
+    gradients = 2 * mlp_width(facts) + facts.hidden_size
+    if recompute:
+        return facts.layers * facts.hidden_size + whole + gradients
+    kept = layer_numbers(facts, compiled=compiled)
+    return facts.layers * kept + (whole - kept) + gradients
+
+
+def layer_numbers(facts: ModelFacts, *, compiled: bool = False) -> float:
+    """Kept for the backward pass, for each token of a mean layer, in units of the compute dtype.
+
+    The residual stream before and after attention, and the norms' outputs (4 hidden sizes); queries
+    and keys before and after norm and rotary embedding, values, and attention's output (3 attention
+    widths and 3 times that of keys); gate, up, activation and product of the MLP (4 widths). Norms
+    that are not one kernel also keep a float32 copy of their input, and what they normalised.
+
+    compiled: the norms' outputs, activation and product are computed again, but a block of experts
+    is no part of the graph, so its input is kept.
+
+    Tokens on their way to experts come on top (`expert_numbers`).
+    """
+    hidden, heads, keys = facts.hidden_size, facts.attention_width, key_width(facts)
+    attention = 3 * heads + 3 * keys
+    if compiled:
+        inputs = facts.moe_layers / facts.layers * hidden
+        return 2 * hidden + inputs + attention + 2 * mlp_width(facts)
+    copies = 0 if facts.fused_norms else 2 * normed_numbers(facts)
+    return 4 * hidden + attention + 4 * mlp_width(facts) + copies
+
+
+def normed_numbers(facts: ModelFacts) -> float:
+    """What a mean layer's norms take of each token: the residual stream twice, queries and keys."""
+    return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
+
+
+def expert_numbers(facts: ModelFacts) -> float:
+    """Kept for the backward pass, for each token of a MoE layer at its experts, in units of the
+    compute dtype: its copies on the way there and back (2 hidden sizes for each expert); gate, up
+    and product, and with experts that are not Keel's the activation."""
+    back_and_forth = 2 * facts.experts_per_token * facts.hidden_size
+    return back_and_forth + (3 if facts.fused_experts else 4) * expert_width(facts)
+
+
+def key_width(facts: ModelFacts) -> float:
+    """Numbers of a token's keys in a layer, as attention takes them; of its values as many. What a
+    latent cache holds is spread to all heads first."""
+    return facts.attention_width if facts.kv_heads == 1 else facts.kv_width / 2
+
+
+def expert_width(facts: ModelFacts) -> float:
+    """Intermediate numbers of the routed experts that a token is sent to, in a MoE layer."""
+    if not facts.moe_layers:
+        return 0.0
+    each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
+    return facts.experts_per_token * each
+
+
+def mlp_width(facts: ModelFacts) -> float:
+    """Intermediate numbers of a mean layer's MLP, shared experts included and routed ones not."""
+    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
+    rest = facts.active_parameters - embeddings - facts.attention_parameters
+    dense = rest / (3 * facts.hidden_size) - facts.moe_layers * expert_width(facts)
+    return max(0.0, dense / facts.layers)
+
+
+def _largest_first(memory: Memory, but: str = "") -> str:
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {gib(size)}" for name, size in parts if size > 0 and name != but)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.0f} MiB"

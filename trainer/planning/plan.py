@@ -1,0 +1,250 @@
+"""What a run will do, before it does it: actors, batch arithmetic, memory and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keel.configs.schema import Config, ConfigError
+from keel.model.load import ModelFacts
+from keel.trainer.planning.cures import cures
+from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
+from keel.trainer.planning.memory import (
+    GIB,
+    DoesNotFit,
+    Memory,
+    cached_sequences,
+    check_trainer_fits,
+    context_tokens,
+    engine_memory,
+    engine_sequences,
+    gib,
+    held_bytes,
+    stage_in_use,
+    trainer_memory,
+    within,
+)
+from keel.trainer.planning.placement import Hardware, place
+from keel.trainer.planning.step_time import Machine, StepTime, step_time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    sequences: int
+    """Trajectories a step."""
+    step_tokens: int
+    """Tokens a step at most: every prompt and every answer at its limit."""
+    micro_batches: int
+    """Micro-batches a rank needs for that, at most."""
+    optimizer_steps: int
+    engine: Memory
+    trainer: Memory
+    cached: int | None
+    """Trajectories of full length that an engine's KV cache holds; None: not known."""
+    time: StepTime | None
+    """None on a CPU."""
+
+
+def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
+    """The plan of a run on this hardware: what `keel check` prints and a run is started by.
+
+    Raises ConfigError where the run finds no place, or a GPU is too small, with what would help.
+    """
+
+    def planned(config: Config) -> Plan:
+        shared = hardware.gpu and place(config, hardware.idle).shared
+        size = hardware.gpu_gib if hardware.gpu else 0.0
+        return make_plan(config, facts, gpu=hardware.gpu, gpu_gib=size, shared=shared)
+
+    try:
+        return planned(config)
+    except DoesNotFit as error:
+        found = cures(config, facts, planned)
+        raise ConfigError(f"{error}. {found}. ({hardware})") from error
+
+
+def make_plan(
+    config: Config,
+    facts: ModelFacts,
+    *,
+    gpu: bool,
+    gpu_gib: float = 0.0,
+    shared: bool = False,
+    machine: Machine | None = None,
+) -> Plan:
+    """The arithmetic of `config` on a model of this shape.
+
+    `gpu_gib`: memory of a GPU, or 0 where nobody knows; `shared`: an engine and a rank have one GPU
+    together; `machine`: what the time is estimated for.
+
+    Raises ConfigError where the model's context is too short for the recipe, and DoesNotFit where a
+    GPU is too small.
+    """
+    longest = context_tokens(config)
+    if longest > facts.max_context:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest}, but the context of "
+            f"{config.model.path} has {facts.max_context} tokens. Lower one of the two"
+        )
+    unsound = config.algorithm.allow_unsound
+    if facts.moe_layers and not config.algorithm.keep_routing and not unsound:
+        raise ConfigError(
+            f"algorithm.keep_routing = False: {config.model.path} is a mixture of experts "
+            f"({facts.moe_layers} layers), and engine and trainer would choose different experts. "
+            "Switch it on"
+        )
+    check_expert_parallel(
+        config.trainer.expert_parallel, architecture=facts.architecture, experts=facts.experts
+    )
+    check_sequence_parallel(
+        config.trainer.sequence_parallel,
+        architecture=facts.architecture,
+        heads=facts.attention_heads,
+    )
+    algorithm, trainer = config.algorithm, config.trainer
+    sequences = algorithm.prompts_per_step * algorithm.group_size
+    per_update = -(-sequences // algorithm.updates_per_batch)
+    per_group = -(-per_update // trainer.groups)
+    per_micro = max(1, trainer.micro_batch_tokens // longest)
+    micro_batches = -(-per_group // per_micro)
+    engine = engine_memory(config, facts, gpu=gpu)
+    rank = trainer_memory(config, facts, gpu=gpu)
+    cached = None
+    if gpu and gpu_gib:
+        cached = cached_sequences(config, engine, gpu_gib)
+        engine = within(engine, config.rollout.gpu_memory * gpu_gib * GIB)
+        check_trainer_fits(config, rank, gpu_gib, shared=shared)
+    time = None
+    if gpu:
+        time = step_time(
+            config, facts, micro_batches=micro_batches, sequences=cached, machine=machine
+        )
+    return Plan(
+        sequences=sequences,
+        step_tokens=sequences * longest,
+        micro_batches=micro_batches,
+        optimizer_steps=config.run.steps * algorithm.updates_per_batch,
+        engine=engine,
+        trainer=rank,
+        cached=cached,
+        time=time,
+    )
+
+
+def describe(
+    config: Config,
+    facts: ModelFacts,
+    plan: Plan,
+    data: Sequence[str],
+    *,
+    hardware: Hardware,
+    seats: Sequence[str] = (),
+) -> str:
+    """The plan as `keel check` prints it. `data`: one line a source, from the loader; `seats`: who
+    sits where, one line a node."""
+    gpu = hardware.gpu
+    a, r, t = config.algorithm, config.rollout, config.trainer
+    sampling, judge = r.sampling, config.rewards.judge
+    experts = (
+        f", {facts.moe_layers} MoE layers of {facts.experts} experts "
+        f"({facts.experts_per_token} a token)"
+        if facts.moe_layers
+        else ", dense"
+    )
+    truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
+    rows: list[tuple[str, str]] = [
+        (
+            "model",
+            f"{config.model.path}: {count(facts.parameters)} parameters "
+            f"({count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
+            f"vocabulary {facts.vocab_size:,}, {config.model.dtype}",
+        ),
+        *(("data" if not i else "", line) for i, line in enumerate(data)),
+        (
+            "batch",
+            f"{a.prompts_per_step} prompts × {a.group_size} answers = {plan.sequences} sequences a "
+            f"step, at most {plan.step_tokens:,} tokens",
+        ),
+        (
+            "",
+            f"{a.updates_per_batch} optimizer step(s) a batch, at most {plan.micro_batches} "
+            f"micro-batch(es) of {t.micro_batch_tokens:,} tokens a rank each",
+        ),
+        (
+            "steps",
+            f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
+            f"{config.run.steps * plan.sequences:,} answers; lr {t.lr:g} ({t.schedule})",
+        ),
+        (
+            "sampling",
+            f"temperature {sampling.temperature:g}, "
+            f"{truncated if sampling.truncated else 'whole vocabulary'}, at most "
+            f"{sampling.max_tokens} tokens",
+        ),
+        (
+            "stabilisers",
+            f"KL {a.kl}; "
+            f"sequence mask {'off' if a.mask_delta is None else f'δ = {a.mask_delta:g}'}; "
+            f"Keep Routing {replay(bool(facts.moe_layers), a.keep_routing)}; "
+            f"Keep Sampling Mask {replay(sampling.truncated, a.keep_sampling_mask)}",
+        ),
+        (
+            "actors",
+            f"{r.engines} vLLM engine(s), {t.ranks} trainer rank(s) with ZeRO "
+            f"{stage_in_use(config, gpu=gpu)}"
+            + (f", expert parallelism {t.expert_parallel}" if t.expert_parallel > 1 else "")
+            + (f", sequence parallelism {t.sequence_parallel}" if t.sequence_parallel > 1 else "")
+            + ", optimizer in host memory" * t.offload_optimizer
+            + ", compiled" * t.compile
+            + (f", the judge's vLLM server of {judge.model}" if judge.serve else ""),
+        ),
+        ("hardware", str(hardware) if gpu else "on CPU"),
+        *(("placement" if not i else "", line) for i, line in enumerate(seats)),
+        ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
+        *(("", line) for line in [cache_line(config, plan, hardware)] if line),
+        ("", f"trainer rank: {plan.trainer}"),
+        *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.sleep),
+        *(
+            ("time" if not i else "", line)
+            for i, line in enumerate(plan.time.lines() if plan.time else ())
+        ),
+        ("run folder", config.run.dir),
+    ]
+    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def sleep_line(config: Config, plan: Plan) -> str:
+    """What a rank's state costs its node, or its GPU, while an engine has its turn there."""
+    size = gib(held_bytes(config, plan.trainer))
+    where = "wait in host memory" if config.trainer.park else "stay (trainer.park)"
+    return f"  in turns with the engine (rollout.sleep): {size} of it then {where}"
+
+
+def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
+    """What the KV cache holds, where the GPU is known."""
+    if plan.cached is None:
+        return ""
+    wanted, share = engine_sequences(config), config.rollout.gpu_memory
+    budget = f"it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory = {share:g}"
+    if plan.cached >= wanted:
+        enough = math.ceil(100 * plan.engine.total / GIB / hardware.gpu_gib) / 100
+        budget += f"; {enough:g} would do" * (enough < share)
+        return f"  {budget}): its KV cache holds all {wanted} sequences at full length"
+    return (
+        f"  {budget}): its KV cache holds {plan.cached} of {wanted} sequences at full length; more "
+        "will be preempted and computed again (rollout.max_concurrent)"
+    )
+
+
+def count(number: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number:,.0f}"
+
+
+def replay(needed: bool, kept: bool) -> str:
+    if not needed:
+        return "not needed"
+    return "on" if kept else "OFF (algorithm.allow_unsound: never for training)"

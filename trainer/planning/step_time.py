@@ -1,0 +1,341 @@
+"""How long a step takes, roughly: a model of the machine, not a measurement.
+
+Nothing overlaps but an engine's host work with its device's. What each rate rests on is said
+beside it; docs/scaling.md compares with what has been measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from keel.configs.schema import Config
+from keel.model.load import ModelFacts
+from keel.trainer.planning.memory import (
+    BYTES,
+    context_tokens,
+    engine_sequences,
+    expert_numbers,
+    key_width,
+    kv_token_bytes,
+    layer_numbers,
+    mlp_width,
+    normed_numbers,
+    summed_apart,
+)
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """GPUs and their links. Rates in units a second; links in one direction."""
+
+    name: str = "NVIDIA H200"
+    gib: float = 139.0
+    flops: float = 989e12
+    """bfloat16, dense."""
+    memory_bytes: float = 4.8e12
+    link_bytes: float = 450e9
+    """Between GPUs of a node: NVLink's 900 GB/s is both directions."""
+    network_bytes: float = 50e9
+    """Of one GPU's network card: 400 Gb/s."""
+    node_gpus: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How much of the machine is used. Measured and fitted on H200s; docs/scaling.md has the runs
+    and how far off they are, benchmarks/training/scaling_fit.py the fit."""
+
+    product_share: float = 0.75
+    """Trainer: of the peak, by the matrix products of all layers. In profiles 0.78 of dense ones
+    and 0.66 of grouped ones (experts)."""
+    attention_share: float = 0.27
+    """Trainer: of the peak, by the products of attention. From trajectories of 4,096 tokens beside
+    ones of 1,024."""
+    layer_moves: float = 2.9
+    """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
+    Fitted, as are the four below, by benchmarks/training/scaling_fit.py."""
+    norm_moves: float = 26.8
+    """On top, for each number that a norm takes (`normed_numbers`), where norms are not one kernel
+    each and layers not compiled."""
+    compiled_moves: float = 4.3
+    """With `trainer.compile`: how often a pass moves each number that a layer then keeps
+    (`layer_numbers`)."""
+    expert_moves: float = 3.5
+    """How often a pass moves each number that tokens keep at their experts (`expert_numbers`),
+    compiled or not: with Keel's own experts (model/layers/fused.py)."""
+    stock_expert_moves: float = 12.0
+    """The same with other experts, and where experts are spread over ranks, which nobody has
+    timed."""
+    optimizer_bytes: float = 65.0
+    """Moved for each parameter of a rank's share and each optimizer step, at the memory's full
+    rate: AdamW, norm and clipping. Measured as a part of the step."""
+    gradient_bytes: float = 30.0
+    """Moved for each parameter that a rank holds and each micro-batch, to add its gradient to the
+    sum. From a profile."""
+    summed_bytes: float = 14.0
+    """The same where it is added in one pass (trainer/engine/grad_accum.py). From another
+    profile."""
+    update_s: float = 9e-3
+    """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
+    block_s: float = 1.3e-3
+    """For each block of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
+    head_mfu: float = 0.40
+    """Trainer, head over the whole vocabulary. Measured (benchmarks/training/support_head.py)."""
+    prefill_mfu: float = 0.40
+    """Assumed."""
+    memory_share: float = 0.80
+    """Of the memory's rate, for weights in decoding. Assumed."""
+    cache_share: float = 0.68
+    """The same for keys and values. From a profile."""
+    layer_step_s: float = 30e-6
+    """A layer's part of a decoding step beside that: small kernels, and products too narrow for the
+    memory's rate. From the same profile."""
+    step_s: float = 2.0e-3
+    sequence_s: float = 37e-6
+    """Host of an engine with the native recorder: a step takes `step_s` + `sequence_s` × sequences.
+    Through two measured points, 6.7 ms at 128 and 11.5 ms at 256."""
+    packed_step_s: float = 2.2e-3
+    packed_sequence_s: float = 3.2e-6
+    """The same with the packed recorder. Through one measured point, 3.0 ms at 256, of which 2.2 ms
+    start kernels."""
+
+    pass_s: float = 1.8e-3
+    compiled_pass_s: float = 1.15e-3
+    """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
+    GPU idle: one, and two with `trainer.compile`."""
+    expert_pass_s: float = 0.65e-3
+    """On top for a layer with experts, which `trainer.compile` leaves as they are. From two steps
+    that left the GPU idle, not compiled."""
+
+    def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
+        """What a trainer rank's host takes to start a step's kernels, while its GPU works."""
+        each = self.compiled_pass_s if config.trainer.compile else self.pass_s
+        layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
+        return layers * passes(config) * micro_batches
+
+    def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
+        """One step of an engine's host."""
+        if config.rollout.packs(full_attention=facts.full_attention):
+            return self.packed_step_s + self.packed_sequence_s * sequences
+        return self.step_s + self.sequence_s * sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one step with every answer at its limit."""
+
+    decode: float
+    prefill: float
+    compute: float
+    traffic: float
+    """Between the trainer's ranks."""
+    weights: float
+    """From the trainer to the engines, which pause for it."""
+    machine: str
+    sequences: int
+    """Answers that an engine works on at once."""
+    decode_step: float
+    host_bound: bool
+    """Decoding waits for the engine's host and not for its GPU."""
+    idle_trainer: bool = False
+    """The trainer's GPU waits for its host: micro-batches are too small."""
+
+    @property
+    def rollout(self) -> float:
+        return self.decode + self.prefill
+
+    @property
+    def training(self) -> float:
+        return self.compute + self.traffic
+
+    @property
+    def total(self) -> float:
+        """One part after the other."""
+        return self.rollout + self.training + self.weights
+
+    def lines(self) -> list[str]:
+        """The split, as `keel check` prints it."""
+        bound = "its host" if self.host_bound else "its GPU"
+        waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
+        return [
+            f"ESTIMATE, not measured, for {self.machine}s and answers of full length: "
+            f"{seconds(self.total)} a step",
+            f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
+            f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
+            f"{bound}; prefill {seconds(self.prefill)})",
+            f"training {seconds(self.training)} (compute {seconds(self.compute)}, traffic between "
+            f"ranks {seconds(self.traffic)}{waits}); weights to the engines "
+            f"{seconds(self.weights)}",
+        ]
+
+
+def step_time(
+    config: Config,
+    facts: ModelFacts,
+    *,
+    micro_batches: int,
+    sequences: int | None = None,
+    machine: Machine | None = None,
+    rates: Rates | None = None,
+) -> StepTime:
+    """`micro_batches` of a rank; `sequences`: what an engine's KV cache holds, where that is less
+    than the recipe asks for."""
+    machine, rates = machine or Machine(), rates or Rates()
+    rollout, algorithm = config.rollout, config.algorithm
+    answers = algorithm.prompts_per_step * algorithm.group_size
+    at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
+    rounds = -(-answers // (rollout.engines * at_once))
+    host = rates.host_seconds(config, facts, at_once)
+    device = decode_device_seconds(config, facts, at_once, machine, rates)
+    prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
+    if not rollout.prefix_caching:
+        prefilled *= algorithm.group_size
+    gpus = rollout.engines * rollout.tensor_parallel
+    spread = gpus + config.trainer.ranks > machine.node_gpus
+    tokens = answers * context_tokens(config)
+    compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
+    launch = rates.launch_seconds(config, facts, micro_batches)
+    sent = facts.parameters * BYTES[config.engine_dtype]
+    return StepTime(
+        decode=rounds * rollout.sampling.max_tokens * max(host, device),
+        prefill=2 * body_parameters(facts) * prefilled / (gpus * machine.flops * rates.prefill_mfu),
+        compute=max(compute, launch),
+        traffic=traffic_seconds(config, facts, micro_batches, machine),
+        weights=rates.update_s
+        + sent / (machine.network_bytes if spread else machine.link_bytes)
+        + math.ceil(sent / (config.trainer.publish_bucket_mib * MIB)) * rates.block_s,
+        machine=machine.name,
+        sequences=at_once,
+        decode_step=max(host, device),
+        host_bound=host >= device,
+        idle_trainer=launch > compute,
+    )
+
+
+def decode_device_seconds(
+    config: Config, facts: ModelFacts, sequences: int, machine: Machine, rates: Rates
+) -> float:
+    """One decoding step on the GPU: weights and KV cache read once, or the products, whichever
+    takes longer, and the small kernels of each layer. Of the experts those are read that any of the
+    sequences is sent to."""
+    width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
+    missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
+    rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a product
+    weights = facts.parameters - rows - missed * facts.expert_parameters
+    mean_context = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens / 2
+    cache = sequences * mean_context * kv_token_bytes(config, facts)
+    moved = weights * width / parallel / rates.memory_share + cache / rates.cache_share
+    products = 2 * facts.active_parameters * sequences / parallel
+    longest = max(moved / machine.memory_bytes, products / (machine.flops * rates.prefill_mfu))
+    return facts.layers * rates.layer_step_s + longest
+
+
+def body_parameters(facts: ModelFacts) -> int:
+    """That a token meets in products, without the head."""
+    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
+    return facts.active_parameters - embeddings
+
+
+def compute_seconds(
+    config: Config,
+    facts: ModelFacts,
+    tokens: int,
+    micro_batches: int,
+    machine: Machine,
+    rates: Rates,
+) -> float:
+    """A rank's work for a step of `tokens` on all ranks and `micro_batches` on each: forward,
+    backward, recomputation, the reference's forward, and the optimizer.
+
+    Products at their share of the peak, and between them numbers that go through the memory.
+    """
+    trainer, width = config.trainer, BYTES[config.model.dtype]
+    share = tokens / trainer.ranks
+    # Causal attention sees half of the context on average: scores and their sum over values.
+    attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
+    products = 2 * body_parameters(facts) / rates.product_share + attention / rates.attention_share
+    if trainer.expert_parallel > 1:
+        facts = replace(facts, fused_experts=False)
+    if trainer.compile:
+        moved = rates.compiled_moves * layer_numbers(facts, compiled=True)
+    else:
+        moved = rates.layer_moves * elementwise_numbers(facts)
+        moved += 0.0 if facts.fused_norms else rates.norm_moves * normed_numbers(facts)
+    moved *= facts.layers
+    expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
+    moved += expert_moves * facts.moe_layers * expert_numbers(facts)
+    body = (
+        share * passes(config) * (products / machine.flops + moved * width / machine.memory_bytes)
+    )
+    head = 0.0
+    if not config.rollout.sampling.truncated:
+        head = 2 * facts.vocab_size * facts.hidden_size * share * 3
+    held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
+    one_pass = summed_apart(config.model.dtype, trainer)
+    weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
+    weights += (
+        rates.optimizer_bytes
+        * facts.parameters
+        / trainer.ranks
+        * config.algorithm.updates_per_batch
+    )
+    return body + head / (machine.flops * rates.head_mfu) + weights / machine.memory_bytes
+
+
+def elementwise_numbers(facts: ModelFacts) -> float:
+    """What the kernels between the products of a mean layer read and write for each token in a
+    forward pass, without tokens at their experts.
+
+    Two norms and two sums with the residual (10 hidden sizes); norms and rotary embedding of
+    queries and keys (12 widths of each); activation and product of the MLP (5 widths).
+    """
+    heads = facts.attention_width + key_width(facts)
+    return 10 * facts.hidden_size + 12 * heads + 5 * mlp_width(facts)
+
+
+def passes(config: Config) -> int:
+    """Over a micro-batch, in units of a forward pass: a backward pass is two."""
+    with_reference = any(source.kl_coef > 0 for source in config.data.sources)
+    return 3 + config.trainer.activation_checkpointing + with_reference
+
+
+def traffic_seconds(
+    config: Config, facts: ModelFacts, micro_batches: int, machine: Machine
+) -> float:
+    """Gradients, gathered weights and tokens on their way to experts, none of it overlapped."""
+    trainer = config.trainer
+    ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage
+    if ranks == 1:
+        return 0.0
+    width = BYTES[config.model.dtype]
+    if width == 2:
+        stage = max(1, stage)
+    with_reference = any(source.kl_coef > 0 for source in config.data.sources)
+    passes = 2 + trainer.activation_checkpointing + with_reference
+    # Bytes for each parameter and optimizer step: gradients are float32.
+    moved = {0: 8, 1: 4 + width, 2: 4 * micro_batches + width}.get(
+        stage, (4 + passes * width) * micro_batches
+    )
+    inside = ranks <= machine.node_gpus
+    # Over several nodes every GPU's card carries its part of a ring.
+    ring = min(machine.link_bytes, machine.node_gpus * machine.network_bytes)
+    dense = (facts.parameters - facts.expert_parameters) * (1 - 1 / ranks)
+    seconds = dense * moved / (machine.link_bytes if inside else ring)
+    # Ranks with the same experts: neighbours unless experts are spread, and then far apart.
+    replicas = ranks // spread
+    experts = facts.expert_parameters / spread * (1 - 1 / replicas)
+    near = machine.link_bytes if inside else (ring if spread == 1 else machine.network_bytes)
+    seconds += experts * moved / near
+    per_rank = micro_batches * trainer.micro_batch_tokens / trainer.sequence_parallel
+    sent = per_rank * facts.experts_per_token * facts.hidden_size * width * (1 - 1 / spread)
+    way = machine.link_bytes if spread <= machine.node_gpus else machine.network_bytes
+    return seconds + facts.moe_layers * 2 * passes * sent / way
+
+
+def seconds(value: float) -> str:
+    if value < 0.1:
+        return f"{1e3 * value:.0f} ms"
+    return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"

@@ -1,0 +1,37 @@
+"""Values that no rule forbids and nobody uses: a typing error, or an experiment. Warned about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from keel.configs.schema import Config
+from keel.model.load import ModelFacts
+
+SMALL = 50_000_000
+"""Parameters below which a model is one of the embedded kind, which learns faster."""
+
+
+def unusual(config: Config, facts: ModelFacts) -> list[str]:
+    """One line for each knob far outside of what is used."""
+    return [
+        f"{knob} = {value:g} is far from what is used ({usual}): a typing error?"
+        for knob, value, low, high, usual in _ranges(config, facts)
+        if not low <= value <= high
+    ]
+
+
+def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, float, float, str]]:
+    """Knob, value, lowest and highest that pass without a word, and what is usual."""
+    trainer, algorithm, sampling = config.trainer, config.algorithm, config.rollout.sampling
+    if facts.parameters < SMALL:
+        yield "trainer.lr", trainer.lr, 1e-7, 1e-2, "1e-5 to 1e-3 for a model so small"
+    else:
+        yield "trainer.lr", trainer.lr, 1e-9, 1e-4, "1e-7 to 1e-5 for a model of this size"
+    yield "trainer.weight_decay", trainer.weight_decay, 0, 0.3, "0 to 0.1"
+    yield "trainer.grad_clip", trainer.grad_clip, 0, 10, "0.1 to 1"
+    yield "trainer.eps", trainer.eps, 0, 1e-4, "1e-8"
+    for name in ("clip_low", "clip_high"):
+        yield f"algorithm.{name}", getattr(algorithm, name), 0.0, 1.0, "0.1 to 0.4"
+    yield "rollout.sampling.temperature", sampling.temperature, 0.3, 1.7, "0.6 to 1.2"
+    for source in config.data.sources:
+        yield f"data.sources[{source.name}].kl_coef", source.kl_coef, 0, 0.5, "0 to 0.05"

@@ -1,0 +1,1 @@
+"""The run folder: config, checkpoints, metrics, the panel, Ctrl-C."""

@@ -1,0 +1,134 @@
+"""The written side of a run: metrics, TensorBoard and readable trajectories.
+
+A resumed run drops what an interrupted one wrote past its checkpoint, so each step stands in the
+files once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from keel.rl.metrics import Metric, values
+from keel.rl.types import ScoredGroup, Trajectory
+from keel.trainer.run.view import View
+
+REPAIR = "repair the line or take it out"
+
+
+class Journal:
+    """Writes each step into the run folder and hands it to the terminal view."""
+
+    def __init__(
+        self,
+        folder: Path,
+        view: View,
+        *,
+        trajectories: int,
+        resumed_at: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`trajectories`: how many to write out a step. `resumed_at`: the last step to keep."""
+        self._view = view
+        self._clock = clock
+        self._per_step = trajectories
+        self._metrics = folder / "metrics.jsonl"
+        self._trajectories = folder / "trajectories"
+        self._trajectories.mkdir(parents=True, exist_ok=True)
+        keep_until(self._metrics, resumed_at)
+        for path in self._trajectories.glob("step_*.txt"):
+            if int(path.stem.removeprefix("step_")) > resumed_at:
+                path.unlink()
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
+
+    def begin(self, activity: str) -> None:
+        self._view.begin(activity)
+
+    def record(
+        self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
+    ) -> None:
+        numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
+        line = {"step": step, "time": round(self._clock(), 3), **dict(sorted(numbers.items()))}
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+        chosen = choose(sample, self._per_step)
+        if chosen:
+            text = "\n".join(describe(group, index) for group, index in chosen)
+            (self._trajectories / f"step_{step:06d}.txt").write_text(text)
+        self._view.record(step, numbers)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines of `metrics.jsonl` past `step`, and a last line cut short by a crash. Raises
+    as `metric_lines` does."""
+    if not path.exists():
+        return
+    kept = [line for of, line in metric_lines(path) if step and of <= step]
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text("".join(line + "\n" for line in kept))
+    fresh.replace(path)
+
+
+def metric_lines(path: Path) -> list[tuple[int, str]]:
+    """Step and text of each line of `metrics.jsonl`, but for a last one cut short by a crash.
+
+    Raises ValueError naming file and line for one that no run can have written.
+    """
+    texts = path.read_text().splitlines()
+    found: list[tuple[int, str]] = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            if number == len(texts):
+                break
+            raise ValueError(f"{path}:{number}: not JSON: {error.msg}; {REPAIR}") from error
+        step = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(step, int):
+            raise ValueError(f"{path}:{number}: not an object with a whole number `step`; {REPAIR}")
+        found.append((step, text))
+    return found
+
+
+def choose(groups: Sequence[ScoredGroup], count: int) -> list[tuple[ScoredGroup, int]]:
+    """The best and worst answers of the groups in turn: the pairs that the step learns from."""
+    chosen: list[tuple[ScoredGroup, int]] = []
+    for group in sorted(
+        groups, key=lambda g: -float(g.rewards_G.std()) if len(g.rewards_G) else 0.0
+    ):
+        if len(group.rewards_G):
+            chosen += [
+                (group, int(i)) for i in {group.rewards_G.argmax(), group.rewards_G.argmin()}
+            ]
+    return chosen[:count]
+
+
+def describe(scored: ScoredGroup, index: int) -> str:
+    """One trajectory as text: prompt, answer, what it was worth and why."""
+    prompt, answer = scored.group.prompt, scored.group.trajectories[index]
+    parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts_G[index].items())
+    head = (
+        f"=== {prompt.prompt_id}  answer {answer.sibling + 1} of "
+        f"{len(scored.group.trajectories)}  reward {scored.rewards_G[index]:g} ({parts})  "
+        f"advantage {scored.advantages_G[index]:+.3f}  {answer.sampled_tokens} tokens, "
+        f"{answer.finish_reason}"
+    )
+    asked = "\n".join(f"[{m['role']}] {m.get('content', '')}" for m in prompt.messages)
+    return f"{head}\n{asked}\n{spoken(answer)}\n"
+
+
+def spoken(trajectory: Trajectory) -> str:
+    return "\n".join(
+        f"[{m['role']}] {m.get('raw') or m.get('content', '')}" for m in trajectory.messages
+    )
