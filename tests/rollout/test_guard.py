@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.rollout.judge import reaper as guard
+from keel.rollout.judge import reaper
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +30,7 @@ def guarded(pids: Path, log: Path, program: str = STARTS_THREE) -> subprocess.Po
     command = [sys.executable, "-I", "-S", "-c", program, str(pids)]
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(guard.__file__), *command],
+            [sys.executable, "-I", "-S", str(reaper.__file__), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
