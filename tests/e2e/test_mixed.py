@@ -12,7 +12,7 @@ import ray
 
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.trainer.cli import main
-from tests.rewards.judge_server import good, running
+from tests.rewards.judge.judge_server import good, running
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e

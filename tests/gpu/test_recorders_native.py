@@ -13,10 +13,10 @@ import pytest
 
 from keel.configs.schema import SamplingConfig
 from tests.gpu.marks import GPU
-from tests.recorders.contract import RecorderContract
-from tests.recorders.reference import Reference, Tolerance, check_groups
-from tests.recorders.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine
-from tests.recorders.tiny_model import make_model
+from tests.rollout.recording.contract import RecorderContract
+from tests.rollout.recording.reference import Reference, Tolerance, check_groups
+from tests.rollout.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine
+from tests.rollout.tiny_model import make_model
 
 pytestmark = GPU
 

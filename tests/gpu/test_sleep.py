@@ -9,9 +9,9 @@ import torch
 
 from tests.gpu.marks import GPU
 from tests.gpu.test_recorders_native import BLOCKS, EXACT
-from tests.recorders.reference import Reference, Tolerance, check_groups
-from tests.recorders.remote_engine import TRUNCATED, engine_spec, prompts, running_engine
-from tests.recorders.tiny_model import checkpoint_tensors, make_model, perturbed
+from tests.rollout.recording.reference import Reference, Tolerance, check_groups
+from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts, running_engine
+from tests.rollout.tiny_model import checkpoint_tensors, make_model, perturbed
 
 pytestmark = GPU
 TOLERANCE = Tolerance(logp=1e-3, tie=1e-4, rare=1e-2)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from keel.configs.schema import Dtype
 from keel.model.weight_transfer.buckets import unpack_block
 from keel.rl.metrics import values
-from tests.e2e.trainer_batches import Rollouts, write_model
-from tests.e2e.trainer_scenarios import TIGHT, Ranks, make_config, training
 from tests.gpu.marks import GPU
+from tests.trainer.engine.batches import Rollouts, write_model
+from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
 
 pytestmark = GPU
 

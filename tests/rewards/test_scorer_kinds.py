@@ -15,7 +15,7 @@ from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer, _spoken
 from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
-from tests.rewards.judge_server import Reply, Server, good, material_of, running
+from tests.rewards.judge.judge_server import Reply, Server, good, material_of, running
 
 TRUSTED = {"isolation": "none-i-trust-the-answers", "answer_s": 5.0}
 CRITERIA = [

@@ -18,7 +18,7 @@ from keel.model.load import ModelFacts
 from keel.trainer import prepare
 from keel.trainer.cli import main
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
-from tests.trainer.test_memory import DENSE
+from tests.trainer.planning.test_memory import DENSE
 
 
 @pytest.fixture(scope="module")
