@@ -56,16 +56,16 @@ class Scorer:
         code: Mapping[str, Any] | None = None,
         lengths: Mapping[str, LengthRule] | None = None,
         judge: JudgeService | None = None,
-        failure_share: float = 1.0,
+        max_failure_fraction: float = 1.0,
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
         """weights: domain → reward part → weight; scale: of the advantages; workers: processes
         (0: none, and then no deadline either); deadline_s: longest look at one answer; code: how
         programs are run, the fields of `keel.configs.schema.CodeConfig`; lengths: domain → its
-        rule; judge: for rubrics and proofs, closed by whoever opened it; failure_share: of the
-        answers to a user's function, as `RewardsConfig`; log: folder for what the worker processes
-        print (standard error without one); say: for people, the first error of each kind.
+        rule; judge: for rubrics and proofs, closed by whoever opened it; max_failure_fraction: of
+        a user's function, as in `RewardsConfig`; log: folder for what the worker processes print
+        (standard error without one); say: for people, the first error of each kind.
 
         Raises ValueError for a reward part that does not exist.
         """
@@ -75,7 +75,7 @@ class Scorer:
         self._lengths = lengths or {}
         self._judge = judge
         self._counted = Counts()
-        self._failures = Failures(failure_share, say)
+        self._failures = Failures(max_failure_fraction, say)
         self._log, self._told = log, False
         self._pool = WorkerPool(workers, deadline_s=deadline_s, code=code, log=log)
 
