@@ -30,6 +30,15 @@ from keel.rl.types import CUT_OFF, Group, Prompt, ScoredGroup, Trajectory
 Purpose = Literal["train", "eval"]
 LENGTH, LENGTH_COST = "length", "length_cost"
 """Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
+JUDGE_COUNTS = {
+    "completions": "judged",
+    "skipped": "unasked",
+    "calls": "calls",
+    "cache_hits": "cached",
+    "prompt_tokens": "prompt_tokens",
+    "reply_tokens": "reply_tokens",
+}
+"""Metric (`judge/…`) → field of `Counts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +120,12 @@ class Scorer:
         before, now = self._counted, self._judge.counts()
         self._counted = now
         metrics: dict[str, Metric] = {
-            f"reward/judge_{name}": Sum(getattr(now, name) - getattr(before, name))
-            for name in ("judged", "unasked", "calls", "cached", "prompt_tokens", "reply_tokens")
+            f"judge/{name}": Sum(getattr(now, count) - getattr(before, count))
+            for name, count in JUDGE_COUNTS.items()
         }
         failed = {kind: n - before.failed.get(kind, 0) for kind, n in now.failed.items()}
-        metrics["reward/judge_failed"] = Sum(sum(failed.values()))
-        metrics |= {f"reward/judge_failed_{kind}": Sum(n) for kind, n in failed.items() if n}
+        metrics["judge/failures"] = Sum(sum(failed.values()))
+        metrics |= {f"judge/failures_{kind}": Sum(n) for kind, n in failed.items() if n}
         return metrics
 
     def close(self) -> None:

@@ -35,8 +35,8 @@ NOTES = (
     "mismatch/ratio_max",
     "mask/sequence_fraction",
     "staleness/mean",
-    "rollout/dropped",
-    "rollout/cut",
+    "rollout/dropped_completions",
+    "rollout/deadline_cuts",
     "time/idle_fraction",
 )
 PACKED = {

@@ -95,7 +95,7 @@ class RolloutConfig:
     deadline_s: float = 600.0
     """Seconds for a group, from when its engine begins it; those in which the engine takes weights
     or sleeps do not count. Then its completions are cut where they are, as by `max_tokens`, and
-    counted (`rollout/cut`). One without a token by then is dropped."""
+    counted (`rollout/deadline_cuts`). One without a token by then is dropped."""
     weight_transfer: Literal["auto", "direct", "store"] = "auto"
     """How new weights reach the engines. direct: from the trainer's ranks over NCCL, or in place
     where engine and rank share a GPU (between CPUs: gloo). store: through host memory, by Ray's

@@ -88,8 +88,8 @@ def test_rubrics_go_to_the_judge_and_failures_leave_the_group(server: Server) ->
     (reason,) = scored.group.dropped
     assert reason.startswith("the judge failed (server): ")
     np.testing.assert_allclose(other.rewards_G, [1.1])
-    assert metrics["reward/judge_failed"].value == metrics["reward/judge_failed_server"].value == 1
-    assert (metrics["reward/judge_judged"].value, metrics["reward/judge_calls"].value) == (2, 3)
+    assert metrics["judge/failures"].value == metrics["judge/failures_server"].value == 1
+    assert (metrics["judge/completions"].value, metrics["judge/calls"].value) == (2, 3)
     assert not any(metric.value for metric in again.values())
 
 
