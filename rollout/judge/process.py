@@ -136,7 +136,7 @@ def arguments(config: JudgeConfig, *, gpu: bool) -> list[str]:
         options["max_model_len"] = server.max_model_len
     if gpu:
         options |= {
-            "gpu_memory_utilization": server.gpu_memory,
+            "gpu_memory_utilization": server.gpu_memory_utilization,
             "tensor_parallel_size": server.tensor_parallel,
         }
     else:

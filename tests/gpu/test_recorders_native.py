@@ -43,14 +43,14 @@ def reference(folder: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, reference: Reference, recorder: str) -> Iterator[RemoteEngine]:
-    spec = engine_spec(folder, gpu_memory=0.1, recorder=recorder)
+    spec = engine_spec(folder, gpu_memory_utilization=0.1, recorder=recorder)
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def open_engine(folder: Path, reference: Reference, recorder: str) -> Iterator[RemoteEngine]:
-    spec = engine_spec(folder, gpu_memory=0.1, sampling=OPEN, recorder=recorder)
+    spec = engine_spec(folder, gpu_memory_utilization=0.1, sampling=OPEN, recorder=recorder)
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         yield engine
 

@@ -125,10 +125,10 @@ def reference_grpo(
             "mismatch/kl": mean(mismatch_kl),
             "mismatch/logp_abs": mean(gaps),
             "mismatch/ratio_mean": mean(ratios),
-            "mismatch/ratio_outside": mean([not 0.9 <= ratio <= 1.1 for ratio in ratios]),
+            "mismatch/ratio_outside_fraction": mean([not 0.9 <= ratio <= 1.1 for ratio in ratios]),
             "mismatch/ratio_max": max(ratios),
             "mask/sequence_fraction": mean([mean(part) for part in masked_of_group.values()]),
-            **({} if mask_delta is None else {"mask/gap_max": max(far)}),
+            **({} if mask_delta is None else {"mask/logp_gap_max": max(far)}),
             "clip/fraction": mean(clipped),
         },
     )

@@ -34,8 +34,8 @@ def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
     """Chunks of 48 tokens, and a cache that overflows with more than a few sequences."""
     config = {
         "sampling": TRUNCATED,
-        "max_concurrent": 16,
-        "max_batched_tokens": 48,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 48,
         "kv_cache_gib": 20 * 64 / 2**20,  # 20 blocks of 32 tokens, 2 KiB a token
         "deadline_s": DEADLINE_S,
         **changes,

@@ -34,7 +34,7 @@ TINY = EmbeddedConfig(
     experts=2,
     experts_per_token=1,
     expert_size=32,
-    cold_start=ColdStartConfig(steps=3, batch=4),
+    cold_start=ColdStartConfig(steps=3, batch_size=4),
 )
 
 
@@ -130,7 +130,7 @@ def test_the_initializer_range_is_the_recipes() -> None:
 def test_training_lowers_the_loss_and_reports_each_step() -> None:
     model = build_model(TINY, TOKENIZER, seed=0)
     examples = make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=(), count=64)
-    config = ColdStartConfig(steps=30, batch=8, lr=1e-2)
+    config = ColdStartConfig(steps=30, batch_size=8, lr=1e-2)
     threads = torch.get_num_threads()
     seen: list[tuple[int, float]] = []
     final = train(
@@ -148,7 +148,7 @@ def test_training_lowers_the_loss_and_reports_each_step() -> None:
 
 
 def test_a_cold_start_over_its_time_fails(tmp_path: Path) -> None:
-    slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch=4, max_seconds=1e-6))
+    slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
     with pytest.raises(TimeoutError, match=r"1 of 3 steps took .* Raise it, or lower steps"):
         ensure(tmp_path, slow)
     assert list(tmp_path.iterdir()) == []
@@ -196,7 +196,7 @@ def test_the_key_covers_what_the_weights_depend_on() -> None:
         key(seed=1),
         key(heldout=("a",)),
         key(replace(TINY, layers=2)),
-        key(replace(TINY, cold_start=replace(TINY.cold_start, worked=0.9))),
+        key(replace(TINY, cold_start=replace(TINY.cold_start, worked_fraction=0.9))),
         content_key(TINY, 0, [harder], ()),
     }
     assert len(keys) == 6
@@ -243,7 +243,7 @@ def die(**_: Any) -> None:
 
 @pytest.mark.e2e
 def test_what_goes_wrong_in_that_process_is_raised_here(tmp_path: Path) -> None:
-    slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch=4, max_seconds=1e-6))
+    slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
     make = partial(
         make_folder, tmp_path / "slow", slow, seed=0, sources=[SPELLING], heldout_questions=()
     )

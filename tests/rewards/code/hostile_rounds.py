@@ -25,7 +25,7 @@ from keel.rewards.sandbox.processes import adopting
 from keel.rewards.sandbox.run import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
 
-HURRIED = CodeSettings(answer_s=0.8, limits=Limits(time_s=0.1, memory_mib=256))
+HURRIED = CodeSettings(completion_s=0.8, limits=Limits(time_s=0.1, memory_mib=256))
 SLEEPERS = {"sleeping", "sleeping deaf to signals", "stopping itself"}
 """They always take all the time that they get."""
 

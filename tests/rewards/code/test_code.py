@@ -150,7 +150,7 @@ def test_a_program_has_the_names_that_it_imports(settings: CodeSettings) -> None
 def test_a_program_ends_with_the_worker_that_runs_it(
     settings: CodeSettings,
 ) -> None:
-    knobs = {"isolation": settings.isolation, "answer_s": 60, "time_s": 40}
+    knobs = {"isolation": settings.isolation, "completion_s": 60, "time_s": 40}
     pool = WorkerPool(1, deadline_s=3, code=knobs)
     before = programs()
     judged = pool.submit(spec({"stdout": ""}), [answer("import time; time.sleep(60)")])
@@ -174,7 +174,7 @@ def test_what_does_not_load_fails_every_call(settings: CodeSettings) -> None:
 
 
 def test_the_answers_time_bounds_all_its_tests(isolated: None) -> None:
-    settings = CodeSettings(answer_s=0.8, limits=Limits(time_s=9.0))
+    settings = CodeSettings(completion_s=0.8, limits=Limits(time_s=9.0))
     started = time.monotonic()
     verdict = judge_code(
         spec(*[ADD_STDIN] * 9, partial=True), answer("import time; time.sleep(9)"), settings

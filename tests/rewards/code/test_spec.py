@@ -132,7 +132,7 @@ def test_the_driver_writes_values_as_data() -> None:
 def test_knobs() -> None:
     knobs = {name: getattr(CodeConfig(), name) for name in CodeConfig.__dataclass_fields__}
     assert CodeSettings.from_knobs(knobs) == CodeSettings()
-    for name, value in (("time_s", 0), ("answer_s", -1), ("memory_mib", 1), ("processes", 0)):
+    for name, value in (("time_s", 0), ("completion_s", -1), ("memory_mib", 1), ("processes", 0)):
         with pytest.raises(ConfigError, match=f"rewards.code.{name} = "):
             CodeConfig(**{name: value})
 

@@ -28,7 +28,7 @@ PROMPT = Prompt(
 
 def settings(url: str, **changes: Any) -> JudgeConfig:
     return replace(
-        JudgeConfig(base_url=url, model="m", deadline_s=5.0, retries=2, failure_share=1.0),
+        JudgeConfig(base_url=url, model="m", deadline_s=5.0, retries=2, max_failure_fraction=1.0),
         **changes,
     )
 

@@ -116,7 +116,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def service(server: Server) -> Iterator[JudgeService]:
-    config = JudgeConfig(base_url=server.url, model="m", retries=1, failure_share=1.0)
+    config = JudgeConfig(base_url=server.url, model="m", retries=1, max_failure_fraction=1.0)
     with JudgeService(config, backoff_s=0.005) as service:
         yield service
 

@@ -82,7 +82,7 @@ def test_which_specs_need_a_judge() -> None:
         ({"model": ""}, "rewards.judge.model = '': goes together with"),
         ({"base_url": ""}, "rewards.judge.model = 'm': goes together with"),
         ({"samples": 0}, "rewards.judge.samples = 0"),
-        ({"failure_share": 1.5}, "rewards.judge.failure_share = 1.5"),
+        ({"max_failure_fraction": 1.5}, "rewards.judge.max_failure_fraction = 1.5"),
         ({"max_concurrent": 2000}, "at most 1000"),
         ({"max_calls": -1}, "rewards.judge.max_calls = -1"),
         ({"deadline_s": 0.0}, "rewards.judge.deadline_s = 0.0"),

@@ -215,7 +215,7 @@ def test_the_ceiling_holds_while_a_server_of_the_run_is_looked_for(server: Serve
 
 def test_failures_are_counted_and_past_a_share_stop_the_run(server: Server) -> None:
     server.behave = lambda request: Reply("{}", status=400)
-    with JudgeService(settings(server.url, failure_share=0.2), backoff_s=0.005) as service:
+    with JudgeService(settings(server.url, max_failure_fraction=0.2), backoff_s=0.005) as service:
         for number in range(4):
             result = service.submit_text(PROMPT, f"blue {number}").result(10)
             assert isinstance(result, Failed)
@@ -234,7 +234,7 @@ def test_few_failures_among_many_do_not_stop_the_run(server: Server) -> None:
         return Reply("{}", status=400) if number % 10 == 0 else good(request)
 
     server.behave = every_tenth
-    results = judge(settings(server.url, failure_share=0.2), [str(i) for i in range(40)])
+    results = judge(settings(server.url, max_failure_fraction=0.2), [str(i) for i in range(40)])
     assert sum(isinstance(result, Failed) for result in results) == 4
 
 

@@ -71,7 +71,7 @@ class World:
         self.start: Callable[[FakeEngine], Future[int]] = lambda engine: done(1)
         self.sleep: Callable[[FakeEngine], Future[None]] = lambda engine: done(None)
         self.lives: list[FakeEngine] = []
-        defaults = {"engines": 2, "max_concurrent": 4, "deadline_s": 5.0, "update_deadline_s": 5.0}
+        defaults = {"engines": 2, "max_num_seqs": 4, "deadline_s": 5.0, "update_deadline_s": 5.0}
         self.config = RolloutConfig(**{**defaults, **config})
         self.pool = RolloutPool(self.config, self.build, startup_deadline_s=5.0)
 

@@ -93,7 +93,7 @@ def test_a_group_may_wait_for_an_engine_for_longer_than_it_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.deadline_s + 0.1))
-    world = World(answer=lambda engine, name: None, engines=1, max_concurrent=2, deadline_s=0.1)
+    world = World(answer=lambda engine, name: None, engines=1, max_num_seqs=2, deadline_s=0.1)
     world.pool.start()
     groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(6)]
     for index, group in enumerate(groups):
@@ -320,7 +320,7 @@ def test_an_engine_that_dies_with_weights_and_groups_on_it_is_replaced_once() ->
 
 
 def test_evaluations_go_first() -> None:
-    world = World(answer=lambda engine, name: None, engines=1, max_concurrent=2)
+    world = World(answer=lambda engine, name: None, engines=1, max_num_seqs=2)
     world.pool.start()
     for name in ("t0", "t1", "t2"):
         world.pool.submit(prompt(name), group_size=2)
@@ -351,7 +351,7 @@ def test_a_prompt_that_comes_twice_is_not_answered_in_the_same_words() -> None:
 
 
 def test_a_prompt_that_waits_for_new_weights_keeps_its_draw() -> None:
-    world = World(engines=1, max_concurrent=2, answer=lambda engine, name: None)
+    world = World(engines=1, max_num_seqs=2, answer=lambda engine, name: None)
     world.pool.start()
     engine = world.lives[0]
     world.pool.submit(prompt("q"), group_size=2)

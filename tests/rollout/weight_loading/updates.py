@@ -104,7 +104,7 @@ def check(
     of the GPU that it is on. `how`: as for `running_engine`."""
     model = make(folder, of)
     options: dict[str, Any] = {
-        "gpu_memory": 0.1,
+        "gpu_memory_utilization": 0.1,
         "sampling": OPEN,
         "sleep": sleeps,
         "kv_cache_gib": CACHE_GIB,

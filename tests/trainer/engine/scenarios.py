@@ -127,7 +127,9 @@ class Ranks:
             if config.rollout.sleep:
                 self.published(engine)
                 assert engine._parking, config.trainer
-                assert (engine._parking.host_bytes > 500_000) == config.trainer.park
+                assert (
+                    engine._parking.host_bytes > 500_000
+                ) == config.trainer.offload_while_sampling
         return found
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -239,10 +241,15 @@ def in_bfloat16(stage: int) -> Scenario:
         ours = zero.sum_in_one_pass
         result: Result = {}
         for key in ("awake", "theirs", "parked", "stays"):
-            sleep, park = key in ("parked", "stays"), key != "stays"
+            sleep, offload = key in ("parked", "stays"), key != "stays"
             zero.sum_in_one_pass = (lambda _: None) if key == "theirs" else ours
             config = make_config(
-                ranks.world_size, stage, dtype="bfloat16", tokens=TIGHT, sleep=sleep, park=park
+                ranks.world_size,
+                stage,
+                dtype="bfloat16",
+                tokens=TIGHT,
+                sleep=sleep,
+                offload_while_sampling=offload,
             )
             engine = ranks.engine(config)
             metrics = ranks.train(engine, config, range(STEPS))

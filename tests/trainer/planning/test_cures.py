@@ -45,7 +45,11 @@ LONG = SamplingConfig(top_k=64, max_tokens=30_000)
     ("config", "hardware", "first"),
     [
         # The engine takes 0.85 of a GPU that it shares, and needs little: that is named first.
-        (recipe(micro_batch_tokens=8000), machine(1, 139), {"rollout.gpu_memory": 0.73}),
+        (
+            recipe(micro_batch_tokens=8000),
+            machine(1, 139),
+            {"rollout.gpu_memory_utilization": 0.73},
+        ),
         (
             recipe(micro_batch_tokens=32_000),
             machine(2, 80),
@@ -54,13 +58,19 @@ LONG = SamplingConfig(top_k=64, max_tokens=30_000)
         (recipe(micro_batch_tokens=8000, zero_stage=3, ranks=2), machine(8, 24), None),
         (recipe(micro_batch_tokens=8000, activation_checkpointing=True), machine(2, 16), None),
         (recipe(micro_batch_tokens=8000), machine(2, 16), None),
-        (recipe(rollout={"gpu_memory": 0.05}), machine(2, 48), {"rollout.gpu_memory": 0.09}),
-        (recipe(rollout={"sampling": LONG}, micro_batch_tokens=32_000), machine(2, 48), None),
-        (recipe(rollout={"gpu_memory": 0.999, "sleep": True}), machine(1, 48), None),
         (
-            recipe(rollout={"gpu_memory": 0.9, "sleep": True}, park=False),
+            recipe(rollout={"gpu_memory_utilization": 0.05}),
+            machine(2, 48),
+            {"rollout.gpu_memory_utilization": 0.09},
+        ),
+        (recipe(rollout={"sampling": LONG}, micro_batch_tokens=32_000), machine(2, 48), None),
+        (recipe(rollout={"gpu_memory_utilization": 0.999, "sleep": True}), machine(1, 48), None),
+        (
+            recipe(
+                rollout={"gpu_memory_utilization": 0.9, "sleep": True}, offload_while_sampling=False
+            ),
             machine(1, 48),
-            {"rollout.gpu_memory": 0.69},
+            {"rollout.gpu_memory_utilization": 0.69},
         ),
     ],
 )

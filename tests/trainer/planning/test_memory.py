@@ -55,7 +55,7 @@ SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=
 
 
 def recipe(*, beta: float = 0.0, rollout: dict[str, Any] | None = None, **trainer: Any) -> Config:
-    options = {"max_concurrent": 16, "sampling": SamplingConfig(top_k=64, max_tokens=7_000)}
+    options = {"max_num_seqs": 16, "sampling": SamplingConfig(top_k=64, max_tokens=7_000)}
     return Config(
         model=ModelConfig(path="some/model"),
         data=DataConfig(sources=(replace(SUMS, kl_coef=beta),), max_prompt_tokens=1000),
@@ -160,13 +160,13 @@ def test_the_support_head_takes_what_was_measured(
 def test_an_engine_that_cannot_hold_one_trajectory_is_refused_with_its_sum() -> None:
     with pytest.raises(ConfigError, match=r"an engine's GPU needs .*weights 1\.9 GiB") as raised:
         plan(recipe(), gpu_gib=4)
-    for knob in ("rollout.gpu_memory = 0.85", "run.gpu_gib"):
+    for knob in ("rollout.gpu_memory_utilization = 0.85", "run.gpu_gib"):
         assert knob in str(raised.value)
 
 
 def test_a_cache_for_a_few_is_said_and_slows_the_estimate() -> None:
     small = {"ranks": 4, "zero_stage": 3, "activation_checkpointing": True}
-    config = recipe(rollout={"gpu_memory": 0.3, "max_concurrent": 64}, **small)
+    config = recipe(rollout={"gpu_memory_utilization": 0.3, "max_num_seqs": 64}, **small)
     tight = plan(config, gpu_gib=15.2)
     ample = plan(config, gpu_gib=80)
     assert tight.cached is not None and 1 <= tight.cached < 64
@@ -197,7 +197,7 @@ def test_a_trajectory_longer_than_a_micro_batch_is_one_by_itself() -> None:
 
 
 def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None:
-    config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory": 0.5})
+    config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.5})
     plan(config, gpu_gib=48)
     with pytest.raises(ConfigError, match=r"shared with an engine that takes 0\.5 of it"):
         plan(config, gpu_gib=48, shared=True)
@@ -205,7 +205,7 @@ def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None
 
 
 def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
-    config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory": 0.9, "sleep": True})
+    config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.9, "sleep": True})
     need = plan(config).trainer.total / GIB
     side_by_side = replace(config, rollout=replace(config.rollout, sleep=False))
     with pytest.raises(ConfigError, match=r"takes 0\.9 of it"):
@@ -213,22 +213,24 @@ def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
     plan(config, gpu_gib=need + 2, shared=True)
     with pytest.raises(ConfigError, match=r"shared with an engine that takes 0\.\d+ of"):
         plan(config, gpu_gib=need + 1, shared=True)
-    greedy = replace(config, rollout=replace(config.rollout, gpu_memory=0.999))
-    with pytest.raises(ConfigError, match=r"gpu_memory = 0\.999: .* stay with the trainer"):
+    greedy = replace(config, rollout=replace(config.rollout, gpu_memory_utilization=0.999))
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_utilization = 0\.999: .* stay with the trainer"
+    ):
         plan(greedy, gpu_gib=need + 2, shared=True)
 
 
 def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
-    trainer = {"micro_batch_tokens": 8000, "park": False}
-    config = recipe(**trainer, rollout={"gpu_memory": 0.9, "sleep": True})
+    trainer = {"micro_batch_tokens": 8000, "offload_while_sampling": False}
+    config = recipe(**trainer, rollout={"gpu_memory_utilization": 0.9, "sleep": True})
     memory = plan(config).trainer
     need, held = memory.total / GIB, held_bytes(config, memory) / GIB
     gpu_gib = need + 2
-    with pytest.raises(ConfigError, match=r"gpu_memory = 0\.9: .* stay") as raised:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0\.9: .* stay") as raised:
         plan(config, gpu_gib=gpu_gib, shared=True)
     assert f"{held + TRAINER_CUDA_GIB + 0.25:.1f} GiB of" in str(raised.value)  # and a block
     share = (need - held) / gpu_gib
-    modest = replace(config, rollout=replace(config.rollout, gpu_memory=share))
+    modest = replace(config, rollout=replace(config.rollout, gpu_memory_utilization=share))
     plan(modest, gpu_gib=gpu_gib, shared=True)
 
 

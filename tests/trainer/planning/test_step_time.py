@@ -61,7 +61,7 @@ def recipe(*, answers: int = 64, top_k: int = 512, prompt: int = 128, **trainer:
         model=ModelConfig(path="some/moe"),
         data=DataConfig(sources=(SUMS,), max_prompt_tokens=prompt),
         algorithm=AlgorithmConfig(prompts_per_step=answers // 8, group_size=8),
-        rollout=RolloutConfig(sampling=sampling, max_concurrent=256, recorder="native"),
+        rollout=RolloutConfig(sampling=sampling, max_num_seqs=256, recorder="native"),
         trainer=TrainerConfig(**trainer),
     )
 

@@ -86,7 +86,7 @@ def test_a_sparkline_has_its_lowest_and_highest_bar() -> None:
     ("numbers", "shown"),
     [
         ({"reward/error": 0.25}, "REWARD ERRORS in 25.0% of the completions"),
-        ({"rollout/uniform_fraction": 1.0}, "NO GROUP DIFFERS"),
+        ({"rollout/uniform_group_fraction": 1.0}, "NO GROUP DIFFERS"),
     ],
 )
 def test_rewards_that_fail_or_do_not_differ_stand_on_the_step(
@@ -103,7 +103,7 @@ def test_rewards_that_fail_or_do_not_differ_stand_on_the_step(
 
 def test_healthy_rewards_are_not_mentioned() -> None:
     stream = io.StringIO()
-    healthy = {"reward/error": 0.0, "rollout/uniform_fraction": 0.75}
+    healthy = {"reward/error": 0.0, "rollout/uniform_group_fraction": 0.75}
     PlainView(10, stream).record(3, {**NUMBERS, **healthy})
     assert "ERROR" not in stream.getvalue()
     assert "DIFFERS" not in stream.getvalue()
