@@ -63,8 +63,8 @@ class Config:
             raise ConfigError(
                 "algorithm.keep_sampling_mask = False: sampling is truncated "
                 f"(rollout.sampling.top_p = {sampling.top_p}, top_k = {sampling.top_k}), so "
-                "without the kept sets every probability ratio is wrong. Switch it on, or sample "
-                "with top_p: 1 and top_k: 0"
+                "without the sampling masks every probability ratio is wrong. Switch it on, or "
+                "sample with top_p: 1 and top_k: 0"
             )
         if self.rollout.colocated:
             require(
@@ -135,22 +135,22 @@ class Config:
 
     @property
     def scoring_deadline_s(self) -> float:
-        """Longest that a group may take to be scored, once it is its turn."""
+        """Longest that scoring a group may take, in seconds, once it has begun."""
         judge = self.rewards.judge
         asking = (1 + judge.retries) * judge.deadline_s if judge.model else 0.0
         return self.algorithm.group_size * self.rewards.deadline_s + asking
 
     @property
     def group_deadline_s(self) -> float:
-        """Longest without a group, as long as all is well or mended: an engine has fallen silent
-        and is replaced, and what it was asked is sampled anew and scored."""
+        """Longest time without a group, in seconds, when all is well or repaired: an engine has
+        fallen silent and is replaced, and its groups are sampled again and scored."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_deadline_s + self.sending_deadline_s
         return silent + started + self.scoring_deadline_s
 
     @property
     def sending_deadline_s(self) -> float:
-        """Longest that a rank of the trainer may be busy with new weights: its engines finish what
-        they are at, all at once, and are then sent to, one after the other."""
-        engines_a_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
-        return (1 + engines_a_rank) * self.rollout.update_deadline_s
+        """Longest that a rank of the trainer may be busy with new weights, in seconds: its engines
+        finish what they are doing, all at once, and then get them one after the other."""
+        engines_per_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
+        return (1 + engines_per_rank) * self.rollout.update_deadline_s

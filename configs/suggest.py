@@ -67,7 +67,7 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     """A sentence for the unknown `key` of `section`, whose path with its final dot is `prefix`.
 
     A right name in a wrong section wins over a similar name in the right one: moving a line is
-    the commoner slip, and `rollout.max_tokens` should not become `rollout.max_num_seqs`.
+    the more common mistake, and `rollout.max_tokens` should not become `rollout.max_num_seqs`.
     """
     if renamed := RENAMED.get(re.sub(r"\[[^]]*\]", "[]", prefix) + key):
         return f"renamed to {prefix}{renamed}"

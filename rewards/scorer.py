@@ -25,9 +25,8 @@ from keel.rewards.workers.pool import Verdict, WorkerPool
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric, Sum
-from keel.rl.types import CUT_OFF, Group, Prompt, ScoredGroup, Trajectory
+from keel.rl.types import CUT_OFF, Group, Prompt, Purpose, ScoredGroup, Trajectory
 
-Purpose = Literal["train", "eval"]
 LENGTH, LENGTH_COST = "length", "length_cost"
 """Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
 JUDGE_COUNTS = {

@@ -1,24 +1,34 @@
-"""What an evaluation says of the completions to a held-out set."""
+"""What counts as a pass, and what an evaluation says of the completions to a held-out set."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from keel.rl.metrics import Mean, Metric, Sum, mean_of
-from keel.rl.passing import passed
 from keel.rl.types import ScoredGroup
 
 ERROR = "error"
 """Part of a reward that is not 0 where something that scores a completion failed."""
+PASS = 1 - 1e-9
+"""`correct` of a completion that is wholly right is 1, up to the rounding of a mean or of weights
+that add up to 1. Whoever gives credit keeps partial credit well below
+(`keel.rewards.rules.rules.MOST_PARTIAL`)."""
+FAIL = 1e-9
+"""`correct` of one that has no credit at all, to the same rounding."""
+
+
+def passed(correct: float) -> bool:
+    """Whether a completion is wholly right: the one rule of evaluations, filters and comparisons.
+    Partial credit is no pass, and neither is NaN."""
+    return correct >= PASS
 
 
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
     """Metrics of one held-out set, by any number of completions to each of its prompts.
 
-    pass@1    share of the completions asked for that are wholly right (`keel.rl.passing`). One that
-    came
+    pass@1    share of the completions asked for that are wholly right (`passed`). One that came
               late, failed or could not be judged counts as wrong. An unbiased estimate with one
-              completion to a prompt or many (Chen et al., 2021, k = 1).
+              completion per prompt or many (Chen et al., 2021, k = 1).
     score     mean of `correct`, partial credit included, over the completions that have a score.
     unscored  number of completions that are missing, or whose scoring failed: what `pass@1` counts
               as wrong without having seen that it is.

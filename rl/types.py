@@ -27,6 +27,8 @@ FinishReason = Literal["stop", "length", "deadline"]
 """The policy ended it, or it was cut: at `rollout.sampling.max_tokens` or `rollout.deadline_s`."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
+Purpose = Literal["train", "eval"]
+"""What a group is sampled and scored for."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
 """Why an answer is missing that was as long as it may be, or took as long."""
 

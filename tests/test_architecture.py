@@ -116,6 +116,28 @@ def test_no_file_and_no_folder_is_too_large() -> None:
     assert (long, full) == ({}, {})
 
 
+def listed() -> list[str]:
+    """The files of CONTRIBUTING.md's tree, by path; a line that ends in `/` opens a folder."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = text.partition("## Where things are")[2].split("```")[1]
+    found, folders = list[str](), list[str]()
+    for line in tree.strip().splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = [*folders[:depth], name.removesuffix("/")]
+        if not name.endswith("/"):
+            found.append("/".join(folders))
+    return found
+
+
+def test_contributing_says_what_every_file_is() -> None:
+    files = {name_of(path) for path in sources("benchmarks") if path.name != "__init__.py"}
+    lines = listed()
+    assert len(lines) == len(set(lines))
+    gone, unlisted = sorted(set(lines) - files), sorted(files - set(lines))
+    assert (gone, unlisted) == ([], [])
+
+
 def test_every_package_is_in_the_wheel() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent.relative_to(ROOT).parts for path in sources()}

@@ -1,9 +1,9 @@
 """Keeps the engines busy and hands the loop its batches.
 
-Groups flow through futures: a prompt is drawn as soon as `keel.rl.buffer.GroupBuffer` has room, its
-group is scored as soon as it is sampled, and a batch is there as soon as the buffer has one. With
-`algorithm.max_lag: 0` the engines then wait for the step and its weights; with more they sample on
-while the trainer works.
+Groups flow through futures: a prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has
+room, its group is scored as soon as it is sampled, and a batch is there as soon as the buffer has
+one. With `algorithm.max_lag: 0` the engines then wait for the step and its weights; with more they
+go on sampling while the trainer works.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Feed:
         self,
         config: Config,
         *,
-        draw: Callable[[int], Sequence[Prompt]],
+        next_prompts: Callable[[int], Sequence[Prompt]],
         position: Callable[[Sequence[Prompt]], Mapping[str, Any]],
         sample: Callable[[Prompt], Future[Group]],
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """draw: the next n prompts; position: where `draw` is, if these prompts are to come again;
-        sample, score: with deadlines of their own, and they never block; start: the last step done.
-        Nothing is asked for before `open`."""
+        """next_prompts: the next n; position: where those stand, if the given prompts are to come
+        again; sample, score: with deadlines of their own, and they never block; start: the last
+        step done. Nothing is sampled before `open`."""
         algorithm = config.algorithm
-        self._draw, self._position = draw, position
+        self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
         self._buffer = GroupBuffer(
             batch=algorithm.prompts_per_step,
@@ -62,7 +62,7 @@ class Feed:
         self._open = False
 
     def open(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         self._open = True
         self._fill()
 
@@ -94,7 +94,7 @@ class Feed:
                             f"waited {self._deadline_s:.0f} s for a group (rollout.deadline_s, "
                             "twice in case that an engine is replaced, with run.startup_deadline_s "
                             "and rollout.update_deadline_s for the new one, and the deadlines of "
-                            f"rewards): {len(self._flights)} are on their way, "
+                            f"rewards): {len(self._flights)} are in flight, "
                             f"{len(self._sampling)} of them being sampled"
                         )
             return self._buffer.take()
@@ -121,16 +121,16 @@ class Feed:
             self._update.result()
 
     def position(self) -> Mapping[str, Any]:
-        """From where to draw again after what has been trained on."""
-        with self._changed:  # so that no prompt is drawn meanwhile, and then in neither part
+        """From where prompts come again after what has been trained on."""
+        with self._changed:  # so that no prompt is taken meanwhile, and then in neither part
             return self._position(self._buffer.unfinished())
 
     def _fill(self) -> None:
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0
-            asked = [(self._buffer.drawn(prompt), prompt) for prompt in self._draw(room)]
-            self._sampling.update(number for number, _ in asked)
-        for number, prompt in asked:
+            prompts = [(self._buffer.submitted(p), p) for p in self._next_prompts(room)]
+            self._sampling.update(number for number, _ in prompts)
+        for number, prompt in prompts:
             sampled = self._sample(prompt)
             sampled.add_done_callback(lambda _, number=number: self._sampled(number))
             flight = then(sampled, self._score)

@@ -13,17 +13,16 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from keel.configs.schema import Config
 from keel.rl.evaluation import evaluation
 from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import summarize
-from keel.rl.types import Group, Prompt, ScoredGroup, StepResult
+from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
 from keel.trainer.feed import Feed
 
-Purpose = Literal["train", "eval"]
 IDLE = ("rollout", "reward")
 """What the trainer waits for with nothing to do."""
 
@@ -108,7 +107,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         parts.rollouts.update(learner.version, learner.publish()).result()
     feed = Feed(
         config,
-        draw=parts.prompts.take,
+        next_prompts=parts.prompts.take,
         position=parts.prompts.state,
         sample=partial(parts.rollouts.submit, purpose="train"),
         score=partial(parts.rewards.submit, purpose="train"),
@@ -166,11 +165,11 @@ def evaluate(
 
 
 def require_some(scored: Sequence[ScoredGroup], step: int) -> None:
-    """Refuse to step on nothing, and say what happened to the answers."""
+    """Refuse to step on nothing, and say what happened to the completions."""
     if not any(len(group.rewards_G) for group in scored):
         reasons = {reason for group in scored for reason in group.group.dropped}
         raise RuntimeError(
-            f"step {step}: none of {len(scored)} groups has an answer to learn from; "
+            f"step {step}: none of {len(scored)} groups has a completion to learn from; "
             f"reasons given: {'; '.join(sorted(reasons)) or 'none'}"
         )
 

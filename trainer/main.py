@@ -30,7 +30,7 @@ from keel.model.embedded.cache import ensure_embedded
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
-from keel.rl.types import Group, Prompt
+from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
@@ -178,7 +178,7 @@ class System:
     learner: Learner
     scorer: Scorer
 
-    def submit(self, prompt: Prompt, purpose: loop.Purpose) -> Future[Group]:
+    def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
         config = self.task.config
         if purpose == "train":
             return self.pool.submit(prompt, group_size=config.algorithm.group_size)

@@ -34,8 +34,8 @@ class AsReady(GroupBuffer):
         self._engines: dict[int, int] = {}
         self._there: dict[int, ScoredGroup] = {}
 
-    def drawn(self, prompt: Prompt) -> int:
-        number = super().drawn(prompt)
+    def submitted(self, prompt: Prompt) -> int:
+        number = super().submitted(prompt)
         self._engines[number] = self._adopted
         return number
 
@@ -45,7 +45,7 @@ class AsReady(GroupBuffer):
     def ready(self) -> bool:
         for number in [n for n in self._there if self._engines[n] < self._step - self._bound]:
             del self._there[number]
-            self._drawn -= 1
+            self._submitted -= 1
         return len(self._there) >= self._size
 
     def take(self) -> Batch:
@@ -58,18 +58,18 @@ class AsReady(GroupBuffer):
 class Outcome:
     """Of one run; durations in units of their mean, in no particular order."""
 
-    drawn: np.ndarray
+    sampled: np.ndarray
     trained: np.ndarray
     step: float
     """Mean duration of a step."""
 
     def mean(self) -> float:
-        """Of what was trained on, relative to what was drawn."""
-        return float(self.trained.mean() / self.drawn.mean())
+        """Of what was trained on, relative to what was sampled."""
+        return float(self.trained.mean() / self.sampled.mean())
 
     def long(self) -> float:
-        """Share of the longest `LONG` of all that is drawn, among what was trained on."""
-        return float((self.trained >= np.quantile(self.drawn, 1 - LONG)).mean()) / LONG
+        """Share of the longest `LONG` of all that is sampled, among what was trained on."""
+        return float((self.trained >= np.quantile(self.sampled, 1 - LONG)).mean()) / LONG
 
 
 def simulate(
@@ -99,7 +99,7 @@ def simulate(
             name = str(len(durations) - 1)
             prompt = Prompt(prompt_id=name, domain="", messages=({"role": "user"},))
             ends = now + durations[-1]
-            heapq.heappush(flights, (ends, buffer.drawn(prompt), prompt.prompt_id))
+            heapq.heappush(flights, (ends, buffer.submitted(prompt), prompt.prompt_id))
 
     def land() -> float:
         ends, number, name = heapq.heappop(flights)

@@ -14,7 +14,7 @@ class AlgorithmConfig:
 
     prompts_per_step: int = 16
     group_size: int = 8
-    """G: answers to each prompt."""
+    """G: completions per prompt."""
     scale_advantages: Literal["none", "std"] = "none"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -22,31 +22,32 @@ class AlgorithmConfig:
     """The coefficient β belongs to each data source: `data.sources[].kl_coef`."""
     mask_delta: float | None = 0.2
     """δ of the off-policy sequence mask (Eq. 9), in nats per token; null: off. The default is above
-    what bfloat16 alone makes of completions of 64 tokens and more, at most 0.17 on a model made to
-    show it (docs/stability.md); `mask/logp_gap_max` is the largest that a step has seen."""
+    what rounding to bfloat16 alone makes of completions of 64 tokens and more: at most 0.17, on a
+    model made to show it (docs/stability.md). `mask/logp_gap_max` is the largest in a step."""
     keep_routing: bool = True
     """Replay the engine's recorded experts in the trainer. Required for a MoE model."""
     keep_sampling_mask: bool = True
-    """Score tokens over the kept set they were sampled from. Required with truncated sampling."""
+    """Score each token over the sampling mask it was sampled from (the ids that top-p and top-k
+    kept). Required with truncated sampling."""
     ref_routing: Literal["live", "replay"] = "live"
     """Routing of the reference policy: its own, or the recorded one."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch of rollouts."""
     max_lag: int = 0
     """Batches that the engines may sample ahead while the trainer works. 0: they wait for new
-    weights, so that each batch is of the policy it trains. Groups train in the order that their
-    prompts were drawn, however long they take: no token is from weights older than that, and none
+    weights, so that each batch is sampled from the policy it trains. Groups train in the order of
+    their prompts, however long they take: no token is from weights older than this allows, and none
     is dropped for it (`staleness/max`)."""
     filter_groups: Literal["none", "reward", "correct"] = "none"
-    """Leave groups out that teach nothing and ask another prompt instead: those whose rewards are
-    all equal, or whose `correct` parts are (all right, or all wrong). Their KL term goes with
+    """Leave out groups that teach nothing and sample another prompt instead: those whose rewards
+    are all equal, or whose `correct` parts are (all right, or all wrong). Their KL term goes with
     them."""
     max_refills: float = 2.0
-    """Prompts asked instead of filtered groups, for one batch and relative to `prompts_per_step`.
-    After that, its groups are taken as they were drawn."""
+    """The most prompts sampled instead of filtered groups for one batch, as a multiple of
+    `prompts_per_step`. After that, groups are taken as they come."""
     publish_every: int = 1
-    """The engines get new weights every so many steps, and before an evaluation. Above 1, answers
-    come from older weights: `staleness/mean` counts the optimizer steps."""
+    """Steps between new weights for the engines (they also get them before an evaluation). Above 1,
+    completions come from older weights: `staleness/mean` counts the optimizer steps."""
     skip_uniform_groups: bool = True
     """Leave groups whose advantages are all zero (and β = 0) out of the trainer's work. They still
     count in every denominator, so the gradient is the same."""
@@ -71,7 +72,8 @@ class AlgorithmConfig:
             self.group_size >= 2,
             "algorithm.group_size",
             self.group_size,
-            "must be at least 2: an answer is compared with its siblings; alone its advantage is 0",
+            "must be at least 2: a completion is compared with its siblings, and alone has an "
+            "advantage of 0",
         )
         for name in ("max_lag", "max_refills"):
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""What every section refuses with."""
+"""The error of a wrong recipe, and the check that raises it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prompts come from, and what each answer is worth."""
+"""Where prompts come from, and what each completion is worth."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from keel.configs.sections.base import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthConfig:
-    """What the length of an answer costs it, compared with its siblings: `rewards/length.py`."""
+    """What the length of a completion costs it, compared with its siblings: `rewards/length.py`."""
 
     linear: float = 0.0
-    """Cost of the way from `target` to `limit`, in units of reward."""
+    """Cost of reaching `limit`, growing linearly from `target` on, in units of reward."""
     overlong: float = 0.0
-    """Cost of reaching `limit`, growing over the last `margin` tokens before it."""
+    """Cost of reaching `limit`, growing over the last `margin` tokens before it, in units of
+    reward."""
     overlong_charges: Literal["all", "right"] = "all"
-    """Whom `overlong` costs: every answer that is too long, as in DAPO; or right ones alone, and
-    then a wrong answer loses nothing by being cut off."""
+    """Whom `overlong` charges: every completion that is too long, as in DAPO; or right ones alone,
+    and then a wrong one loses nothing by being cut off."""
     target: int = 0
     """Tokens that cost nothing (`linear`)."""
     limit: int = 0
@@ -29,13 +30,13 @@ class LengthConfig:
     margin: int = 0
     """Tokens; 0: a fifth of `limit`."""
     correct_threshold: float = 0.999
-    """An answer is right from this `correct` on. Lower it for rubrics."""
+    """A completion counts as right from this value of `correct` on. Lower it for rubrics."""
     wrong_too: bool = False
-    """Compare wrong answers with each other, too. A policy may then learn to give up quickly."""
+    """Compare wrong completions with each other, too. A policy may then learn to give up early."""
     may_outweigh: bool = False
-    """Let a short wrong answer beat a long right one."""
+    """Let a short wrong completion beat a long right one."""
     truncated: Literal["keep", "zero", "drop"] = "keep"
-    """An answer that was cut off: judged like any other; worth 0; or left out of training."""
+    """A completion that was cut off: scored like any other; worth 0; or left out of training."""
 
     def __post_init__(self) -> None:
         knob = "data.sources[].length"
@@ -63,10 +64,10 @@ class SourceConfig:
     """reasoning_gym: the task's own options."""
     path: str = ""
     """jsonl: the file. Each line holds `prompt` (text) or `messages`, and one of `answer`,
-    `criteria`, `tests` and `reward`. Relative to the current folder; `configs/…` that is not there
-    is what came with Keel."""
+    `criteria`, `tests` and `reward`. Relative to the current folder; a `configs/…` that is not
+    there is looked up in what came with Keel."""
     size: int = 0
-    """reasoning_gym: number of prompts. jsonl: read at most so many lines (0: all)."""
+    """reasoning_gym: number of prompts. jsonl: read at most this many lines (0: all)."""
     holdout: int = 0
     """Prompts set aside for evaluation. They never train."""
     weight: float = 1.0

@@ -13,17 +13,17 @@ class ColdStartConfig:
     """Supervised warm-up of the embedded model on generated solutions."""
 
     max_seconds: float = 300.0
-    """A slower cold start fails: a model cut short would start from somewhere else."""
+    """Seconds. A slower cold start fails: a model cut short would start from somewhere else."""
     steps: int = 320
-    """About a tenth of a second each; 0: leave the weights random."""
+    """Optimizer steps, about a tenth of a second each; 0: leave the weights random."""
     batch_size: int = 64
-    """Solutions a step."""
+    """Solutions per step."""
     questions: int = 16384
-    """Questions drawn over all sources; a longer cold start sees them again."""
+    """Questions generated over all sources; a longer cold start repeats them."""
     lr: float = 5e-3
     worked_fraction: float = 0.45
-    """Share of the solutions in the last part that are worked out and right. The others skip the
-    working and are wrong: the room that reinforcement learning is left with."""
+    """Fraction of the solutions in the last part that are worked out and right. The others skip the
+    working and are wrong: that is what is left for reinforcement learning."""
 
     def __post_init__(self) -> None:
         knob = "model.embedded.cold_start"

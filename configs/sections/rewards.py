@@ -1,4 +1,4 @@
-"""Who judges answers: verifier processes, the sandbox, the judge."""
+"""Who scores completions: verifier processes, the sandbox, the judge."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class JudgeServerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: as the model's checkpoint says."""
     max_model_len: int = 0
-    """Context in tokens, for the task, the answer and the judgement; 0: the model's own."""
+    """Context in tokens, for the task, the completion and the judgement; 0: the model's own."""
     gpu_memory_utilization: float = 0.85
-    """GPU: share of the card's memory for weights and KV cache."""
+    """GPU: fraction of its memory for weights, activations and KV cache."""
     kv_cache_gib: float = 0.5
     """CPU: memory of the KV cache, in GiB."""
     threads: int = 1
     """CPU: threads of the server."""
     startup_deadline_s: float = 1800.0
-    """Longest wait for the server to load the model and answer."""
+    """Longest wait for the server to load the model and reply, in seconds."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options of vLLM's server by their names there, such as `quantization: fp8`."""
 
@@ -97,27 +97,27 @@ class JudgeConfig:
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint wants none."""
     samples: int = 1
-    """Judgements of each answer; they are averaged, and their spread is a part of the reward's
-    record. Each sees the criteria in another order."""
+    """Judgements per completion; they are averaged, and their spread is recorded as a part of the
+    reward. Each sees the criteria in another order."""
     temperature: float = 0.0
     max_reply_tokens: int = 2048
     """Longest judgement, in tokens; a longer one is invalid."""
     max_characters: int = 60_000
-    """Longer answers score 0 without asking the judge, whose context they might not fit. Counted as
-    the judge sees them: some characters are written as escapes of six."""
+    """Longer completions score 0 without asking the judge, whose context they might not fit.
+    Counted as the judge sees them: some characters are written as escapes of six."""
     max_concurrent: int = 64
-    """Calls under way at once."""
+    """Most calls in flight at once."""
     deadline_s: float = 60.0
-    """Longest wait for one reply."""
+    """Longest wait for one reply, in seconds."""
     retries: int = 4
     """Further attempts after a timeout, a refusal for load (429), a server error or an invalid
     reply, with growing pauses."""
     max_calls: int = 0
-    """Calls between a start of the run and its end, retries included; then it stops. 0: no
-    ceiling."""
+    """Most calls between a start of the run and its end, retries included; then it stops. 0: no
+    limit."""
     max_failure_fraction: float = 0.2
-    """The run stops when more than this share of the last 200 answers could not be judged (at the
-    start: of 20). 0: stop at the first; 1: never."""
+    """The run stops when more than this fraction of the last 200 completions could not be judged
+    (at the start: of 20). 0: stop at the first; 1: never."""
     cache_dir: str = ""
     """Folder of the cache of replies, on a local disk; empty: they are kept in memory."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -219,23 +219,24 @@ class JudgeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
-    """How programs in answers are run against hidden tests."""
+    """How programs in completions are run against hidden tests."""
 
     isolation: Literal["bubblewrap", "none-i-trust-the-answers"] = "bubblewrap"
     """bubblewrap: namespaces without network or files, refused where it does not work. The other
-    runs what the policy wrote with your rights: only for answers that you wrote."""
+    runs what the policy wrote with your rights: only for completions that you wrote."""
     completion_s: float = 10.0
-    """Longest look at one answer, all its tests together; tests that do not fit count as failed."""
+    """Seconds per completion, all its tests together; tests that do not fit count as failed."""
     time_s: float = 2.0
-    """CPU seconds a test (a prompt may set its own); the wall limit is twice that and a second."""
+    """CPU seconds per test (a prompt may set its own); the wall limit is twice that and a
+    second."""
     memory_mib: int = 512
-    """Memory a test (a prompt may set its own)."""
+    """Memory per test, in MiB (a prompt may set its own)."""
     processes: int = 8
-    """Processes and threads at once."""
+    """Most processes and threads at once."""
     files_mib: int = 64
-    """The private folder that a program may write to."""
+    """Size of the private folder that a program may write to, in MiB."""
     output_kib: int = 1024
-    """Output of a test."""
+    """Longest output of a test, in KiB."""
 
     def __post_init__(self) -> None:
         knob = "rewards.code"
@@ -249,16 +250,16 @@ class CodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig:
-    """The processes that judge answers. What they judge by: `data.sources[].rewards`."""
+    """The processes that score completions. What they score by: `data.sources[].rewards`."""
 
     workers: int = 2
-    """Processes for the verifiers; 0: judge in the driver, without deadlines."""
+    """Processes for the verifiers; 0: score in the driver, without deadlines."""
     deadline_s: float = 3.0
-    """Longest look at one answer; then it counts as wrong, and as `reward/error`."""
+    """Seconds per completion; after that it counts as wrong, and in `reward/error`."""
     max_failure_fraction: float = 0.2
-    """The run stops when a reward function of yours failed on more than this share of the last 200
-    answers (at the start: of 20). 0: stop at the first; 1: never. Verifiers do not count: what they
-    cannot read is wrong."""
+    """The run stops when a reward function of yours failed on more than this fraction of the last
+    200 completions (at the start: of 20). 0: stop at the first; 1: never. Verifiers do not count:
+    what they cannot read is wrong."""
     code: CodeConfig = field(default_factory=CodeConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 

@@ -15,11 +15,11 @@ class SamplingConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Keep at most so many ids; 0: all. Truncation by top_p needs it too: it bounds the set."""
+    """Keep at most this many ids; 0: all. Truncation by top_p needs it too: it bounds the mask."""
     max_tokens: int = 256
-    """Longest answer, in tokens."""
+    """Longest completion, in tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer; kept in it."""
+    """Stop strings: each ends a completion and stays part of it."""
 
     def __post_init__(self) -> None:
         knob = "rollout.sampling"
@@ -27,7 +27,7 @@ class SamplingConfig:
             0.01 <= self.temperature <= 10,  # vLLM takes lower ones for 0.01
             f"{knob}.temperature",
             self.temperature,
-            "must be in [0.01, 10]; greedy answers have no probability to learn from",
+            "must be in [0.01, 10]; greedy completions have no probability to learn from",
         )
         require(0 < self.top_p <= 1, f"{knob}.top_p", self.top_p, "must be in (0, 1]")
         require(self.top_k >= 0, f"{knob}.top_k", self.top_k, "must not be negative (0: keep all)")
@@ -35,10 +35,10 @@ class SamplingConfig:
             self.top_p == 1 or self.top_k > 0,
             f"{knob}.top_k",
             self.top_k,
-            f"must be above 0 with top_p = {self.top_p}: it bounds the kept set (try 512)",
+            f"must be above 0 with top_p = {self.top_p}: it bounds the sampling mask (try 512)",
         )
         require(self.max_tokens >= 1, f"{knob}.max_tokens", self.max_tokens, "must be at least 1")
-        require("" not in self.stop, f"{knob}.stop", list(self.stop), "must not hold empty texts")
+        require("" not in self.stop, f"{knob}.stop", list(self.stop), "must not hold empty strings")
 
     @property
     def truncated(self) -> bool:
@@ -47,7 +47,8 @@ class SamplingConfig:
 
 
 CUT_S = 60.0
-"""Longest that a completion may go on once it is to be cut: until its next token."""
+"""Longest that a completion may continue, in seconds, once it is to be cut: until its next
+token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +56,18 @@ class RolloutConfig:
     engines: int = 1
     """vLLM engines, one Ray actor each."""
     tensor_parallel: int = 1
-    """GPUs an engine."""
+    """GPUs per engine."""
     colocated: bool = False
     """Put engine i on the GPU of trainer rank i (as many engines as ranks, of one GPU each);
-    `gpu_memory_utilization` is then the engine's share of it. A single GPU is always shared."""
+    `gpu_memory_utilization` is then the engine's share of the GPU. A single GPU is always
+    shared."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of the engine's weights and compute; empty: `model.dtype`."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Of the engine's logits. float32, as the trainer's are: rounded to bfloat16, a logit of 20 is
     off by up to 0.06. model: the engine's dtype."""
     sleep: bool = False
-    """Where engine and trainer share a GPU: each has its memory in turn. While the trainer works,
+    """Engine and trainer time-share the memory of a GPU that they share. While the trainer works,
     the engine gives up weights and KV cache; while the engine samples, what the trainer holds waits
     in host memory (but see `trainer.offload_while_sampling`). `gpu_memory_utilization` may then be
     nearly 1."""
@@ -76,24 +78,24 @@ class RolloutConfig:
     native; v1 on a CPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_num_seqs: int = 128
-    """Sequences an engine works on at once."""
+    """Most sequences that an engine works on at once."""
     max_num_batched_tokens: int = 4096
-    """Tokens an engine computes in one step; longer prompts are prefilled in chunks."""
+    """Most tokens that an engine computes in one step; longer prompts are prefilled in chunks."""
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     """GPU: run without CUDA graphs (slower, starts sooner)."""
     gpu_memory_utilization: float = 0.85
-    """GPU: share of the card's memory for weights and KV cache."""
+    """GPU: fraction of its memory for weights, activations and KV cache."""
     kv_cache_gib: float = 0.5
     """CPU: memory of the KV cache, in GiB."""
     threads: int = 1
-    """CPU: threads an engine."""
+    """CPU: threads per engine."""
     weight_updates: Literal["in_flight", "drain"] = "in_flight"
-    """What becomes of answers that are being sampled when new weights come (`algorithm.max_lag`).
-    in_flight: they pause, and go on with the new weights; each token carries its version. drain:
-    they are finished first, so that an answer is of one version."""
+    """What becomes of completions that are being sampled when new weights arrive
+    (`algorithm.max_lag`). in_flight: they pause and resume with the new weights; each token carries
+    its version. drain: they are finished first, so that a completion has one version."""
     deadline_s: float = 600.0
-    """Seconds for a group, from when its engine begins it; those in which the engine takes weights
+    """Seconds per group, from when its engine begins it; those in which the engine takes weights
     or sleeps do not count. Then its completions are cut where they are, as by `max_tokens`, and
     counted (`rollout/deadline_cuts`). One without a token by then is dropped."""
     weight_transfer: Literal["auto", "direct", "store"] = "auto"
@@ -105,8 +107,8 @@ class RolloutConfig:
     to where it put those. Has no effect where the loader does more than copy (CPUs, quantization).
     false: the loader for every update."""
     update_deadline_s: float = 300.0
-    """Longest wait for an engine to take new weights, and to drain before that. A rank that sends
-    to several engines has as long for each."""
+    """Longest wait in seconds for an engine to take new weights, and to drain before that. A rank
+    that sends to several engines has as long for each."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -129,9 +131,9 @@ class RolloutConfig:
 
     @property
     def silent_s(self) -> float:
-        """An engine that has not returned a group after so long is taken for dead. One that is
-        alive cuts it or gives it up (`CUT_S`); `update_deadline_s` is how long it may be away from
-        its orders, in one step, and its clock leaves out what it does between steps."""
+        """Seconds after which an engine that has not returned a group is taken for dead. One that
+        is alive cuts it or gives it up (`CUT_S`); `update_deadline_s` is how long it may be away
+        from its orders, in one step, and its clock leaves out what it does between steps."""
         return 1.05 * self.deadline_s + CUT_S + max(CUT_S, self.update_deadline_s)
 
     def packs(self, *, full_attention: bool) -> bool:

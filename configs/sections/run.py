@@ -19,15 +19,15 @@ class RunConfig:
     """auto: GPUs if this machine has any or `gpu_gib` or `gpus_per_node` speaks of some. Say `gpu`
     where only the rest of the cluster has."""
     gpu_gib: float = 0.0
-    """Memory of one GPU, in GiB; 0: what the GPUs of this machine have. `keel check` plans for it,
-    on any machine; a run goes by it, too, but never by more than the GPUs here have."""
+    """Memory of one GPU, in GiB; 0: what the GPUs of this machine have. `keel check` plans for it
+    on any machine; a run uses it, too, but never more than the GPUs here have."""
     gpus_per_node: int = 0
     """GPUs of each node that the run may use; 0: all that are found. `keel check` plans for them,
     whatever is found here."""
     nodes: int = 1
     """Nodes that the run may use, of `gpus_per_node` GPUs each."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: continue from the last checkpoint in `dir`. never: refuse a `dir` that has one."""
+    """auto: resume from the last checkpoint in `dir`. never: refuse a `dir` that has one."""
     eval_every: int = 0
     """Steps between evaluations on the held-out sets; 0: only before the first and after the last
     step."""
@@ -35,9 +35,9 @@ class RunConfig:
     """Steps between checkpoints; 0: only at the end and when stopped by Ctrl-C."""
     keep_checkpoints: int = 2
     save_trajectories: int = 4
-    """Trajectories written as readable text each step."""
+    """Trajectories written as readable text at each step."""
     startup_deadline_s: float = 600.0
-    """Longest wait for the engines and the trainer to start."""
+    """Longest wait for the engines and the trainer to start, in seconds."""
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "run.dir", self.dir, "must name a folder")
@@ -96,7 +96,7 @@ class RunConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     samples: int = 1
-    """Completions to each held-out prompt; pass@1 is the share of them that is wholly right."""
+    """Completions per held-out prompt; pass@1 is the fraction that is wholly right."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

@@ -14,20 +14,20 @@ class TrainerConfig:
     """Data-parallel trainer processes (one GPU each where there are GPUs)."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     expert_parallel: int = 1
-    """Ranks among which the experts of a layer are spread; tokens travel to them and back. Must
+    """Ranks over which the experts of a layer are spread; tokens travel to them and back. Must
     divide `ranks` and the number of experts."""
     sequence_parallel: int = 1
-    """Consecutive ranks among which each micro-batch's tokens are spread, for contexts too long for
+    """Consecutive ranks over which each micro-batch's tokens are spread, for contexts too long for
     one (Ulysses). Must divide `ranks` and the model's attention heads."""
     micro_batch_tokens: int = 8192
-    """Tokens a packed micro-batch holds at most (a longer trajectory gets one of its own); a rank
-    holds 1/`sequence_parallel` of them."""
+    """Most tokens in a packed micro-batch (a longer trajectory gets one of its own); a rank holds
+    1/`sequence_parallel` of them."""
     lr: float = 1e-6
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after the warm-up, over `run.steps`."""
     min_lr: float = 0.0
-    """Where `linear` and `cosine` end."""
+    """Learning rate at which `linear` and `cosine` end."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
@@ -41,15 +41,15 @@ class TrainerConfig:
     """Keep master weights and optimizer state in host memory, and update them there (ZeRO-Offload;
     `zero_stage` 1 or above)."""
     offload_while_sampling: bool = True
-    """With `rollout.sleep`: weights, optimizer and reference wait in host memory while the engine
-    samples. false: they stay, which saves the copies where there is room for them beside an engine
-    that is awake, and only what a step needs for itself is given back."""
+    """With `rollout.sleep`: weights, optimizer state and reference policy are in host memory while
+    the engine samples. false: they stay on the GPU, which saves the copies where there is room for
+    them beside an engine that is awake, and only what a step itself needs is freed."""
     threads: int = 2
-    """CPU: threads a rank."""
+    """CPU: threads per rank."""
     publish_bucket_mib: int = 256
-    """Weights go to the engines in buckets of this size."""
+    """Weights go to the engines in buckets of this size, in MiB."""
     deadline_s: float = 1800.0
-    """Longest wait for one optimizer step."""
+    """Longest wait for one optimizer step, in seconds."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -107,6 +107,6 @@ class TrainerConfig:
 
     @property
     def groups(self) -> int:
-        """Shares that a step's micro-batches are dealt into: one for each group of ranks that
-        spreads a micro-batch's tokens among its members."""
+        """Shares that a step's micro-batches are dealt into: one per group of ranks over which a
+        micro-batch's tokens are spread."""
         return self.ranks // self.sequence_parallel

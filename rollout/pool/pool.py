@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.types import Group, Prompt
+from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.pool.lifecycle import Deliver, Fleet, settle, to_each
-from keel.rollout.pool.requests import Flight, Order, Purpose, RolloutEngine, Slot, Update
+from keel.rollout.pool.requests import Flight, Order, RolloutEngine, Slot, Update
 from keel.rollout.spec import EngineError
 
 STOP_S = 10.0

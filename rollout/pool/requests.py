@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.types import Group, Prompt
-
-Purpose = Literal["train", "eval"]
+from keel.rl.types import Group, Prompt, Purpose
 
 
 class RolloutEngine(Protocol):

@@ -54,7 +54,7 @@ def buffer(batch: int = 2, steps: int = 10, lag: Lag | None = None, **how: Any) 
 
 
 def fill(one: GroupBuffer) -> list[int]:
-    return [one.drawn(prompt(f"p{i}")) for i in range(one.room())]
+    return [one.submitted(prompt(f"p{i}")) for i in range(one.room())]
 
 
 def test_on_policy_there_is_room_for_one_batch_until_its_weights_are_adopted() -> None:
@@ -66,7 +66,7 @@ def test_on_policy_there_is_room_for_one_batch_until_its_weights_are_adopted() -
         one.arrived(number, scored(f"g{number}"))
     assert one.ready()
     names = [group.group.prompt.prompt_id for group in one.take().groups]
-    assert names == [f"g{number}" for number in numbers], "in the order they were drawn"
+    assert names == [f"g{number}" for number in numbers], "in the order of their prompts"
     assert one.room() == 0, "trained on, but the engines do not have the weights yet"
     one.adopted(1)
     assert one.room() == 2
@@ -85,7 +85,7 @@ def test_the_last_steps_ask_for_no_more_than_they_train_on() -> None:
     refills=st.sampled_from([0.0, 0.7, 2.0]),
     random=st.randoms(use_true_random=False),
 )
-def test_whatever_order_groups_finish_in_they_train_in_the_order_they_were_drawn(
+def test_whatever_order_groups_finish_in_they_train_in_the_order_of_their_prompts(
     lag: int, every: int, updates: int, refills: float, random: Random
 ) -> None:
     """A run of random luck: engines adopt weights every so many steps, groups take what they take,
@@ -94,21 +94,21 @@ def test_whatever_order_groups_finish_in_they_train_in_the_order_they_were_drawn
     bound = Lag(batches=lag, publish_every=every, updates=updates)
     one = buffer(batch=3, steps=8, lag=bound, filter_by="correct", max_refills=refills)
     luck = Random(7)
-    drawn: list[tuple[int, bool]] = []
+    asked: list[tuple[int, bool]] = []
     """Version of the engines, and whether the group teaches anything, by number."""
     flying: list[int] = []
     step, engines = 0, 0
     trained, discarded = list[int](), list[int]()
     while step < 8:
         for number in fill(one):
-            drawn.append((engines, luck.random() > 0.3))
+            asked.append((engines, luck.random() > 0.3))
             flying.append(number)
         assert len(flying) <= 3 * (lag + every)
         if not one.ready():
             assert flying, "stalled"
             assert set(one.awaited()) <= set(flying) and one.awaited()
             number = flying.pop(random.randrange(len(flying)))
-            version, useful = drawn[number - 1]
+            version, useful = asked[number - 1]
             correct = (1.0, 0.0) if useful else (0.0, 0.0)
             one.arrived(number, scored(str(number), correct, versions=(version,)))
             continue
@@ -116,7 +116,7 @@ def test_whatever_order_groups_finish_in_they_train_in_the_order_they_were_drawn
         trained += [int(group.group.prompt.prompt_id) for group in batch.groups]
         discarded += [int(group.group.prompt.prompt_id) for group in batch.discarded]
         for group in batch.groups:
-            version, _ = drawn[int(group.group.prompt.prompt_id) - 1]
+            version, _ = asked[int(group.group.prompt.prompt_id) - 1]
             assert 0 <= step * updates - version <= bound.versions
         assert sum(m.value for m in batch.metrics.values()) == len(batch.discarded)
         step += 1
@@ -129,7 +129,7 @@ def test_whatever_order_groups_finish_in_they_train_in_the_order_they_were_drawn
     expected: list[int] = []
     members = spent = 0
     for number in range(1, max(trained) + 1):
-        if not drawn[number - 1][1] and spent < int(refills * 3):
+        if not asked[number - 1][1] and spent < int(refills * 3):
             spent += 1
             expected.append(number)
         elif (members := members + 1) % 3 == 0:
@@ -183,7 +183,7 @@ def test_a_filtered_group_frees_its_slot_while_the_budget_lasts() -> None:
 
 
 def test_the_budget_is_not_for_those_that_arrive_first() -> None:
-    """They are short. The first drawn has it, if it needs it."""
+    """They are short. The first submitted has it, if it needs it."""
     one = buffer(batch=2, filter_by="correct", max_refills=0.5)
     first, second = fill(one)
     one.arrived(second, scored("short", (0.0, 0.0)))
@@ -211,7 +211,7 @@ def test_a_refill_does_not_wait_for_a_straggler_where_the_budget_has_enough_for_
 
 def test_what_was_drawn_and_not_trained_on_is_asked_again() -> None:
     one = buffer(batch=2, steps=9, lag=Lag(batches=2))
-    numbers = [one.drawn(prompt(name)) for name in "abcdef"]
+    numbers = [one.submitted(prompt(name)) for name in "abcdef"]
     for index in (2, 0, 3, 1, 4):  # a batch, another, and a part of the third
         one.arrived(numbers[index], scored("abcdef"[index]))
     one.take()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from keel.rl.evaluation import evaluation
+from keel.rl.evaluation import evaluation, passed
 from keel.rl.types import Group, ScoredGroup
 from tests.rl.rollouts import prompt, segment, trajectory
 
@@ -50,3 +50,14 @@ def test_a_group_of_which_nothing_came() -> None:
     found = evaluation([group([], ["late", "late"]), group([{"correct": 1.0}])])
     assert found["pass@1"].value == 1 / 3
     assert math.isnan(evaluation([])["pass@1"].value)
+
+
+def test_a_whole_score_passes_whatever_order_its_parts_were_added_up_in() -> None:
+    assert passed(1.0)
+    assert passed(sum([0.1] * 10))  # 0.9999999999999999
+    assert passed(sum([1 / 49] * 49))
+
+
+@pytest.mark.parametrize("partial", [0.0, 0.5, 0.999, 1999 / 2000, 0.9999999, math.nan])
+def test_partial_credit_is_no_pass_however_near_it_comes(partial: float) -> None:
+    assert not passed(partial)

@@ -34,18 +34,18 @@ class World:
         self.waits: list[str] = []
         self.feed = Feed(
             config,
-            draw=self.draw,
+            next_prompts=self.next_prompts,
             position=self.position,
             sample=self.sample,
             score=self.score,
             start=0,
         )
 
-    def draw(self, n: int) -> Sequence[Prompt]:
+    def next_prompts(self, n: int) -> Sequence[Prompt]:
         return [prompt(f"p{len(self.asked) + i}") for i in range(n)]
 
     def position(self, unfinished: Sequence[Prompt]) -> dict[str, Any]:
-        return {"drawn": len(self.asked), "unfinished": [p.prompt_id for p in unfinished]}
+        return {"taken": len(self.asked), "unfinished": [p.prompt_id for p in unfinished]}
 
     def sample(self, asked: Prompt) -> Future[Group]:
         return self.asked.setdefault(asked.prompt_id, Future())
@@ -155,7 +155,7 @@ class Alarm(threading.Condition):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_lengths_trained_on_are_those_that_were_drawn(lag: int) -> None:
+def test_lengths_trained_on_are_those_that_were_sampled(lag: int) -> None:
     """A whole run of heavy-tailed durations, on a clock that moves as the loop waits."""
     world = World(steps=150, max_lag=lag)
     alarm = Alarm(world, Random(lag))
@@ -202,7 +202,7 @@ def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     world.feed.open()
     monkeypatch.setattr(world.feed, "_deadline_s", 0.02)
     assert module.GRACE_S > 0
-    with pytest.raises(TimeoutError, match=r"for a group .*: 2 are on their way, 2 of them"):
+    with pytest.raises(TimeoutError, match=r"for a group .*: 2 are in flight, 2 of them"):
         world.take()
 
 
@@ -216,7 +216,7 @@ def test_closing_cancels_what_is_being_sampled_and_names_what_was_not_trained_on
 
 
 def test_nothing_is_drawn_while_the_position_is_taken() -> None:
-    """Or a prompt would count as drawn and not as unfinished, and a resumed run would leave it
+    """Or a prompt would count as taken and not as unfinished, and a resumed run would leave it
     out."""
     world, update = World(max_lag=1), Future[None]()
     world.feed.open()
@@ -231,6 +231,6 @@ def test_nothing_is_drawn_while_the_position_is_taken() -> None:
         return position(unfinished)
 
     world.feed._position = slowly
-    assert world.feed.position() == {"drawn": 4, "unfinished": ["p2", "p3"]}
+    assert world.feed.position() == {"taken": 4, "unfinished": ["p2", "p3"]}
     adopted.join(timeout=10)
     assert len(world.asked) == 6

@@ -1,4 +1,4 @@
-"""What is trained on is as long as what was drawn, whatever it takes; and what that costs."""
+"""What is trained on is as long as what was sampled, whatever it takes; and what that costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.rl.buffer import GroupBuffer
 @pytest.mark.parametrize("sigma", [0.6, 1.0, 1.5])
 def test_long_groups_have_their_share(lag: int, sigma: float) -> None:
     found = simulate(GroupBuffer, lag=lag, sigma=sigma)
-    assert sorted(found.trained) == sorted(found.drawn), "each is trained on, and once"
+    assert sorted(found.trained) == sorted(found.sampled), "each is trained on, and once"
     assert found.long() == pytest.approx(1.0, abs=0.02)
 
 

@@ -16,7 +16,7 @@ from keel.rewards.rules.from_json import from_jsonable
 from keel.rewards.rules.rules import MOST_PARTIAL, Judge, judge_for
 from keel.rewards.text import answer_in
 from keel.rewards.workers.worker import judged
-from keel.rl.passing import passed
+from keel.rl.evaluation import passed
 
 RECIPES = Path(__file__).parents[3] / "configs"
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
