@@ -35,7 +35,7 @@ OWNERS = {
     "ray": ("rollout/", "trainer/", "model/weight_transfer/sender.py"),
     "transformers": ("model/", "rollout/", "trainer/"),
 }
-MOST_LINES = 440
+MOST_LINES = 434
 MOST_FILES = 13
 """In a folder, `__init__.py` left out: about a dozen."""
 
