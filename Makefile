@@ -16,6 +16,8 @@ export DS_BUILD_OPS := 0
 export OMP_WAIT_POLICY := PASSIVE
 # The engine in .venv is vLLM's for CPUs, whatever the build of torch beside it could use.
 export CUDA_VISIBLE_DEVICES :=
+# Modules are compiled once, not by each of the hundred processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install quickstart test sandbox unit lint format types clean
 
@@ -43,7 +45,7 @@ sandbox:
 	  && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y bubblewrap >/dev/null; } \
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
-unit: install  ## The tests that start no engine, trainer or sandbox: under a minute
+unit: install  ## The tests that start no engine, Ray or sandbox: under a minute on two idle cores
 	$(BIN)/python -m pytest -q $(TWO) -m "not e2e and not gpu" $(ARGS)
 
 lint: install

@@ -22,6 +22,9 @@ def test_on_a_gpu(n): ...
 def test_in_a_sandbox():
     pytest.skip({isolation!r})
 
+def test_in_a_sandbox_that_is_refused():
+    pytest.skip("rewards.code.isolation = 'bubblewrap' does not work here: bwrap: No permissions")
+
 def test_of_a_program():
     pytest.skip("no moon tonight")
 
@@ -37,7 +40,7 @@ def last_lines(folder: Path, *words: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "tests.conftest", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -58,7 +61,7 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "xdist"])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "xdist"])
 def test_one_line_says_what_was_skipped_for_want_of_what(
     workers: tuple[str, ...], tmp_path: Path, no_bubblewrap: str
 ) -> None:
@@ -68,16 +71,11 @@ def test_one_line_says_what_was_skipped_for_want_of_what(
     assert said.startswith("skipped: ")
     parts = said.removeprefix("skipped: ").split("; ")
     assert parts[0].startswith("4 for want of a GPU (")
-    assert parts[2] == "1 for want of bubblewrap (apt-get install bubblewrap)"
     assert parts[1] == "1 because: no moon tonight"  # not in the table: its own words
+    assert parts[2] == "1 for want of bubblewrap (apt-get install bubblewrap)"
+    assert parts[3].startswith("1 for want of user namespaces")
 
 
 def test_without_skips_nothing_is_said(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("def test_itself(): ...")
     assert not any("skipped" in line for line in last_lines(tmp_path))
-
-
-def test_a_refused_namespace_is_told_apart(tmp_path: Path) -> None:
-    reason = "rewards.code.isolation = 'bubblewrap' does not work here: bwrap: No permissions"
-    (tmp_path / "test_some.py").write_text(TESTS.format(isolation=reason))
-    assert "1 for want of user namespaces" in last_lines(tmp_path)[-2]

@@ -83,6 +83,36 @@ def scored(
     )
 
 
+def finished(
+    name: str,
+    correct: tuple[float, ...] = (1.0, 0.0),
+    versions: tuple[int, ...] = (0,),
+    rewards: tuple[float, ...] | None = None,
+) -> ScoredGroup:
+    """A group of completions of as many tokens as there are versions."""
+    tokens = len(versions)
+    segment = Segment(
+        prompt_id=name,
+        token_ids_T=np.arange(tokens + 1, dtype=np.int32),
+        trainable_T=np.array([False] + [True] * tokens),
+        logp_old_T=np.array([0.0] + [-1.0] * tokens, np.float32),
+        version_T=np.array([-1, *versions], np.int32),
+    )
+    trajectories = tuple(
+        Trajectory(
+            prompt_id=name, sibling=i, segments=(segment,), finish_reason="stop", messages=({},)
+        )
+        for i in range(len(correct))
+    )
+    values = np.array(correct if rewards is None else rewards, np.float32)
+    return ScoredGroup(
+        group=Group(prompt=prompt(name), trajectories=trajectories),
+        rewards_G=values,
+        parts_G=tuple({"correct": value} for value in correct),
+        advantages_G=values - values.mean() if len(values) else values,
+    )
+
+
 def random_groups(
     seed: int,
     *,

@@ -6,47 +6,12 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.buffer import GroupBuffer, Lag, uninformative
-from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
-
-
-def prompt(name: str) -> Prompt:
-    return Prompt(prompt_id=name, domain="d", messages=({"role": "user", "content": name},))
-
-
-def scored(
-    name: str,
-    correct: tuple[float, ...] = (1.0, 0.0),
-    versions: tuple[int, ...] = (0,),
-    rewards: tuple[float, ...] | None = None,
-) -> ScoredGroup:
-    """Answers of as many tokens as there are versions."""
-    tokens = len(versions)
-    segment = Segment(
-        prompt_id=name,
-        token_ids_T=np.arange(tokens + 1, dtype=np.int32),
-        trainable_T=np.array([False] + [True] * tokens),
-        logp_old_T=np.array([0.0] + [-1.0] * tokens, np.float32),
-        version_T=np.array([-1, *versions], np.int32),
-    )
-    trajectories = tuple(
-        Trajectory(
-            prompt_id=name, sibling=i, segments=(segment,), finish_reason="stop", messages=({},)
-        )
-        for i in range(len(correct))
-    )
-    values = np.array(correct if rewards is None else rewards, np.float32)
-    return ScoredGroup(
-        group=Group(prompt=prompt(name), trajectories=trajectories),
-        rewards_G=values,
-        parts_G=tuple({"correct": value} for value in correct),
-        advantages_G=values - values.mean() if len(values) else values,
-    )
+from tests.rl.rollouts import finished, prompt
 
 
 def buffer(batch: int = 2, steps: int = 10, lag: Lag | None = None, **how: Any) -> GroupBuffer:
@@ -63,7 +28,7 @@ def test_on_policy_there_is_room_for_one_batch_until_its_weights_are_adopted() -
     assert len(numbers) == 2 and one.room() == 0
     for number in reversed(numbers):
         assert not one.ready()
-        one.arrived(number, scored(f"g{number}"))
+        one.arrived(number, finished(f"g{number}"))
     assert one.ready()
     names = [group.group.prompt.prompt_id for group in one.take().groups]
     assert names == [f"g{number}" for number in numbers], "in the order of their prompts"
@@ -110,7 +75,7 @@ def test_whatever_order_groups_finish_in_they_train_in_the_order_of_their_prompt
             number = flying.pop(random.randrange(len(flying)))
             version, useful = asked[number - 1]
             correct = (1.0, 0.0) if useful else (0.0, 0.0)
-            one.arrived(number, scored(str(number), correct, versions=(version,)))
+            one.arrived(number, finished(str(number), correct, versions=(version,)))
             continue
         batch = one.take()
         trained += [int(group.group.prompt.prompt_id) for group in batch.groups]
@@ -142,9 +107,11 @@ def test_a_step_waits_for_its_own_groups_and_for_no_others() -> None:
     first, second, third, fourth = fill(one)
     assert one.awaited() == [first, second]
     for number in (second, third, fourth):
-        one.arrived(number, scored(f"g{number}"))
+        one.arrived(number, finished(f"g{number}"))
     assert not one.ready() and one.awaited() == [first]
-    one.arrived(first, scored(f"g{first}", versions=(0, 3)))  # its first token is as old as can be
+    one.arrived(
+        first, finished(f"g{first}", versions=(0, 3))
+    )  # its first token is as old as can be
     names = [[group.group.prompt.prompt_id for group in one.take().groups] for _ in range(2)]
     assert names == [["g1", "g2"], ["g3", "g4"]]
     assert one.awaited() == []
@@ -164,18 +131,18 @@ def test_a_step_waits_for_its_own_groups_and_for_no_others() -> None:
     ],
 )
 def test_what_teaches_nothing(correct: Any, rewards: Any, by: Any, why: Any) -> None:
-    assert uninformative(scored("p", correct, rewards=rewards), by) == why
+    assert uninformative(finished("p", correct, rewards=rewards), by) == why
 
 
 def test_a_filtered_group_frees_its_slot_while_the_budget_lasts() -> None:
     one = buffer(batch=2, filter_by="correct", max_refills=0.5)
     first, second = fill(one)
-    one.arrived(first, scored("a", (1.0, 1.0)))
+    one.arrived(first, finished("a", (1.0, 1.0)))
     assert one.room() == 1
     (third,) = fill(one)
-    one.arrived(second, scored("b", (0.0, 0.0)))  # one refill a batch: this one stays
+    one.arrived(second, finished("b", (0.0, 0.0)))  # one refill a batch: this one stays
     assert one.room() == 0
-    one.arrived(third, scored("c"))
+    one.arrived(third, finished("c"))
     batch = one.take()
     assert [group.group.prompt.prompt_id for group in batch.groups] == ["b", "c"]
     assert [group.group.prompt.prompt_id for group in batch.discarded] == ["a"]
@@ -186,24 +153,24 @@ def test_the_budget_is_not_for_those_that_arrive_first() -> None:
     """They are short. The first submitted has it, if it needs it."""
     one = buffer(batch=2, filter_by="correct", max_refills=0.5)
     first, second = fill(one)
-    one.arrived(second, scored("short", (0.0, 0.0)))
+    one.arrived(second, finished("short", (0.0, 0.0)))
     assert one.room() == 0, "the one before it may need the refill"
-    one.arrived(first, scored("long", (0.0, 0.0)))
+    one.arrived(first, finished("long", (0.0, 0.0)))
     assert one.room() == 1
     (third,) = fill(one)
-    one.arrived(third, scored("c"))
+    one.arrived(third, finished("c"))
     assert [g.group.prompt.prompt_id for g in one.take().discarded] == ["long"]
 
 
 def test_a_refill_does_not_wait_for_a_straggler_where_the_budget_has_enough_for_both() -> None:
     one = buffer(batch=2, filter_by="correct", max_refills=1.0)
     first, second = fill(one)
-    one.arrived(second, scored("short", (0.0, 0.0)))
+    one.arrived(second, finished("short", (0.0, 0.0)))
     assert one.room() == 1
     (third,) = fill(one)
     assert [p.prompt_id for p in one.unfinished()] == ["p0", "p0"], "what is filtered is done with"
-    one.arrived(third, scored("c"))
-    one.arrived(first, scored("long"))
+    one.arrived(third, finished("c"))
+    one.arrived(first, finished("long"))
     batch = one.take()
     assert [group.group.prompt.prompt_id for group in batch.groups] == ["long", "c"]
     assert [group.group.prompt.prompt_id for group in batch.discarded] == ["short"]
@@ -213,6 +180,6 @@ def test_what_was_drawn_and_not_trained_on_is_asked_again() -> None:
     one = buffer(batch=2, steps=9, lag=Lag(batches=2))
     numbers = [one.submitted(prompt(name)) for name in "abcdef"]
     for index in (2, 0, 3, 1, 4):  # a batch, another, and a part of the third
-        one.arrived(numbers[index], scored("abcdef"[index]))
+        one.arrived(numbers[index], finished("abcdef"[index]))
     one.take()
     assert [p.prompt_id for p in one.unfinished()] == ["c", "d", "e", "f"]

@@ -15,10 +15,10 @@ from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, 
 from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.trainer import feed as module
 from keel.trainer.feed import Feed
-from tests.rl.test_buffer import prompt, scored
+from tests.rl.rollouts import finished, prompt
 
 
-class World:
+class FakeRequests:
     """Prompts without end, and the futures of everything that has been asked for."""
 
     def __init__(self, steps: int = 9, **algorithm: Any) -> None:
@@ -60,7 +60,7 @@ class World:
     def finish(self, *names: str, version: int = 0) -> None:
         self.sampled(*names)
         for name in names:
-            self.judged[name].set_result(scored(name, versions=(version,)))
+            self.judged[name].set_result(finished(name, versions=(version,)))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -73,13 +73,13 @@ class World:
 
 
 def test_groups_are_scored_as_they_come_and_the_next_wait_for_the_weights() -> None:
-    world = World()
+    world = FakeRequests()
     assert not world.asked, "nothing before it is opened"
     world.feed.open()
     assert list(world.asked) == ["p0", "p1"]
     world.sampled("p1")
     assert list(world.judged) == ["p1"]
-    world.judged["p1"].set_result(scored("p1"))
+    world.judged["p1"].set_result(finished("p1"))
     world.finish("p0")
     assert world.take() == ["p0", "p1"]
     assert len(world.asked) == 2
@@ -91,14 +91,14 @@ def test_groups_are_scored_as_they_come_and_the_next_wait_for_the_weights() -> N
 
 
 def test_waiting_is_for_samples_first_and_then_for_scores() -> None:
-    world = World()
+    world = FakeRequests()
     world.feed.open()
 
     def other_threads() -> None:
         world.sampled("p0")
         world.sampled("p1")
-        world.judged["p0"].set_result(scored("p0"))
-        world.judged["p1"].set_result(scored("p1"))
+        world.judged["p0"].set_result(finished("p0"))
+        world.judged["p1"].set_result(finished("p1"))
 
     threading.Timer(0.05, other_threads).start()
     assert world.take() == ["p0", "p1"]
@@ -109,7 +109,7 @@ def test_waiting_is_for_samples_first_and_then_for_scores() -> None:
 def test_a_long_group_is_waited_for_and_holds_up_nothing_else() -> None:
     """It is trained on in its turn, however many have overtaken it, and by then it is as old as
     `max_lag` allows."""
-    world = World(max_lag=1)
+    world = FakeRequests(max_lag=1)
     world.feed.open()
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
     world.finish("p1", "p2", "p3")
@@ -121,11 +121,11 @@ def test_a_long_group_is_waited_for_and_holds_up_nothing_else() -> None:
 
 def test_what_is_waited_for_is_what_the_batch_needs() -> None:
     """Not what is being sampled ahead of it."""
-    world = World(max_lag=1)
+    world = FakeRequests(max_lag=1)
     world.feed.open()
     world.finish("p1")
     world.sampled("p0")
-    threading.Timer(0.05, lambda: world.judged["p0"].set_result(scored("p0"))).start()
+    threading.Timer(0.05, lambda: world.judged["p0"].set_result(finished("p0"))).start()
     assert world.take() == ["p0", "p1"]
     assert set(world.waits) == {"reward"}
 
@@ -133,7 +133,7 @@ def test_what_is_waited_for_is_what_the_batch_needs() -> None:
 class Alarm(threading.Condition):
     """A clock that stands still until someone waits; then the next group is there."""
 
-    def __init__(self, world: World, durations: Random) -> None:
+    def __init__(self, world: FakeRequests, durations: Random) -> None:
         super().__init__(threading.RLock())
         self.world, self.random, self.now = world, durations, 0.0
         self.ends: dict[str, float] = {}
@@ -149,7 +149,7 @@ class Alarm(threading.Condition):
         name = min(self.ends, key=lambda name: self.ends[name])
         self.now = self.ends.pop(name)
         self.world.judged[name] = Future()
-        self.world.judged[name].set_result(scored(name))
+        self.world.judged[name].set_result(finished(name))
         self.world.sampled(name)
         return True
 
@@ -157,7 +157,7 @@ class Alarm(threading.Condition):
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_lengths_trained_on_are_those_that_were_sampled(lag: int) -> None:
     """A whole run of heavy-tailed durations, on a clock that moves as the loop waits."""
-    world = World(steps=150, max_lag=lag)
+    world = FakeRequests(steps=150, max_lag=lag)
     alarm = Alarm(world, Random(lag))
     world.feed._changed, world.feed._sample = alarm, alarm.begin
     world.feed.open()
@@ -184,7 +184,7 @@ def test_failures_reach_the_loop() -> None:
         ),
         lambda world: world.feed.adopting(1, broken(ValueError("p0: does not fit"))),
     ):
-        world = World()
+        world = FakeRequests()
         world.feed.open()
         break_it(world)
         with pytest.raises(ValueError, match="p0: does not fit"):
@@ -198,7 +198,7 @@ def broken(error: Exception) -> Future[None]:
 
 
 def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
+    world = FakeRequests()
     world.feed.open()
     monkeypatch.setattr(world.feed, "_deadline_s", 0.02)
     assert module.GRACE_S > 0
@@ -207,7 +207,7 @@ def test_a_silent_system_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_closing_cancels_what_is_being_sampled_and_names_what_was_not_trained_on() -> None:
-    world = World(max_lag=1)
+    world = FakeRequests(max_lag=1)
     world.feed.open()
     world.finish("p2")
     assert world.feed.position()["unfinished"] == ["p0", "p1", "p2", "p3"]
@@ -218,7 +218,7 @@ def test_closing_cancels_what_is_being_sampled_and_names_what_was_not_trained_on
 def test_nothing_is_drawn_while_the_position_is_taken() -> None:
     """Or a prompt would count as taken and not as unfinished, and a resumed run would leave it
     out."""
-    world, update = World(max_lag=1), Future[None]()
+    world, update = FakeRequests(max_lag=1), Future[None]()
     world.feed.open()
     world.finish("p0", "p1")
     world.take()

@@ -13,6 +13,7 @@ from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, 
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
 from keel.trainer.loop import Clock, Parts, train
+from tests.rl.rollouts import prompt
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -32,10 +33,6 @@ def done(value: Any) -> Future[Any]:
     return future
 
 
-def prompt(name: str) -> Prompt:
-    return Prompt(prompt_id=name, domain="sums", messages=({"role": "user", "content": name},))
-
-
 def answer(name: str, sibling: int, version: int) -> Trajectory:
     segment = Segment(
         prompt_id=name,
@@ -53,7 +50,7 @@ def answer(name: str, sibling: int, version: int) -> Trajectory:
     )
 
 
-class World:
+class FakeRun:
     """Every part of a run at once, writing down what happens to it."""
 
     def __init__(
@@ -148,7 +145,7 @@ class World:
 
 
 def test_order_of_a_run() -> None:
-    world = World()
+    world = FakeRun()
     assert world.run(config(eval_every=2)) == 3
     assert world.events == [
         "eval@0",
@@ -164,21 +161,21 @@ def test_order_of_a_run() -> None:
 
 
 def test_partial_credit_and_what_never_came_are_no_passes() -> None:
-    world = World()
+    world = FakeRun()
     world.partial = (0.9999999, 0.5)  # of the two completions to each held-out prompt
     world.run(config(eval_every=2))
     metrics = world.records[3]
     assert metrics["eval/sums/pass@1"].value == 0
     assert metrics["eval/sums/score"].value == pytest.approx(0.75, abs=1e-6)
     assert metrics["eval/sums/unscored"].value == 0
-    world = World(empty_eval=True)
+    world = FakeRun(empty_eval=True)
     world.run(config(eval_every=2))
     assert world.records[3]["eval/sums/pass@1"].value == 0  # not NaN: two were asked for
     assert world.records[3]["eval/sums/unscored"].value == 2
 
 
 def test_a_step_reports_rewards_staleness_and_where_the_time_went() -> None:
-    world = World()
+    world = FakeRun()
     world.run(config())
     metrics = world.records[2]
     assert metrics["reward/mean"].value == 0.5
@@ -191,7 +188,7 @@ def test_a_step_reports_rewards_staleness_and_where_the_time_went() -> None:
 
 
 def test_engines_may_lag_on_purpose_and_the_lag_is_seen() -> None:
-    world = World()
+    world = FakeRun()
     world.run(config({"publish_every": 2}, steps=5))
     assert world.events == [
         *("eval@0", "train@0", "step@1", "step@2", "update@2"),
@@ -203,13 +200,13 @@ def test_engines_may_lag_on_purpose_and_the_lag_is_seen() -> None:
 
 
 def test_an_evaluation_is_of_the_newest_weights() -> None:
-    world = World()
+    world = FakeRun()
     world.run(config({"publish_every": 3}, eval_every=2))
     assert world.events[3:6] == ["step@2", "update@2", "eval@2"]
 
 
 def test_stopping_finishes_the_step_and_saves() -> None:
-    world = World(stop_after=2)
+    world = FakeRun(stop_after=2)
     assert world.run(config()) == 2
     assert world.events[-3:] == ["update@2", "train@2", "save@2"]
     assert world.unfinished == ["p4", "p5"]
@@ -217,38 +214,38 @@ def test_stopping_finishes_the_step_and_saves() -> None:
 
 @pytest.mark.parametrize("when", ["eval@1", "save@1"])
 def test_a_stop_during_an_evaluation_or_a_save_waits_for_no_other_step(when: str) -> None:
-    world = World()
+    world = FakeRun()
     world.stop = lambda: when in world.events
     assert world.run(config(steps=9, eval_every=1, checkpoint_every=1)) == 1
     assert world.events[-1] == "save@1"
 
 
 def test_resuming_publishes_first_and_skips_the_first_evaluation() -> None:
-    world = World(version=2)
+    world = FakeRun(version=2)
     assert world.run(config(), start=2) == 3
     assert world.events[:2] == ["update@2", "train@2"]
     assert sorted(world.records) == [3]
 
 
 def test_a_finished_run_does_nothing_more() -> None:
-    world = World(version=3)
+    world = FakeRun(version=3)
     assert world.run(config(), start=3) == 3
     assert world.events == ["update@3"]
 
 
 def test_checkpoints_at_their_interval() -> None:
-    world = World()
+    world = FakeRun()
     world.run(config(checkpoint_every=2))
     assert [event for event in world.events if event.startswith("save")] == ["save@2", "save@3"]
 
 
 def test_a_batch_without_answers_is_refused_with_the_reasons() -> None:
     with pytest.raises(RuntimeError, match=r"step 1: none of 2 groups.*late"):
-        World(empty=True).run(config())
+        FakeRun(empty=True).run(config())
 
 
 def test_sampling_ahead_is_bounded_and_what_was_not_trained_is_saved() -> None:
-    world = World(stop_after=2)
+    world = FakeRun(stop_after=2)
     assert world.run(config({"max_lag": 1}, steps=9)) == 2
     assert world.events == [
         *("eval@0", "train@0", "step@1", "update@1", "train@1", "step@2", "update@2"),
@@ -261,13 +258,13 @@ def test_sampling_ahead_is_bounded_and_what_was_not_trained_is_saved() -> None:
 
 
 def test_nothing_is_sampled_that_no_step_will_train_on() -> None:
-    world = World()
+    world = FakeRun()
     assert world.run(config({"max_lag": 5})) == 3
     assert world.asked == 6 and world.unfinished == []
 
 
 def test_groups_that_teach_nothing_are_replaced_and_still_seen() -> None:
-    world = World(easy=["p1", "p2"])
+    world = FakeRun(easy=["p1", "p2"])
     world.run(config({"filter_groups": "correct"}, steps=1))
     assert world.asked == 4
     metrics = world.records[1]
@@ -276,7 +273,7 @@ def test_groups_that_teach_nothing_are_replaced_and_still_seen() -> None:
 
 
 def test_after_so_many_replacements_groups_are_taken_as_they_come() -> None:
-    world = World(easy=[f"p{i}" for i in range(99)])
+    world = FakeRun(easy=[f"p{i}" for i in range(99)])
     world.run(config({"filter_groups": "reward", "max_refills": 1.5}, steps=1))
     assert world.asked == 2 + 3
     assert world.records[1]["rollout/filtered_all_correct"].value == 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.rl.types import KeptSets, Prompt
+from keel.rl.types import KeptSets
 from keel.rollout.engine.conversion import (
     build_segment,
     build_trajectory,
@@ -18,6 +18,7 @@ from keel.rollout.engine.conversion import (
     sibling_seed,
     split_message,
 )
+from tests.rl.rollouts import prompt
 
 
 class FakeTokenizer:
@@ -38,14 +39,9 @@ class FakeTokenizer:
         return "".join(map(chr, token_ids))
 
 
-def prompt(**fields: Any) -> Prompt:
-    messages = ({"role": "user", "content": "hi"},)
-    return Prompt(**{"prompt_id": "p", "domain": "d", "messages": messages, **fields})
-
-
 def test_a_prompt_goes_through_the_chat_template() -> None:
     tokenizer = FakeTokenizer()
-    rendered = render_prompt(tokenizer, prompt(thinking=False, tools=({"name": "add"},)))
+    rendered = render_prompt(tokenizer, prompt("hi", thinking=False, tools=({"name": "add"},)))
     assert rendered.token_ids == [104, 105] and not rendered.thinking
     assert tokenizer.options == {
         "tools": [{"name": "add"}],

@@ -14,10 +14,7 @@ from keel.model.weight_transfer.buckets import Bucket
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import Engine
 from keel.rollout.spec import EngineError, RecordingError
-
-
-def prompt(name: str) -> Prompt:
-    return Prompt(prompt_id=name, domain="test", messages=({"role": "user", "content": name},))
+from tests.rl.rollouts import prompt
 
 
 class FakeSampler:

@@ -11,12 +11,9 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError
+from tests.rl.rollouts import prompt
 
 Answer = Callable[["FakeEngine", str], None]
-
-
-def prompt(name: str) -> Prompt:
-    return Prompt(prompt_id=name, domain="test", messages=({"role": "user", "content": name},))
 
 
 class FakeEngine:

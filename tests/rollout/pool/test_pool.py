@@ -14,7 +14,8 @@ from keel.rl.types import Group
 from keel.rollout.pool.lifecycle import MAX_RESTARTS, window_s
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError
-from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually, failed, prompt
+from tests.rl.rollouts import prompt
+from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually, failed
 
 
 def ids(groups: Sequence[Group]) -> list[str]:

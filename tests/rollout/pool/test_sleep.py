@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from keel.rollout.spec import EngineError
-from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually, prompt
+from tests.rl.rollouts import prompt
+from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually
 
 
 def sleepers(**options: Any) -> World:

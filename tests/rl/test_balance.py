@@ -1,0 +1,44 @@
+"""How trajectories are dealt to ranks and micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.rl.packing import balance
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 4), st.integers(1, 100))
+def test_balance_places_every_item_once(tokens, ranks, capacity) -> None:
+    plan = balance(tokens, ranks=ranks, capacity=capacity)
+    assert len(plan) == ranks
+    assert len({len(bins) for bins in plan}) == 1
+    placed = [item for bins in plan for chosen in bins for item in chosen]
+    assert sorted(placed) == list(range(len(tokens)))
+    for chosen in (chosen for bins in plan for chosen in bins):
+        assert len(chosen) <= 1 or sum(tokens[i] for i in chosen) <= capacity
+
+
+def test_balance_is_even_over_ranks_and_over_each_micro_batch() -> None:
+    random = np.random.default_rng(0)
+    tokens = random.lognormal(6, 0.8, 512).astype(int).clip(1, 4096).tolist()
+    plan = balance(tokens, ranks=8, capacity=8192)
+    loads = np.array([[sum(tokens[i] for i in chosen) for chosen in bins] for bins in plan])
+    assert loads.shape[1] == -(-sum(tokens) // (8 * 8192))
+    assert np.ptp(loads.sum(1)) < 0.01 * loads.sum(1).mean()
+    assert np.ptp(loads, axis=0).max() < 0.05 * loads.mean()
+
+
+def test_balance_deals_uneven_bins_back_and_forth() -> None:
+    plan = balance([10, 9, 8, 7], ranks=2, capacity=10)
+    assert plan == [[[0], [3]], [[1], [2]]]
+
+
+def test_a_micro_batch_may_be_full_to_the_last_token() -> None:
+    assert balance([6, 4], ranks=1, capacity=10) == [[[0, 1]]]
+
+
+def test_a_long_trajectory_sits_alone() -> None:
+    assert balance([3, 100, 3, 3], ranks=1, capacity=10) == [[[1], [0, 2, 3]]]
