@@ -229,7 +229,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
     fields |= {key: tuple(fields[key]) for key in ("messages", "tools")}
     prompt = Prompt(**fields)
 
-    def judge(text: str) -> float:
+    def verify(text: str) -> float:
         try:
             score = reward(prompt, SpokenTrajectory.loads(text))
         except SystemExit as error:  # would end the worker, or the run
@@ -240,7 +240,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
             raise BadReward(f"returned {number}", _defined(reward))
         return number
 
-    return judge
+    return verify
 
 
 class BadReward(ValueError):

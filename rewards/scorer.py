@@ -19,7 +19,7 @@ from keel.rewards.judge.results import Counts, Failed, Judged
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
-from keel.rewards.rules.rules import keeps_format
+from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
 from keel.rewards.workers.pool import Verdict, WorkerPool
 from keel.rl.advantages import group_advantages

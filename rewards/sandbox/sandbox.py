@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import BinaryIO, Literal, cast, get_args
 
 from keel.rewards.sandbox.processes import adopting, bury
-from keel.rewards.sandbox.run import GRACE_S, Limits, Outcome, Watch
 from keel.rewards.sandbox.seccomp import seccomp_filter
+from keel.rewards.sandbox.watch import GRACE_S, Limits, Outcome, Watch
 
 Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
 

@@ -9,11 +9,11 @@ import pytest
 
 from keel.configs.schema import CodeConfig, ConfigError
 from keel.rewards.code.call_driver import decoded, encoded, found
-from keel.rewards.code.code import CodeSettings
 from keel.rewards.code.compare import same_text, same_value
 from keel.rewards.code.languages import LANGUAGES
 from keel.rewards.code.spec import code_block, read_task
-from keel.rewards.sandbox.run import Limits
+from keel.rewards.code.verifier import CodeSettings
+from keel.rewards.sandbox.watch import Limits
 from tests.rewards.hostile import ADD_CALL, ADD_STDIN
 
 

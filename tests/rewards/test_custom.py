@@ -99,15 +99,15 @@ def test_what_rounding_leaves_is_a_reward() -> None:
         (scored,) = scorer.score([group("</think>a", "</think>b", "</think>c", "</think>d")])
     assert [part["my_keel_rewards.rounded"] for part in scored.parts_G] == [1.0, 0.0, 1.0, 0.0]
     assert [part.get("error", 0.0) for part in scored.parts_G] == [0.0, 0.0, 0.0, 1.0]
-    judge = function({"name": "my_keel_rewards.rounded", "prompt": PROMPT})
+    verify = function({"name": "my_keel_rewards.rounded", "prompt": PROMPT})
     with pytest.raises(BadReward, match=r"returned 1\.00001, above 1"):
-        judge(said("d"))
+        verify(said("d"))
 
 
 def test_decorators_and_instances_are_called_as_they_are() -> None:
     for name, wanted in (("third", 0.5), ("brief", 0.25)):
-        judge = function({"name": f"my_keel_rewards.{name}", "prompt": PROMPT})
-        assert judge(said("d")) == wanted
+        verify = function({"name": f"my_keel_rewards.{name}", "prompt": PROMPT})
+        assert verify(said("d")) == wanted
 
 
 @pytest.mark.parametrize(

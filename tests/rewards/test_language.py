@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.rewards.language import SAMPLES, mixed, others, own
 from keel.rewards.custom import SpokenTrajectory
-from keel.rewards.language.language import language, language_share, letters_by_script
-from keel.rewards.language.set_aside import words_of
+from keel.rewards.language.prose import words_of
+from keel.rewards.language.share import language, language_share, letters_by_script
 from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
 
