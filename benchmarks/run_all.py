@@ -116,8 +116,8 @@ JOBS = (
     Job(
         name="sleep",
         module="keel.trainer.cli",
-        arguments=f"train quickstart {RUN} {SHARED} rollout.sleep=true rollout.gpu_memory=0.85 "
-        "run.checkpoint_every=6",
+        arguments=f"train quickstart {RUN} {SHARED} rollout.sleep=true "
+        "rollout.gpu_memory_utilization=0.85 run.checkpoint_every=6",
         seconds=240,
     ),
     Job(
@@ -177,7 +177,7 @@ JOBS = (
         arguments=f"train embedded-100m {RUN} {BRIEFLY} run.steps=10 run.eval_every=0 "
         "trainer.ranks=2 "
         "trainer.zero_stage=2 rollout.engines=2 rollout.colocated=true rollout.sleep=true "
-        "rollout.gpu_memory=0.8",
+        "rollout.gpu_memory_utilization=0.8",
         gpus=2,
         seconds=400,
     ),

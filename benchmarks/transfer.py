@@ -131,9 +131,9 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
         rollout=RolloutConfig(
             engines=options.engines,
             sampling=SamplingConfig(top_p=0.95, top_k=64, max_tokens=64),
-            gpu_memory=0.25,
+            gpu_memory_utilization=0.25,
             enforce_eager=True,
-            max_concurrent=8,
+            max_num_seqs=8,
         ),
         trainer=TrainerConfig(
             ranks=1, zero_stage=0 if small else 1, publish_bucket_mib=options.bucket_mib

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
@@ -21,10 +22,25 @@ OTHER_NAMES = {
     "max_prompt_length": "max_prompt_tokens",
     "max_steps": "steps",
     "output_dir": "dir",
-    "gpu_memory_utilization": "gpu_memory",
     "tensor_parallel_size": "tensor_parallel",
 }
 """What other trainers call our knobs; too far apart for a spelling distance to find."""
+
+RENAMED = {
+    "data.sources[].length.right": "correct_threshold",
+    "model.embedded.cold_start.batch": "batch_size",
+    "model.embedded.cold_start.worked": "worked_fraction",
+    "rewards.code.answer_s": "completion_s",
+    "rewards.failure_share": "max_failure_fraction",
+    "rewards.judge.failure_share": "max_failure_fraction",
+    "rewards.judge.server.gpu_memory": "gpu_memory_utilization",
+    "rollout.gpu_memory": "gpu_memory_utilization",
+    "rollout.max_batched_tokens": "max_num_batched_tokens",
+    "rollout.max_concurrent": "max_num_seqs",
+    "rollout.prefix_caching": "enable_prefix_caching",
+    "trainer.park": "offload_while_sampling",
+}
+"""What a knob was called once (its path, as in `knobs`), and its name in the same section now."""
 
 
 def section_type(hint: Any) -> type | None:
@@ -51,8 +67,10 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     """A sentence for the unknown `key` of `section`, whose path with its final dot is `prefix`.
 
     A right name in a wrong section wins over a similar name in the right one: moving a line is
-    the commoner slip, and `rollout.max_tokens` should not become `rollout.max_concurrent`.
+    the commoner slip, and `rollout.max_tokens` should not become `rollout.max_num_seqs`.
     """
+    if renamed := RENAMED.get(re.sub(r"\[[^]]*\]", "[]", prefix) + key):
+        return f"renamed to {prefix}{renamed}"
     known = OTHER_NAMES.get(key, key)
     everywhere = sorted(knobs(root), key=lambda path: path.count("."))  # the likeliest first
     here = [field.name for field in fields(section)]

@@ -19,7 +19,7 @@ REFUSED_TASKS = {
     "puzzle24": "its verifier does not ask which numbers were given; take countdown",
 }
 """Tasks that a policy could only learn to cheat at, or that Keel does better. Verifiers of
-reasoning_gym 0.1.25; `tests/rewards/test_rules.py` tries nonsense on all the others."""
+reasoning_gym 0.1.25; `tests/rewards/rules/test_rules.py` tries nonsense on all the others."""
 
 GENERATOR_ERRORS = (
     ArithmeticError,

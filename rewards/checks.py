@@ -65,7 +65,7 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
             said[name] = (
                 f"WARNING: failed on a sample answer to {prompt.prompt_id}: {verdict.error}{at}. "
                 "Mend it: in the run such answers get 0 for it, and too many stop the run "
-                "(rewards.failure_share)"
+                "(rewards.max_failure_fraction)"
                 if verdict.error
                 else f"{verdict.score:g} for a sample answer to {prompt.prompt_id}"
             )

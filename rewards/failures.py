@@ -78,9 +78,9 @@ class Failures:
                     )
                 if (much := recent.add(bool(error))) and is_function(name):
                     stop = stop or (
-                        f"reward {name} failed on {much}, and rewards.failure_share = "
+                        f"reward {name} failed on {much}, and rewards.max_failure_fraction = "
                         f"{self._share:g}; the last, of prompt {prompt_id}: {_told(error, at)}. "
-                        "Mend the function, or raise rewards.failure_share"
+                        "Mend the function, or raise rewards.max_failure_fraction"
                     )
         for line in lines:
             self.say(line)

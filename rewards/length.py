@@ -45,7 +45,7 @@ class LengthRule:
     target: int = 0
     limit: int = 1
     margin: int = 1
-    right: float = 0.999
+    correct_threshold: float = 0.999
     wrong_too: bool = False
     may_outweigh: bool = False
     truncated: Literal["keep", "zero", "drop"] = "keep"
@@ -93,7 +93,7 @@ class LengthRule:
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
         """[G]: what is added to each reward. rewards_G: without length; correct_G: 0 … 1."""
-        right = correct_G >= self.right
+        right = correct_G >= self.correct_threshold
         everyone = np.ones_like(right)
         if self.may_outweigh:
             return _centred(self.cost(tokens_G), everyone)

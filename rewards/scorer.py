@@ -30,6 +30,15 @@ from keel.rl.types import CUT_OFF, Group, Prompt, ScoredGroup, Trajectory
 Purpose = Literal["train", "eval"]
 LENGTH, LENGTH_COST = "length", "length_cost"
 """Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
+JUDGE_COUNTS = {
+    "completions": "judged",
+    "skipped": "unasked",
+    "calls": "calls",
+    "cache_hits": "cached",
+    "prompt_tokens": "prompt_tokens",
+    "reply_tokens": "reply_tokens",
+}
+"""Metric (`judge/…`) → field of `Counts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +65,16 @@ class Scorer:
         code: Mapping[str, Any] | None = None,
         lengths: Mapping[str, LengthRule] | None = None,
         judge: JudgeService | None = None,
-        failure_share: float = 1.0,
+        max_failure_fraction: float = 1.0,
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
         """weights: domain → reward part → weight; scale: of the advantages; workers: processes
         (0: none, and then no deadline either); deadline_s: longest look at one answer; code: how
         programs are run, the fields of `keel.configs.schema.CodeConfig`; lengths: domain → its
-        rule; judge: for rubrics and proofs, closed by whoever opened it; failure_share: of the
-        answers to a user's function, as `RewardsConfig`; log: folder for what the worker processes
-        print (standard error without one); say: for people, the first error of each kind.
+        rule; judge: for rubrics and proofs, closed by whoever opened it; max_failure_fraction: of
+        a user's function, as in `RewardsConfig`; log: folder for what the worker processes print
+        (standard error without one); say: for people, the first error of each kind.
 
         Raises ValueError for a reward part that does not exist.
         """
@@ -75,7 +84,7 @@ class Scorer:
         self._lengths = lengths or {}
         self._judge = judge
         self._counted = Counts()
-        self._failures = Failures(failure_share, say)
+        self._failures = Failures(max_failure_fraction, say)
         self._log, self._told = log, False
         self._pool = WorkerPool(workers, deadline_s=deadline_s, code=code, log=log)
 
@@ -111,12 +120,12 @@ class Scorer:
         before, now = self._counted, self._judge.counts()
         self._counted = now
         metrics: dict[str, Metric] = {
-            f"reward/judge_{name}": Sum(getattr(now, name) - getattr(before, name))
-            for name in ("judged", "unasked", "calls", "cached", "prompt_tokens", "reply_tokens")
+            f"judge/{name}": Sum(getattr(now, count) - getattr(before, count))
+            for name, count in JUDGE_COUNTS.items()
         }
         failed = {kind: n - before.failed.get(kind, 0) for kind, n in now.failed.items()}
-        metrics["reward/judge_failed"] = Sum(sum(failed.values()))
-        metrics |= {f"reward/judge_failed_{kind}": Sum(n) for kind, n in failed.items() if n}
+        metrics["judge/failures"] = Sum(sum(failed.values()))
+        metrics |= {f"judge/failures_{kind}": Sum(n) for kind, n in failed.items() if n}
         return metrics
 
     def close(self) -> None:

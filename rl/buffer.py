@@ -186,7 +186,9 @@ class GroupBuffer:
         place.freed = True
 
 
-def uninformative(group: ScoredGroup, by: Filter) -> Literal["right", "wrong", "even"] | None:
+def uninformative(
+    group: ScoredGroup, by: Filter
+) -> Literal["all_correct", "all_wrong", "all_equal"] | None:
     """Why a group teaches nothing, or None: it does, or it has no answers, or `by` is none.
 
     `reward`: all advantages are 0. `correct`: all of its `correct` parts are equal, though length
@@ -195,9 +197,9 @@ def uninformative(group: ScoredGroup, by: Filter) -> Literal["right", "wrong", "
     if by == "none" or not group.parts_G:
         return None
     correct = [parts.get("correct", 0.0) for parts in group.parts_G]
-    even = group.uniform if by == "reward" else max(correct) - min(correct) <= FAIL
-    if not even:
+    equal = group.uniform if by == "reward" else max(correct) - min(correct) <= FAIL
+    if not equal:
         return None
     if passed(min(correct)):
-        return "right"
-    return "wrong" if max(correct) <= FAIL else "even"
+        return "all_correct"
+    return "all_wrong" if max(correct) <= FAIL else "all_equal"

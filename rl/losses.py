@@ -22,13 +22,13 @@ ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k3": lambda logp, logp_old, logp_ref: k3(logp, logp_ref),
 }
 FAR = 0.1
-"""A ratio further from 1 than this counts in `mismatch/ratio_outside`."""
+"""A ratio further from 1 than this counts in `mismatch/ratio_outside_fraction`."""
 MEANS = (
     "kl/ref",
     "mismatch/kl",
     "mismatch/logp_abs",
     "mismatch/ratio_mean",
-    "mismatch/ratio_outside",
+    "mismatch/ratio_outside_fraction",
     "mask/sequence_fraction",
     "clip/fraction",
 )
@@ -57,7 +57,7 @@ class LossOutput:
         return {
             "loss": Sum(loss),
             "mismatch/ratio_max": Max(ratio_max),
-            **({"mask/gap_max": Max(gap_max)} if self.whole else {}),
+            **({"mask/logp_gap_max": Max(gap_max)} if self.whole else {}),
             **{name: Mean(total, count) for name, total, count in means},
         }
 
@@ -111,9 +111,9 @@ def grpo_loss(
 
     Metrics: `loss`; `kl/ref` (the chosen estimator, over tokens whose `logp_ref` is not NaN);
     `mismatch/kl` (k3 of π_old against π_θ), `mismatch/logp_abs`, `mismatch/ratio_mean`,
-    `mismatch/ratio_max` and `mismatch/ratio_outside` (the share of ratios outside [0.9, 1.1]);
-    `mask/sequence_fraction` (weighted as in the loss); `mask/gap_max` (the largest mean of
-    log π_old − log π_θ over a sequence, whatever its advantage: what δ is compared with, in nats
+    `mismatch/ratio_max` and `mismatch/ratio_outside_fraction` (the share of ratios outside [0.9,
+    1.1]); `mask/sequence_fraction` (weighted as in the loss); `mask/logp_gap_max` (the largest mean
+    of log π_old − log π_θ over a sequence, whatever its advantage: what δ is compared with, in nats
     per token, at least 0; with `mask_delta` alone); `clip/fraction` (tokens that the clip leaves
     without a gradient).
 

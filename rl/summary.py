@@ -14,39 +14,47 @@ from keel.rl.types import ScoredGroup, Trajectory
 def summarize(
     trained: Sequence[ScoredGroup], *, version: int, discarded: Sequence[ScoredGroup] = ()
 ) -> dict[str, Metric]:
-    """Rewards, lengths, staleness and losses of a batch, for a policy now at `version`.
+    """Rewards, lengths, staleness and dropped samples of a batch, for a policy now at `version`.
 
-    Rewards and losses are of all groups that were sampled for it: without the `discarded` ones
-    (`algorithm.filter_groups`), a policy that is nearly always right would look as good as one that
-    is right half the time. Staleness, kept sets, `length/mean` and `rollout/uniform_fraction` (the
-    share of groups with no answer better than another: at 1 there is nothing to learn) are of what
-    is trained on. `length/drawn` is of all that was sampled for it, answers that were left out
-    included: where the two differ, length decides about what is trained on.
+    Over which completions:
 
-    Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. Answers that
-    were cut off count in `rollout/truncated_fraction`, those among them that ran out of time in
-    `rollout/cut`, dropped ones too. All means are over answers, so that a group that lost some
-    weighs less in them than in the loss. A part of the reward is averaged over the answers that
-    have it; `sampling/kept_mean` over the tokens that truncated sampling drew, and
-    `domain/<name>/…` stand only where there are such.
+    - `reward/…`, `rollout/dropped_completions` and `rollout/uniform_groups`: of all groups that
+      were sampled for the batch, the `discarded` ones (`algorithm.filter_groups`) included. Without
+      them a policy that is nearly always right would look as good as one that is right half the
+      time.
+    - `length/mean`, `staleness/…`, `sampling/kept_mean` and `rollout/uniform_group_fraction` (the
+      share of groups with no completion better than another: at 1 there is nothing to learn): of
+      what is trained on.
+    - `length/sampled_mean`, `rollout/truncated_fraction` (cut off) and `rollout/deadline_cuts`
+      (those among them that ran out of time): of everything that was sampled, completions that
+      were left out included. Where it differs from `length/mean`, length decides about what is
+      trained on.
+
+    Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. All means
+    are over completions, so that a group that lost some weighs less in them than in the loss. A
+    part of the reward is averaged over the completions that have it, `sampling/kept_mean` over the
+    tokens that truncated sampling drew. The latter is there with truncation only, and
+    `domain/<name>/…` with several domains only.
 
     Raises `ValueError` for a reward part named `mean`, whose metric would be `reward/mean`.
     """
     groups = [*trained, *discarded]
     trajectories = [t for group in groups for t in group.group.trajectories]
-    drawn = trajectories + [t for group in groups for t in group.left_out]
+    sampled = trajectories + [t for group in groups for t in group.left_out]
     ours = [t for group in trained for t in group.group.trajectories]
     metrics: dict[str, Metric] = {
         "reward/mean": _reward(groups),
         "length/mean": _length(ours),
-        "length/drawn": _length(drawn),
+        "length/sampled_mean": _length(sampled),
         "staleness/mean": _staleness(ours, version),
         "staleness/max": _oldest(ours, version),
-        "rollout/truncated_fraction": mean_of(t.cut for t in drawn),
-        "rollout/cut": Sum(sum(t.finish_reason == "deadline" for t in drawn)),
-        "rollout/dropped": Sum(sum(len(group.group.dropped) for group in groups)),
+        "rollout/truncated_fraction": mean_of(t.cut for t in sampled),
+        "rollout/deadline_cuts": Sum(sum(t.finish_reason == "deadline" for t in sampled)),
+        "rollout/dropped_completions": Sum(sum(len(group.group.dropped) for group in groups)),
         "rollout/uniform_groups": Sum(sum(group.uniform for group in groups)),
-        "rollout/uniform_fraction": mean_of(group.uniform for group in trained if group.parts_G),
+        "rollout/uniform_group_fraction": mean_of(
+            group.uniform for group in trained if group.parts_G
+        ),
     }
     kept = _kept(ours)
     if kept.count:
@@ -56,8 +64,8 @@ def summarize(
     for group in groups:
         domains[group.group.prompt.domain].append(group)
     for name, members in domains.items() if len(domains) > 1 else ():
-        metrics[f"domain/{name}/reward"] = _reward(members)
-        metrics[f"domain/{name}/length"] = _length(
+        metrics[f"domain/{name}/reward_mean"] = _reward(members)
+        metrics[f"domain/{name}/length_mean"] = _length(
             [t for group in members for t in group.group.trajectories]
         )
     return metrics

@@ -233,7 +233,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
                 code=asdict(config.rewards.code),
                 lengths=length_rules(config),
                 judge=judge,
-                failure_share=config.rewards.failure_share,
+                max_failure_fraction=config.rewards.max_failure_fraction,
                 log=log,
                 say=say,
             )

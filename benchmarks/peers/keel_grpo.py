@@ -35,8 +35,8 @@ NOTES = (
     "mismatch/ratio_max",
     "mask/sequence_fraction",
     "staleness/mean",
-    "rollout/dropped",
-    "rollout/cut",
+    "rollout/dropped_completions",
+    "rollout/deadline_cuts",
     "time/idle_fraction",
 )
 PACKED = {
@@ -48,19 +48,19 @@ PACKED = {
 ARMS: dict[str, dict[str, Any]] = {
     "keel": {},
     "keel-async": {"algorithm.max_lag": 1},
-    "keel-fast": {"trainer.activation_checkpointing": False, "rollout.gpu_memory": 0.2},
+    "keel-fast": {"trainer.activation_checkpointing": False, "rollout.gpu_memory_utilization": 0.2},
     "keel-packed": PACKED,
     "keel-turns": {
         **PACKED,
         "trainer.micro_batch_tokens": 17_280,
         "rollout.sleep": True,
-        "trainer.park": False,
+        "trainer.offload_while_sampling": False,
     },
     "keel-packed-sleep": {
         **PACKED,
         "trainer.micro_batch_tokens": 9216,
         "rollout.sleep": True,
-        "rollout.gpu_memory": 0.2,
+        "rollout.gpu_memory_utilization": 0.2,
     },
     "keel-lean": {"trainer.zero_stage": 1, "trainer.offload_optimizer": True},
 }
@@ -93,8 +93,8 @@ def recipe(workload: Workload, *, folder: Path, steps: int, gpu: bool) -> dict[s
         "model": {"path": workload.model, "dtype": "bfloat16" if gpu else "float32"},
         "data": {"max_prompt_tokens": workload.prompt_tokens, "sources": [source]},
         "rollout": {
-            "max_concurrent": workload.sequences,
-            "gpu_memory": 0.14,
+            "max_num_seqs": workload.sequences,
+            "gpu_memory_utilization": 0.14,
             "kv_cache_gib": 0.1,
             "sampling": {
                 "temperature": workload.temperature,

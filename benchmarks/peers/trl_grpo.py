@@ -38,7 +38,7 @@ class Settings:
     micro_batch: int = 16
     """Sequences."""
     gradient_checkpointing: bool = False
-    gpu_memory: float = 0.3
+    gpu_memory_utilization: float = 0.3
     """Share of the GPU for vLLM; 0.3 is TRL's default."""
     sleep: bool = False
     """vLLM gives its memory back while the trainer works."""
@@ -48,7 +48,7 @@ class Settings:
     """vLLM makes text of the answers; TRL does so, too."""
 
 
-LEAN = Settings(micro_batch=8, gradient_checkpointing=True, gpu_memory=0.14, sleep=True)
+LEAN = Settings(micro_batch=8, gradient_checkpointing=True, gpu_memory_utilization=0.14, sleep=True)
 ARMS = {
     "trl": Settings(),
     "trl-lean": LEAN,
@@ -83,7 +83,7 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         generation_kwargs=None if settings.detokenize or not gpu else {"detokenize": False},
         use_vllm=gpu,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=settings.gpu_memory,
+        vllm_gpu_memory_utilization=settings.gpu_memory_utilization,
         vllm_max_model_length=workload.context,
         vllm_enable_sleep_mode=settings.sleep and gpu,
         vllm_importance_sampling_correction=settings.correction,

@@ -220,7 +220,7 @@ class Keel:
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.answer),
-            max_concurrent=size.sequences,
+            max_num_seqs=size.sequences,
             recorder=arm.recorder,
             deadline_s=RUN_DEADLINE_S,
         )

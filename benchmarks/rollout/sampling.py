@@ -127,7 +127,7 @@ def main() -> None:
     if args.small:
         if os.environ.get("TRITON_INTERPRET") != "1":
             parser.error("--small wants TRITON_INTERPRET=1")
-        from tests.interpreted import lend_triton  # noqa: PLC0415
+        from tests.rollout.interpreted import lend_triton  # noqa: PLC0415
 
         lend_triton()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ ALSO_TABLED = (
     "length/mean",
     "grad_norm",
     "staleness/mean",
-    "rollout/dropped",
+    "rollout/dropped_completions",
     "reward/error",
 )
 TIMES = ("time/step", "time/rollout", "time/reward", "time/train", "time/sync")

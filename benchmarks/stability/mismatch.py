@@ -88,7 +88,7 @@ class Size:
     top_p: float = 0.95
     top_k: int = 512
     seed: int = 0
-    gpu_memory: float = 0.25
+    gpu_memory_utilization: float = 0.25
 
 
 def questions(folder: Path, size: Size, *, words: bool) -> list[Prompt]:
@@ -223,7 +223,7 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
             max_tokens=size.tokens,
         ),
         head_dtype=head,
-        gpu_memory=size.gpu_memory,
+        gpu_memory_utilization=size.gpu_memory_utilization,
         enforce_eager=True,
     )
 

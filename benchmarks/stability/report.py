@@ -43,12 +43,12 @@ class Shown:
 
 REWARD = Shown("reward/mean", "training reward")
 HELDOUT = Shown("heldout", "held-out pass@1")
-OUTSIDE = Shown("mismatch/ratio_outside", "share of ratios outside [0.9, 1.1]")
+OUTSIDE = Shown("mismatch/ratio_outside_fraction", "share of ratios outside [0.9, 1.1]")
 EXPLAINED_BY: Mapping[str, Sequence[Shown]] = {
     "staleness": (
         Shown("mismatch/kl", "KL(π_old ‖ π_θ) before the step"),
         Shown("mask/sequence_fraction", "share of answers masked"),
-        Shown("mask/gap_max", "largest gap of an answer, nats a token"),
+        Shown("mask/logp_gap_max", "largest gap of an answer, nats a token"),
     ),
     "kl": (
         Shown("kl/ref", "KL to the reference, nats a token"),

@@ -136,8 +136,8 @@ def recipe(workload: Workload, layout: Layout) -> Config:
         rollout=RolloutConfig(
             engines=layout.engines,
             tensor_parallel=layout.tensor_parallel,
-            max_concurrent=256,
-            gpu_memory=0.9,
+            max_num_seqs=256,
+            gpu_memory_utilization=0.9,
             sampling=SamplingConfig(top_p=0.95, top_k=512, max_tokens=workload.answer_tokens),
         ),
         trainer=TrainerConfig(

@@ -23,7 +23,7 @@ class AlgorithmConfig:
     mask_delta: float | None = 0.2
     """δ of the off-policy sequence mask (Eq. 9), in nats per token; null: off. The default is above
     what bfloat16 alone makes of completions of 64 tokens and more, at most 0.17 on a model made to
-    show it (docs/stability.md); `mask/gap_max` is the largest that a step has seen."""
+    show it (docs/stability.md); `mask/logp_gap_max` is the largest that a step has seen."""
     keep_routing: bool = True
     """Replay the engine's recorded experts in the trainer. Required for a MoE model."""
     keep_sampling_mask: bool = True

@@ -28,7 +28,7 @@ class LengthConfig:
     """Tokens; 0: rollout.sampling.max_tokens."""
     margin: int = 0
     """Tokens; 0: a fifth of `limit`."""
-    right: float = 0.999
+    correct_threshold: float = 0.999
     """An answer is right from this `correct` on. Lower it for rubrics."""
     wrong_too: bool = False
     """Compare wrong answers with each other, too. A policy may then learn to give up quickly."""
@@ -42,7 +42,12 @@ class LengthConfig:
         for name in ("linear", "overlong", "target", "limit", "margin"):
             value = getattr(self, name)
             require(value >= 0, f"{knob}.{name}", value, "must not be negative")
-        require(0 < self.right <= 1, f"{knob}.right", self.right, "must be in (0, 1]")
+        require(
+            0 < self.correct_threshold <= 1,
+            f"{knob}.correct_threshold",
+            self.correct_threshold,
+            "must be in (0, 1]",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

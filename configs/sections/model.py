@@ -16,23 +16,28 @@ class ColdStartConfig:
     """A slower cold start fails: a model cut short would start from somewhere else."""
     steps: int = 320
     """About a tenth of a second each; 0: leave the weights random."""
-    batch: int = 64
+    batch_size: int = 64
     """Solutions a step."""
     questions: int = 16384
     """Questions drawn over all sources; a longer cold start sees them again."""
     lr: float = 5e-3
-    worked: float = 0.45
+    worked_fraction: float = 0.45
     """Share of the solutions in the last part that are worked out and right. The others skip the
     working and are wrong: the room that reinforcement learning is left with."""
 
     def __post_init__(self) -> None:
         knob = "model.embedded.cold_start"
-        require(0 <= self.worked <= 1, f"{knob}.worked", self.worked, "must be in [0, 1]")
+        require(
+            0 <= self.worked_fraction <= 1,
+            f"{knob}.worked_fraction",
+            self.worked_fraction,
+            "must be in [0, 1]",
+        )
         require(
             self.max_seconds > 0, f"{knob}.max_seconds", self.max_seconds, "must be positive (s)"
         )
         require(self.steps >= 0, f"{knob}.steps", self.steps, "must not be negative")
-        for name in ("batch", "questions"):
+        for name in ("batch_size", "questions"):
             require(getattr(self, name) >= 1, f"{knob}.{name}", getattr(self, name), "must be >= 1")
         require(self.lr > 0, f"{knob}.lr", self.lr, "must be positive")
 

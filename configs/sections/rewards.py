@@ -22,7 +22,7 @@ class JudgeServerConfig:
     """auto: as the model's checkpoint says."""
     max_model_len: int = 0
     """Context in tokens, for the task, the answer and the judgement; 0: the model's own."""
-    gpu_memory: float = 0.85
+    gpu_memory_utilization: float = 0.85
     """GPU: share of the card's memory for weights and KV cache."""
     kv_cache_gib: float = 0.5
     """CPU: memory of the KV cache, in GiB."""
@@ -43,7 +43,12 @@ class JudgeServerConfig:
             self.max_model_len,
             "must not be negative (0: the model's own)",
         )
-        require(0 < self.gpu_memory < 1, f"{knob}.gpu_memory", self.gpu_memory, "must be in (0, 1)")
+        require(
+            0 < self.gpu_memory_utilization < 1,
+            f"{knob}.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "must be in (0, 1)",
+        )
         for name in ("kv_cache_gib", "startup_deadline_s"):
             require(getattr(self, name) > 0, f"{knob}.{name}", getattr(self, name), "must be > 0")
         clash = sorted(_SERVER_TAKEN & {name.replace("-", "_") for name in self.options})
@@ -110,7 +115,7 @@ class JudgeConfig:
     max_calls: int = 0
     """Calls between a start of the run and its end, retries included; then it stops. 0: no
     ceiling."""
-    failure_share: float = 0.2
+    max_failure_fraction: float = 0.2
     """The run stops when more than this share of the last 200 answers could not be judged (at the
     start: of 20). 0: stop at the first; 1: never."""
     cache_dir: str = ""
@@ -176,9 +181,9 @@ class JudgeConfig:
         )
         require(self.deadline_s > 0, f"{knob}.deadline_s", self.deadline_s, "must be positive (s)")
         require(
-            0 <= self.failure_share <= 1,
-            f"{knob}.failure_share",
-            self.failure_share,
+            0 <= self.max_failure_fraction <= 1,
+            f"{knob}.max_failure_fraction",
+            self.max_failure_fraction,
             "must be in [0, 1]",
         )
         taken = {"model", "messages", "temperature", "max_tokens", "response_format", "stream"}
@@ -219,7 +224,7 @@ class CodeConfig:
     isolation: Literal["bubblewrap", "none-i-trust-the-answers"] = "bubblewrap"
     """bubblewrap: namespaces without network or files, refused where it does not work. The other
     runs what the policy wrote with your rights: only for answers that you wrote."""
-    answer_s: float = 10.0
+    completion_s: float = 10.0
     """Longest look at one answer, all its tests together; tests that do not fit count as failed."""
     time_s: float = 2.0
     """CPU seconds a test (a prompt may set its own); the wall limit is twice that and a second."""
@@ -234,7 +239,7 @@ class CodeConfig:
 
     def __post_init__(self) -> None:
         knob = "rewards.code"
-        for name in ("answer_s", "time_s"):
+        for name in ("completion_s", "time_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"{knob}.{name}", value, "must be positive (seconds)")
         require(self.memory_mib >= 32, f"{knob}.memory_mib", self.memory_mib, "must be >= 32")
@@ -250,7 +255,7 @@ class RewardsConfig:
     """Processes for the verifiers; 0: judge in the driver, without deadlines."""
     deadline_s: float = 3.0
     """Longest look at one answer; then it counts as wrong, and as `reward/error`."""
-    failure_share: float = 0.2
+    max_failure_fraction: float = 0.2
     """The run stops when a reward function of yours failed on more than this share of the last 200
     answers (at the start: of 20). 0: stop at the first; 1: never. Verifiers do not count: what they
     cannot read is wrong."""
@@ -260,9 +265,9 @@ class RewardsConfig:
     def __post_init__(self) -> None:
         require(self.workers >= 0, "rewards.workers", self.workers, "must not be negative")
         require(
-            0 <= self.failure_share <= 1,
-            "rewards.failure_share",
-            self.failure_share,
+            0 <= self.max_failure_fraction <= 1,
+            "rewards.max_failure_fraction",
+            self.max_failure_fraction,
             "must be in [0, 1]",
         )
         require(self.deadline_s > 0, "rewards.deadline_s", self.deadline_s, "must be positive (s)")

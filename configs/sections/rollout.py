@@ -58,7 +58,7 @@ class RolloutConfig:
     """GPUs an engine."""
     colocated: bool = False
     """Put engine i on the GPU of trainer rank i (as many engines as ranks, of one GPU each);
-    `gpu_memory` is then the engine's share of it. A single GPU is always shared."""
+    `gpu_memory_utilization` is then the engine's share of it. A single GPU is always shared."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of the engine's weights and compute; empty: `model.dtype`."""
     head_dtype: Literal["float32", "model"] = "float32"
@@ -67,21 +67,22 @@ class RolloutConfig:
     sleep: bool = False
     """Where engine and trainer share a GPU: each has its memory in turn. While the trainer works,
     the engine gives up weights and KV cache; while the engine samples, what the trainer holds waits
-    in host memory (but see `trainer.park`). `gpu_memory` may then be nearly all of it."""
+    in host memory (but see `trainer.offload_while_sampling`). `gpu_memory_utilization` may then be
+    nearly 1."""
     recorder: Literal["auto", "native", "packed", "v1"] = "auto"
     """native: what vLLM's Model Runner V2 returns (GPUs). packed: the same with arrays for whole
     steps instead of objects for each token, and a scheduler that skips uneventful steps. v1: on a
     CPU. auto: packed on GPUs where every layer has full attention and `tensor_parallel` is 1, else
     native; v1 on a CPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    max_concurrent: int = 128
+    max_num_seqs: int = 128
     """Sequences an engine works on at once."""
-    max_batched_tokens: int = 4096
+    max_num_batched_tokens: int = 4096
     """Tokens an engine computes in one step; longer prompts are prefilled in chunks."""
-    prefix_caching: bool = True
+    enable_prefix_caching: bool = True
     enforce_eager: bool = False
     """GPU: run without CUDA graphs (slower, starts sooner)."""
-    gpu_memory: float = 0.85
+    gpu_memory_utilization: float = 0.85
     """GPU: share of the card's memory for weights and KV cache."""
     kv_cache_gib: float = 0.5
     """CPU: memory of the KV cache, in GiB."""
@@ -94,7 +95,7 @@ class RolloutConfig:
     deadline_s: float = 600.0
     """Seconds for a group, from when its engine begins it; those in which the engine takes weights
     or sleeps do not count. Then its completions are cut where they are, as by `max_tokens`, and
-    counted (`rollout/cut`). One without a token by then is dropped."""
+    counted (`rollout/deadline_cuts`). One without a token by then is dropped."""
     weight_transfer: Literal["auto", "direct", "store"] = "auto"
     """How new weights reach the engines. direct: from the trainer's ranks over NCCL, or in place
     where engine and rank share a GPU (between CPUs: gloo). store: through host memory, by Ray's
@@ -111,13 +112,18 @@ class RolloutConfig:
         for name in (
             "engines",
             "tensor_parallel",
-            "max_concurrent",
-            "max_batched_tokens",
+            "max_num_seqs",
+            "max_num_batched_tokens",
             "threads",
         ):
             value = getattr(self, name)
             require(value >= 1, f"rollout.{name}", value, "must be >= 1")
-        require(0 < self.gpu_memory < 1, "rollout.gpu_memory", self.gpu_memory, "must be in (0, 1)")
+        require(
+            0 < self.gpu_memory_utilization < 1,
+            "rollout.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "must be in (0, 1)",
+        )
         for name in ("kv_cache_gib", "deadline_s", "update_deadline_s"):
             require(getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "must be > 0")
 

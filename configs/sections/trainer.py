@@ -40,7 +40,7 @@ class TrainerConfig:
     offload_optimizer: bool = False
     """Keep master weights and optimizer state in host memory, and update them there (ZeRO-Offload;
     `zero_stage` 1 or above)."""
-    park: bool = True
+    offload_while_sampling: bool = True
     """With `rollout.sleep`: weights, optimizer and reference wait in host memory while the engine
     samples. false: they stay, which saves the copies where there is room for them beside an engine
     that is awake, and only what a step needs for itself is given back."""

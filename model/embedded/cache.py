@@ -87,7 +87,7 @@ def make_folder(
             seed=seed,
             heldout_questions=heldout_questions,
             count=min(
-                config.cold_start.questions, config.cold_start.steps * config.cold_start.batch
+                config.cold_start.questions, config.cold_start.steps * config.cold_start.batch_size
             ),
         )
         model.to(device)  # pyright: ignore[reportArgumentType] (transformers' stub is too narrow)

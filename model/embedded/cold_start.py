@@ -210,15 +210,16 @@ def _batches(
     order: list[int] = []
     for step in range(config.steps):
         careful = step < CAREFUL * config.steps
-        while len(order) < config.batch:
+        while len(order) < config.batch_size:
             epoch = list(range(len(examples)))
             rng.shuffle(epoch)
             order += epoch
-        chosen, order = order[: config.batch], order[config.batch :]
+        chosen, order = order[: config.batch_size], order[config.batch_size :]
         rows = [
             (example.prompt, example.worked if show else example.hasty)
             for example, show in (
-                (examples[index], careful or rng.random() < config.worked) for index in chosen
+                (examples[index], careful or rng.random() < config.worked_fraction)
+                for index in chosen
             )
         ]
         longest = max(len(prompt) + len(answer) for prompt, answer in rows)

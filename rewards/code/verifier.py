@@ -41,7 +41,7 @@ class CodeSettings:
     """The recipe's `rewards.code`."""
 
     isolation: str = "bubblewrap"
-    answer_s: float = 10.0
+    completion_s: float = 10.0
     """Longest look at one answer, all its tests together; those that do not fit count as failed."""
     limits: Limits = field(default_factory=Limits)
     """Of a run, where the prompt does not say otherwise."""
@@ -50,7 +50,7 @@ class CodeSettings:
     def from_knobs(knobs: Mapping[str, Any]) -> CodeSettings:
         """From the fields of `keel.configs.schema.CodeConfig`."""
         rest = dict(knobs)
-        own = {name: rest.pop(name) for name in ("isolation", "answer_s") if name in rest}
+        own = {name: rest.pop(name) for name in ("isolation", "completion_s") if name in rest}
         return CodeSettings(**own, limits=Limits(**rest))
 
 
@@ -141,7 +141,7 @@ class _Attempt:
         self._task = task
         self._sandbox = sandbox
         self._limits = task.within(settings.limits)
-        self._ends = time.monotonic() + settings.answer_s
+        self._ends = time.monotonic() + settings.completion_s
         # What is no text for UTF-8 (half a surrogate pair) is no program either.
         source = code.encode(errors="backslashreplace")
         self._files: Mapping[str, bytes] = {task.language.source: source, **task.language.extra}

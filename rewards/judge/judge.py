@@ -54,7 +54,7 @@ class Judge:
             f"at {settings.base_url}" if settings.base_url else f"{settings.model!r} of this run"
         )
         self._endpoint = Endpoint(settings, server=server, backoff_s=backoff_s)
-        self._recent = Recent(settings.failure_share)
+        self._recent = Recent(settings.max_failure_fraction)
         self._failed: Counter[FailureKind] = Counter()
         self._judged = self._unasked = 0
 
@@ -189,7 +189,8 @@ class Judge:
         self._failed[result.kind] += 1
         if much:
             raise self._endpoint.stop(
-                f"the judge {self._where} failed on {much}, and rewards.judge.failure_share = "
-                f"{self._settings.failure_share:g}; the last: {result.reason}"
+                f"the judge {self._where} failed on {much}, and "
+                f"rewards.judge.max_failure_fraction = {self._settings.max_failure_fraction:g}; "
+                f"the last: {result.reason}"
             )
         return result

@@ -57,8 +57,8 @@ class WorkerPool:
         log: Path | None = None,
     ) -> None:
         """deadline_s: longest look at one completion; code: how programs are run, the fields of
-        `keel.configs.schema.CodeConfig`, whose `answer_s` is the deadline for them; log: folder for
-        what the workers print, a file each; without one it goes to standard error."""
+        `keel.configs.schema.CodeConfig`, whose `completion_s` is the deadline for them; log:
+        folder for what the workers print, a file each; without one it goes to standard error."""
         if workers < 0 or not deadline_s > 0:
             raise ValueError(
                 f"worker pool: workers = {workers} must not be negative, deadline_s = {deadline_s} "
@@ -66,7 +66,7 @@ class WorkerPool:
             )
         self._code = dict(code or {})
         settings = CodeSettings.from_knobs(self._code)
-        self._deadlines = {"code": settings.answer_s + CODE_GRACE_S}
+        self._deadlines = {"code": settings.completion_s + CODE_GRACE_S}
         self._deadline_s = deadline_s
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """No larger a KV cache than an engine's answers can fill.
 
-vLLM takes all the memory that it is allowed. What `rollout.max_concurrent` answers of full length
+vLLM takes all the memory that it is allowed. What `rollout.max_num_seqs` answers of full length
 cannot fill is of no use, and with `rollout.sleep` it costs time: a GPU gives out some 100 GiB a
 second, at each update.
 """

@@ -387,10 +387,10 @@ def _engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -
         "dtype": spec.dtype,
         "hf_overrides": {"head_dtype": config.head_dtype},
         "max_model_len": spec.max_model_len,
-        "max_num_seqs": config.max_concurrent,
-        "max_num_batched_tokens": config.max_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": True,
-        "enable_prefix_caching": config.prefix_caching,
+        "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "keel.rollout.fastpath.routed_experts.RoutesExtension",
         "disable_log_stats": True,
@@ -414,7 +414,7 @@ def _engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -
     else:
         args |= {
             "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": config.gpu_memory,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": config.sleep,
             **parallel_args(config),
         }

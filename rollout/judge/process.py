@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import JudgeConfig
+from keel.rollout.judge import reaper
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """What `vllm serve` runs for one server. The command itself fails on the CPU build, which looks
@@ -48,12 +49,11 @@ class JudgeProcess:
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((host, 0))
         self._number = int(self._port.getsockname()[1])
-        guard = str(Path(__file__).with_name("guard.py"))
         server = [sys.executable, "-m", MODULE, *arguments(config, gpu=gpu)]
         address = ["--host", host, "--port", str(self._number)]
         with log.open("ab") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard, *server, *address],
+                [sys.executable, "-I", "-S", reaper.__file__, *server, *address],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -136,7 +136,7 @@ def arguments(config: JudgeConfig, *, gpu: bool) -> list[str]:
         options["max_model_len"] = server.max_model_len
     if gpu:
         options |= {
-            "gpu_memory_utilization": server.gpu_memory,
+            "gpu_memory_utilization": server.gpu_memory_utilization,
             "tensor_parallel_size": server.tensor_parallel,
         }
     else:

@@ -1,6 +1,6 @@
 """Runs a command, and ends it with everything that it has started.
 
-    python guard.py COMMAND …
+    python reaper.py COMMAND …
 
 The end of the guard's standard input is the order to end: whoever holds the other end of that pipe
 may die in any way. When the command is gone, however that came, so is everything it left behind,

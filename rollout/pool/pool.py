@@ -260,7 +260,7 @@ class RolloutPool:
         """Give orders to the engines with the least to do, until all are full."""
         while self._waiting:
             able = [slot for slot in self._fleet.slots if slot.stage == "ready"]
-            able = [slot for slot in able if slot.sequences < self._config.max_concurrent]
+            able = [slot for slot in able if slot.sequences < self._config.max_num_seqs]
             if not able:
                 return
             slot = min(able, key=lambda slot: (slot.load, slot.index))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from keel.configs.load import dump_config, load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.suggest import RENAMED, knobs
 
 RECIPE = """\
 run: {steps: 7}
@@ -122,6 +123,44 @@ def test_a_value_out_of_range_is_found_where_it_was_written(tmp_path: Path) -> N
 def test_a_typo_is_answered_with_the_nearest_knob(tmp_path: Path, key: str, cure: str) -> None:
     error = refused(write(tmp_path, RECIPE), f"{key}=1")
     assert cure in error
+
+
+RENAMED_KNOBS = [
+    ("data.sources[sums].length.right", "data.sources[sums].length.correct_threshold"),
+    ("model.embedded.cold_start.batch", "model.embedded.cold_start.batch_size"),
+    ("model.embedded.cold_start.worked", "model.embedded.cold_start.worked_fraction"),
+    ("rewards.code.answer_s", "rewards.code.completion_s"),
+    ("rewards.failure_share", "rewards.max_failure_fraction"),
+    ("rewards.judge.failure_share", "rewards.judge.max_failure_fraction"),
+    ("rewards.judge.server.gpu_memory", "rewards.judge.server.gpu_memory_utilization"),
+    ("rollout.gpu_memory", "rollout.gpu_memory_utilization"),
+    ("rollout.max_batched_tokens", "rollout.max_num_batched_tokens"),
+    ("rollout.max_concurrent", "rollout.max_num_seqs"),
+    ("rollout.prefix_caching", "rollout.enable_prefix_caching"),
+    ("trainer.park", "trainer.offload_while_sampling"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_KNOBS)
+def test_an_old_name_is_answered_with_the_new_one(tmp_path: Path, old: str, new: str) -> None:
+    path = write(tmp_path, RECIPE)
+    assert refused(path, f"{old}=1").endswith(f"{old}: no such knob; renamed to {new}")
+    assert "no such knob" not in refused(path, f"{new}=[]")
+
+
+def test_an_old_name_in_a_recipe_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, RECIPE + "rollout:\n  gpu_memory: 0.5\n")
+    assert refused(path) == (
+        f"{path}:7: rollout.gpu_memory: no such knob; renamed to rollout.gpu_memory_utilization"
+    )
+
+
+def test_every_new_name_is_a_knob() -> None:
+    known = set(knobs(Config))
+    for old, name in RENAMED.items():
+        assert old not in known
+        assert f"{old.rpartition('.')[0]}.{name}" in known
+    assert len(RENAMED) == len(RENAMED_KNOBS)
 
 
 def test_all_typos_are_reported_with_file_and_line(tmp_path: Path) -> None:

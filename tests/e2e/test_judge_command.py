@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keel.trainer.cli import main
-from tests.rewards.judge_server import good, running
+from tests.rewards.judge.judge_server import good, running
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e

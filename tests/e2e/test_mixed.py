@@ -12,7 +12,7 @@ import ray
 
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.trainer.cli import main
-from tests.rewards.judge_server import good, running
+from tests.rewards.judge.judge_server import good, running
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
@@ -52,11 +52,11 @@ def test_four_domains_train_together(tmp_path: Path) -> None:
     last = json.loads(lines[-1])
     assert last["step"] == 2
     for domain in ("spelling", "spiral", "code", "chat"):
-        assert f"domain/{domain}/reward" in last
+        assert f"domain/{domain}/reward_mean" in last
     # Of 12 prompts one sixth is for the judge, and of those asked instead of filtered groups.
-    assert last["reward/judge_judged"] >= 16 and last["reward/judge_judged"] % 8 == 0
+    assert last["judge/completions"] >= 16 and last["judge/completions"] % 8 == 0
     assert sum(value for name, value in last.items() if name.startswith("rollout/filtered")) > 0
-    assert last["reward/judge_failed"] == last["reward/error"] == 0
+    assert last["judge/failures"] == last["reward/error"] == 0
     assert "reward/length_cost" in last
 
 

@@ -16,7 +16,7 @@ SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_bac
 
 
 def test_the_gpu_teaches_and_is_free_afterwards(tmp_path: Path) -> None:
-    config = EmbeddedConfig(cold_start=ColdStartConfig(steps=60, batch=32, lr=5e-3))
+    config = EmbeddedConfig(cold_start=ColdStartConfig(steps=60, batch_size=32, lr=5e-3))
     losses: list[float] = []
     torch.cuda.init()
     before = torch.cuda.mem_get_info()[0]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import interpreted
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+from tests.rollout import interpreted
 
 # The functions load vLLM, which stays out of a run that skips them.
 # ruff: noqa: PLC0415

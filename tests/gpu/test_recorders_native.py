@@ -13,10 +13,10 @@ import pytest
 
 from keel.configs.schema import SamplingConfig
 from tests.gpu.marks import GPU
-from tests.recorders.contract import RecorderContract
-from tests.recorders.reference import Reference, Tolerance, check_groups
-from tests.recorders.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine
-from tests.recorders.tiny_model import make_model
+from tests.rollout.recording.contract import RecorderContract
+from tests.rollout.recording.reference import Reference, Tolerance, check_groups
+from tests.rollout.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine
+from tests.rollout.tiny_model import make_model
 
 pytestmark = GPU
 
@@ -43,14 +43,14 @@ def reference(folder: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, reference: Reference, recorder: str) -> Iterator[RemoteEngine]:
-    spec = engine_spec(folder, gpu_memory=0.1, recorder=recorder)
+    spec = engine_spec(folder, gpu_memory_utilization=0.1, recorder=recorder)
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def open_engine(folder: Path, reference: Reference, recorder: str) -> Iterator[RemoteEngine]:
-    spec = engine_spec(folder, gpu_memory=0.1, sampling=OPEN, recorder=recorder)
+    spec = engine_spec(folder, gpu_memory_utilization=0.1, sampling=OPEN, recorder=recorder)
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         yield engine
 

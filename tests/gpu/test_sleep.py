@@ -9,9 +9,9 @@ import torch
 
 from tests.gpu.marks import GPU
 from tests.gpu.test_recorders_native import BLOCKS, EXACT
-from tests.recorders.reference import Reference, Tolerance, check_groups
-from tests.recorders.remote_engine import TRUNCATED, engine_spec, prompts, running_engine
-from tests.recorders.tiny_model import checkpoint_tensors, make_model, perturbed
+from tests.rollout.recording.reference import Reference, Tolerance, check_groups
+from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts, running_engine
+from tests.rollout.tiny_model import checkpoint_tensors, make_model, perturbed
 
 pytestmark = GPU
 TOLERANCE = Tolerance(logp=1e-3, tie=1e-4, rare=1e-2)
@@ -26,7 +26,7 @@ def free() -> int:
 @pytest.mark.parametrize("recorder", ["native", "packed"])
 def test_it_wakes_up_with_the_weights_that_it_is_sent(tmp_path: Path, recorder: str) -> None:
     reference = Reference(make_model(tmp_path))
-    spec = engine_spec(tmp_path, gpu_memory=0.1, recorder=recorder, sleep=True)
+    spec = engine_spec(tmp_path, gpu_memory_utilization=0.1, recorder=recorder, sleep=True)
     asked = prompts(3, shared=70, own=9, tag="s")
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
         asleep = free()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import interpreted
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+from tests.rollout import interpreted
 
 pytestmark = KERNELS
 

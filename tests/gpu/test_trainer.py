@@ -14,9 +14,9 @@ import torch.distributed as dist
 from keel.configs.schema import Dtype
 from keel.model.weight_transfer.buckets import unpack_block
 from keel.rl.metrics import values
-from tests.e2e.trainer_batches import Rollouts, write_model
-from tests.e2e.trainer_scenarios import TIGHT, Ranks, make_config, training
 from tests.gpu.marks import GPU
+from tests.trainer.engine.batches import Rollouts, write_model
+from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
 
 pytestmark = GPU
 
@@ -105,7 +105,9 @@ def test_a_parked_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
 
 
 def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
-    config = make_config(1, 1, dtype="bfloat16", tokens=TIGHT, sleep=True, park=False)
+    config = make_config(
+        1, 1, dtype="bfloat16", tokens=TIGHT, sleep=True, offload_while_sampling=False
+    )
     engine = ranks.engine(config)
     groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
     for _ in range(2):

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import interpreted
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+from tests.rollout import interpreted
 
 # The functions load vLLM, which stays out of a run that skips them.
 # ruff: noqa: PLC0415

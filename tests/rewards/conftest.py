@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rewards.judge_server import Server, good, running
+from tests.rewards.judge.judge_server import Server, good, running
 
 
 @pytest.fixture(scope="module", autouse=True)

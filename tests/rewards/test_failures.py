@@ -145,12 +145,13 @@ def test_errors_of_other_places_are_said_as_well() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_that_always_fails_stops_the_run(workers: int) -> None:
-    with Scorer(weights("none"), workers=workers, failure_share=0.2, say=list) as scorer:  # type: ignore[arg-type]
+    with Scorer(weights("none"), workers=workers, max_failure_fraction=0.2, say=list) as scorer:  # type: ignore[arg-type]
         future = scorer.submit(group(*["</think>3"] * 8))
         place = f"failing_rewards.py:{LINES['none']} in none"
         message = (
             "reward failing_rewards.none failed on 5 of the last 5 answers, and "
-            f"rewards.failure_share = 0.2; the last, of prompt file/1: .*{place}.*Mend the function"
+            f"rewards.max_failure_fraction = 0.2; the last, of prompt file/1: .*{place}"
+            ".*Mend the function"
         )
         with pytest.raises(RewardStopped, match=message):
             future.result(30)
@@ -164,7 +165,7 @@ def test_a_few_failures_do_not_and_neither_does_a_verifier_that_cannot_read() ->
     }
     prompt = replace(PROMPT, reward=unreadable)
     said: list[str] = []
-    with Scorer(weights("some"), workers=0, failure_share=0.2, say=said.append) as scorer:
+    with Scorer(weights("some"), workers=0, max_failure_fraction=0.2, say=said.append) as scorer:
         for _ in range(30):
             scored = scorer.score([group(*["</think>ok"] * 9, "</think>bad", prompt=prompt)])
     assert [parts["error"] for parts in scored[0].parts_G] == [1.0] * 10

@@ -43,7 +43,7 @@ def test_each_class_keeps_its_mean_and_every_lead_its_sign(
     tokens = np.array([n for _, n, _ in group])
     rewards = correct + np.array([e for _, _, e in group])
     added = rule.adjustment(rewards, correct, tokens)
-    right = correct >= rule.right
+    right = correct >= rule.correct_threshold
     assert added[right].sum() == pytest.approx(0, abs=1e-9)
     assert added[~right].sum() == pytest.approx(0, abs=1e-9)
     assert wrong_too or not added[~right].any()
@@ -74,7 +74,7 @@ def test_overlong_is_what_dapo_takes_by_length_alone_up_to_a_constant_and_a_fact
     factor = np.abs(ours).max() / spread if spread > 1e-9 else 1.0
     np.testing.assert_allclose(ours, factor * theirs, atol=1e-9)
     assert factor <= 1 + 1e-9
-    right = correct >= rule.right
+    right = correct >= rule.correct_threshold
     leads = rewards[right][:, None] - rewards[~right][None, :]
     now = leads + added[right][:, None] - added[~right][None, :]
     if may_outweigh or not (leads > 0).any():
@@ -147,7 +147,9 @@ def test_where_wrong_is_ahead_already_length_goes_on_as_usual() -> None:
 
 def test_a_rubric_says_from_where_on_an_answer_is_right() -> None:
     assert not any(adjust(rule(linear=0.2), [0.8, 0.9], [0, 1000]))
-    assert adjust(rule(linear=0.2, right=0.7), [0.8, 0.9], [0, 1000]) == pytest.approx([0.1, -0.1])
+    assert adjust(rule(linear=0.2, correct_threshold=0.7), [0.8, 0.9], [0, 1000]) == pytest.approx(
+        [0.1, -0.1]
+    )
 
 
 def test_knobs() -> None:

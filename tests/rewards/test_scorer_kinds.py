@@ -15,9 +15,9 @@ from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer, _spoken
 from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
-from tests.rewards.judge_server import Reply, Server, good, material_of, running
+from tests.rewards.judge.judge_server import Reply, Server, good, material_of, running
 
-TRUSTED = {"isolation": "none-i-trust-the-answers", "answer_s": 5.0}
+TRUSTED = {"isolation": "none-i-trust-the-answers", "completion_s": 5.0}
 CRITERIA = [
     {"name": "blue", "text": "says blue", "weight": 0.75},
     {"name": "sky", "text": "says sky", "weight": 0.25},
@@ -69,7 +69,7 @@ def test_rubrics_go_to_the_judge_and_failures_leave_the_group(server: Server) ->
     sums = group("<think></think>3")
     weights = {"maths": {"correct": 1.0, "format": 0.1}}
     with (
-        service(server, failure_share=1.0) as judge,
+        service(server, max_failure_fraction=1.0) as judge,
         Scorer(weights, workers=0, judge=judge) as scorer,
     ):
         scored, other = scorer.score([asked, sums])
@@ -88,8 +88,8 @@ def test_rubrics_go_to_the_judge_and_failures_leave_the_group(server: Server) ->
     (reason,) = scored.group.dropped
     assert reason.startswith("the judge failed (server): ")
     np.testing.assert_allclose(other.rewards_G, [1.1])
-    assert metrics["reward/judge_failed"].value == metrics["reward/judge_failed_server"].value == 1
-    assert (metrics["reward/judge_judged"].value, metrics["reward/judge_calls"].value) == (2, 3)
+    assert metrics["judge/failures"].value == metrics["judge/failures_server"].value == 1
+    assert (metrics["judge/completions"].value, metrics["judge/calls"].value) == (2, 3)
     assert not any(metric.value for metric in again.values())
 
 
@@ -97,9 +97,9 @@ def test_a_judge_that_gives_out_stops_the_run(server: Server) -> None:
     asked = group("<think></think>HTTP 500", prompt=prompt(kind="rubric", criteria=CRITERIA))
     weights = {"maths": {"rubric": 1.0}}
     with (
-        service(server, failure_share=0.0) as judge,
+        service(server, max_failure_fraction=0.0) as judge,
         Scorer(weights, workers=0, judge=judge) as scorer,
-        pytest.raises(JudgeStopped, match="failure_share"),
+        pytest.raises(JudgeStopped, match="max_failure_fraction"),
     ):
         scorer.score([asked])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keel.rl.losses import LossOutput, grpo_loss
-from tests.reference_grpo import Answer, Token
+from tests.rl.reference_grpo import Answer, Token
 
 
 @dataclass(frozen=True)

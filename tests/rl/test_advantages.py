@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.advantages import group_advantages
-from tests.reference_grpo import advantages
+from tests.rl.reference_grpo import advantages
 
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8)
 

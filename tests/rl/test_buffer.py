@@ -153,11 +153,11 @@ def test_a_step_waits_for_its_own_groups_and_for_no_others() -> None:
 @pytest.mark.parametrize(
     ("correct", "rewards", "by", "why"),
     [
-        ((1.0, 1.0), None, "reward", "right"),
-        ((0.0, 0.0), None, "reward", "wrong"),
-        ((0.5, 0.5), None, "reward", "even"),
+        ((1.0, 1.0), None, "reward", "all_correct"),
+        ((0.0, 0.0), None, "reward", "all_wrong"),
+        ((0.5, 0.5), None, "reward", "all_equal"),
         ((1.0, 1.0), (1.0, 0.9), "reward", None),
-        ((1.0, 1.0), (1.0, 0.9), "correct", "right"),
+        ((1.0, 1.0), (1.0, 0.9), "correct", "all_correct"),
         ((1.0, 0.0), None, "correct", None),
         ((0.0, 0.0), None, "none", None),
         ((), None, "correct", None),
@@ -179,7 +179,7 @@ def test_a_filtered_group_frees_its_slot_while_the_budget_lasts() -> None:
     batch = one.take()
     assert [group.group.prompt.prompt_id for group in batch.groups] == ["b", "c"]
     assert [group.group.prompt.prompt_id for group in batch.discarded] == ["a"]
-    assert batch.metrics["rollout/filtered_right"].value == 1
+    assert batch.metrics["rollout/filtered_all_correct"].value == 1
 
 
 def test_the_budget_is_not_for_those_that_arrive_first() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from keel.rl.losses import KL
 from keel.rl.metrics import Metric, merge, values
-from tests.reference_grpo import reference_grpo
 from tests.rl.batches import Batch
+from tests.rl.reference_grpo import reference_grpo
 
 MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_k3", "delta": 0.2}
 

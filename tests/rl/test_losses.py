@@ -365,10 +365,10 @@ def test_metrics_by_hand() -> None:
         "mismatch/kl": Mean((math.e - 2) + (math.exp(-3) + 2), 3),
         "mismatch/logp_abs": Mean(1 + 0 + 3, 3),
         "mismatch/ratio_mean": Mean(math.e + 1 + math.exp(-3), 3),
-        "mismatch/ratio_outside": Mean(2, 3),
+        "mismatch/ratio_outside_fraction": Mean(2, 3),
         "mismatch/ratio_max": Max(math.e),
         "mask/sequence_fraction": Mean(1, 2),
-        "mask/gap_max": Max(3.0),  # of the second; the first has moved the other way
+        "mask/logp_gap_max": Max(3.0),  # of the second; the first has moved the other way
         "clip/fraction": Mean(1, 3),
     }
     found = output.metrics

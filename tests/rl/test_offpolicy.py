@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keel.rl.offpolicy import off_policy_sequence_mask
-from tests.reference_grpo import sequence_mask
 from tests.rl.batches import Batch
+from tests.rl.reference_grpo import sequence_mask
 
 INF = float("inf")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from keel.rl.losses import grpo_loss
 from keel.rl.packing import MicroBatch, TrainBatch, balance, pack, split_updates
 from keel.rl.types import NO_ROUTE, ScoredGroup
-from tests.reference_grpo import Answer, Token, reference_grpo
+from tests.rl.reference_grpo import Answer, Token, reference_grpo
 from tests.rl.rollouts import (
     EXPERTS,
     LAYERS,

@@ -30,15 +30,15 @@ def test_rewards_lengths_staleness_and_losses() -> None:
         "reward/correct": Mean(2.0, 3),
         "reward/format": Mean(0.5, 1),
         "length/mean": Mean(6 + 1 + 1, 3),
-        "length/drawn": Mean(6 + 1 + 1, 3),
+        "length/sampled_mean": Mean(6 + 1 + 1, 3),
         # 4 tokens of version 3, 2 of version 4, 1 and 1 of version 5
         "staleness/mean": Mean(4 * 3 + 2 * 2 + 1 + 1, 8),
         "staleness/max": Max(3),
         "rollout/truncated_fraction": Mean(1, 3),
-        "rollout/cut": Sum(0),
-        "rollout/dropped": Sum(3),
+        "rollout/deadline_cuts": Sum(0),
+        "rollout/dropped_completions": Sum(3),
         "rollout/uniform_groups": Sum(1),
-        "rollout/uniform_fraction": Mean(1, 2),
+        "rollout/uniform_group_fraction": Mean(1, 2),
     }
 
 
@@ -50,7 +50,7 @@ def test_answers_that_were_dropped_for_their_length_count_as_truncated() -> None
         replace(scored(kept, [1, 0], dropped=(CUT_OFF, "late")), left_out=lost),
         replace(scored([], [], dropped=(CUT_OFF, "the judge failed")), left_out=unjudged),
     ]
-    assert summarize(groups, version=0)["rollout/cut"] == Sum(1)
+    assert summarize(groups, version=0)["rollout/deadline_cuts"] == Sum(1)
     assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(4, 5)
 
 
@@ -62,8 +62,8 @@ def test_what_was_drawn_is_told_apart_from_what_is_trained_on() -> None:
     filtered = scored([trajectory(segment(20, 6))], [0.0])
     metrics = summarize([trained], version=0, discarded=[filtered])
     assert metrics["length/mean"] == Mean(2, 1)
-    assert metrics["length/drawn"] == Mean(2 + 8 + 5, 3)
-    assert metrics["rollout/cut"] == Sum(2)
+    assert metrics["length/sampled_mean"] == Mean(2 + 8 + 5, 3)
+    assert metrics["rollout/deadline_cuts"] == Sum(2)
     assert metrics["rollout/truncated_fraction"] == Mean(2, 3)
 
 
@@ -84,10 +84,10 @@ def test_domains_stand_apart_where_there_are_several() -> None:
         return scored([trajectory(segment(0, tokens))], [reward], domain=domain)
 
     several = summarize([group("sums", 1.0, 3), group("code", 0.0, 5)], version=0)
-    assert several["domain/sums/reward"] == Mean(1.0, 1)
-    assert several["domain/code/reward"] == Mean(0.0, 1)
-    assert several["domain/sums/length"] == Mean(2, 1)
-    assert several["domain/code/length"] == Mean(4, 1)
+    assert several["domain/sums/reward_mean"] == Mean(1.0, 1)
+    assert several["domain/code/reward_mean"] == Mean(0.0, 1)
+    assert several["domain/sums/length_mean"] == Mean(2, 1)
+    assert several["domain/code/length_mean"] == Mean(4, 1)
     one = summarize([group("sums", 1.0, 3), group("sums", 0.0, 5)], version=0)
     assert not [name for name in one if name.startswith("domain/")]
 

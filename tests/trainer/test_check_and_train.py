@@ -18,7 +18,7 @@ from keel.model.load import ModelFacts
 from keel.trainer import prepare
 from keel.trainer.cli import main
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
-from tests.trainer.test_memory import DENSE
+from tests.trainer.planning.test_memory import DENSE
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +68,12 @@ layouts = st.fixed_dictionaries(
     {
         "rollout.colocated": st.booleans(),
         "rollout.sleep": st.booleans(),
-        "rollout.gpu_memory": st.sampled_from([0.05, 0.3, 0.5, 0.85, 0.97]),
+        "rollout.gpu_memory_utilization": st.sampled_from([0.05, 0.3, 0.5, 0.85, 0.97]),
         "rollout.engines": st.sampled_from([1, 1, 2, 4]),
         "rollout.tensor_parallel": st.sampled_from([1, 1, 2]),
         "trainer.ranks": st.sampled_from([1, 1, 2, 4]),
         "trainer.zero_stage": st.sampled_from([0, 1, 2, 3]),
-        "trainer.park": st.booleans(),
+        "trainer.offload_while_sampling": st.booleans(),
         "trainer.activation_checkpointing": st.booleans(),
     }
 )
@@ -93,11 +93,13 @@ machines = st.builds(
 )
 @given(machine=machines, layout=layouts, device=st.sampled_from(["auto", "gpu"]))
 @example(  # one GPU that both share, seen from a machine without any
-    machine=Machine(gpus=1, nodes=1, gib=139.0), layout={"rollout.gpu_memory": 0.85}, device="auto"
+    machine=Machine(gpus=1, nodes=1, gib=139.0),
+    layout={"rollout.gpu_memory_utilization": 0.85},
+    device="auto",
 )
 @example(
     machine=Machine(gpus=4, nodes=1, gib=24.0),
-    layout={"rollout.colocated": True, "rollout.gpu_memory": 0.85},
+    layout={"rollout.colocated": True, "rollout.gpu_memory_utilization": 0.85},
     device="gpu",
 )
 def test_check_refuses_what_train_refuses(
@@ -127,7 +129,7 @@ def test_check_refuses_what_train_refuses(
         engine, rank = (
             float(number) for number in re.findall(r": ([\d.]+) (?:GiB|MiB) each", memory)
         )
-        assert engine <= layout.get("rollout.gpu_memory", 0.85) * machine.gib + 0.05
+        assert engine <= layout.get("rollout.gpu_memory_utilization", 0.85) * machine.gib + 0.05
         shared, asleep = "shared" in plan, layout.get("rollout.sleep", False)
         assert rank + (engine if shared and not asleep else 0.0) <= machine.gib + 0.1
 
@@ -136,10 +138,12 @@ def test_both_verdicts_are_met(dataset: Dataset, tmp_path: Path) -> None:
     """The property above is no agreement on nothing."""
     path = recipe(tmp_path)
     with on(Machine(gpus=1, nodes=1, gib=80.0), dataset, DENSE):
-        assert verdict("train", path, ["rollout.gpu_memory=0.3"])[0] == ""
+        assert verdict("train", path, ["rollout.gpu_memory_utilization=0.3"])[0] == ""
         assert verdict("train", path, [])[0].startswith("a trainer rank needs ")
         assert verdict("train", path, ["trainer.ranks=2"])[0] == "the recipe needs 3 GPUs"
-        assert verdict("train", path, ["rollout.gpu_memory=0.02"])[0].startswith("an engine's GPU")
+        assert verdict("train", path, ["rollout.gpu_memory_utilization=0.02"])[0].startswith(
+            "an engine's GPU"
+        )
 
 
 def test_gpus_that_a_recipe_speaks_of_are_not_replaced_by_a_cpu(

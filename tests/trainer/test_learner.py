@@ -1,4 +1,4 @@
-"""What of the driver's handle needs no Ray; the rest is in `tests/e2e/test_trainer_learner.py`."""
+"""What of the driver's handle needs no Ray; the rest is in `test_learner_on_ray.py`."""
 
 from __future__ import annotations
 

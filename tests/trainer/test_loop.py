@@ -95,7 +95,7 @@ class World:
         return done(None)
 
     def metrics(self) -> Mapping[str, Metric]:
-        return {"reward/judge_calls": Sum(3)}
+        return {"judge/calls": Sum(3)}
 
     def scored(self, group: Group) -> ScoredGroup:
         first, second = self.partial
@@ -184,7 +184,7 @@ def test_a_step_reports_rewards_staleness_and_where_the_time_went() -> None:
     assert metrics["reward/mean"].value == 0.5
     assert metrics["staleness/mean"].value == 0
     assert metrics["length/mean"].value == 2
-    assert metrics["reward/judge_calls"].value == 3
+    assert metrics["judge/calls"].value == 3
     for name in ("time/rollout", "time/reward", "time/train", "time/sync"):
         assert metrics[name].value >= 0
     assert metrics["throughput/tokens_per_second"].value > 0
@@ -271,7 +271,7 @@ def test_groups_that_teach_nothing_are_replaced_and_still_seen() -> None:
     world.run(config({"filter_groups": "correct"}, steps=1))
     assert world.asked == 4
     metrics = world.records[1]
-    assert metrics["rollout/filtered_right"].value == 2
+    assert metrics["rollout/filtered_all_correct"].value == 2
     assert metrics["reward/mean"].value == pytest.approx((0.5 + 1 + 1 + 0.5) / 4)
 
 
@@ -279,7 +279,7 @@ def test_after_so_many_replacements_groups_are_taken_as_they_come() -> None:
     world = World(easy=[f"p{i}" for i in range(99)])
     world.run(config({"filter_groups": "reward", "max_refills": 1.5}, steps=1))
     assert world.asked == 2 + 3
-    assert world.records[1]["rollout/filtered_right"].value == 3
+    assert world.records[1]["rollout/filtered_all_correct"].value == 3
     assert world.records[1]["rollout/uniform_groups"].value == 5
 
 

@@ -131,7 +131,7 @@ class TrainerEngine:
         if config.rollout.sleep:
             frozen = self._reference.network if self._reference else None
             self._parking = Parking(
-                self._engine, frozen, self._device, stays=not config.trainer.park
+                self._engine, frozen, self._device, stays=not config.trainer.offload_while_sampling
             )
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
         self._packers: dict[int, BlockPacker] = {}
@@ -323,7 +323,8 @@ class TrainerEngine:
 
         A rank that does not want them yields nothing, and gathers along where the others need it.
         With `rollout.sleep` the engines wake up meanwhile, so all that a block does not need goes
-        to host memory before the first and the rest after the last (but see `trainer.park`).
+        to host memory before the first and the rest after the last (but see
+        `trainer.offload_while_sampling`).
         """
         if self._parking:
             if wanted or self._gathers:

@@ -92,7 +92,8 @@ class Parking:
         *,
         stays: bool = False,
     ) -> None:
-        """stays: only gives back what a step needs for itself (`trainer.park` is false)."""
+        """stays: only gives back what a step needs for itself (`trainer.offload_while_sampling` is
+        false)."""
         self._engine, self._reference, self._device = engine, reference, device
         self._stays = stays
         self._weights = Shelf(device, "changing")

@@ -53,13 +53,21 @@ def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[C
     rollout, trainer, longest = config.rollout, config.trainer, context_tokens(config)
     step = 1 if fine else 5
     shares = [round(0.01 * share, 2) for share in range(95, 0, -step)]
-    yield [{"rollout.gpu_memory": share} for share in shares if share < rollout.gpu_memory]
-    yield [{"rollout.gpu_memory": s} for s in reversed(shares) if s > rollout.gpu_memory]
+    yield [
+        {"rollout.gpu_memory_utilization": share}
+        for share in shares
+        if share < rollout.gpu_memory_utilization
+    ]
+    yield [
+        {"rollout.gpu_memory_utilization": s}
+        for s in reversed(shares)
+        if s > rollout.gpu_memory_utilization
+    ]
     yield [{"trainer.zero_stage": stage} for stage in (1, 2, 3) if stage > trainer.zero_stage]
     yield [] if trainer.activation_checkpointing else [{"trainer.activation_checkpointing": True}]
     tokens = [trainer.micro_batch_tokens >> halved for halved in range(1, 8)]
     yield [{"trainer.micro_batch_tokens": n} for n in tokens if n >= longest]
-    yield [] if trainer.park else [{"trainer.park": True}]
+    yield [] if trainer.offload_while_sampling else [{"trainer.offload_while_sampling": True}]
     yield [] if rollout.sleep else [{"rollout.sleep": True}]
     yield [{"trainer.expert_parallel": n} for n in (2, 4, 8) if n > trainer.expert_parallel]
     yield [{"rollout.engines": n} for n in range(rollout.engines - 1, 0, -1)]

@@ -68,7 +68,7 @@ def context_tokens(config: Config) -> int:
 def engine_sequences(config: Config) -> int:
     """Answers that an engine works on at once, as far as the recipe goes."""
     sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
-    return min(config.rollout.max_concurrent, -(-sequences // config.rollout.engines))
+    return min(config.rollout.max_num_seqs, -(-sequences // config.rollout.engines))
 
 
 def rank_tokens(config: Config) -> float:
@@ -91,9 +91,9 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         cache = rollout.kv_cache_gib * GIB
         process = ENGINE_PROCESS_GIB * GIB
         return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
-    sampler = SAMPLER_BYTES * rollout.max_concurrent * facts.vocab_size
+    sampler = SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size
     layer = layer_numbers(facts) + (expert_numbers(facts) if facts.moe_layers else 0.0)
-    layer *= width * rollout.max_batched_tokens / rollout.tensor_parallel
+    layer *= width * rollout.max_num_batched_tokens / rollout.tensor_parallel
     cache = kv_token_bytes(config, facts) * context_tokens(config) * engine_sequences(config)
     return Memory(
         parts={
@@ -113,14 +113,14 @@ def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
     """
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
-    budget = config.rollout.gpu_memory * gpu_gib * GIB
+    budget = config.rollout.gpu_memory_utilization * gpu_gib * GIB
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
         raise DoesNotFit(
             f"an engine's GPU needs {gib(rest + one)} ({_largest_first(memory, but='KV cache')}, "
-            f"KV cache of one trajectory {gib(one)}), and rollout.gpu_memory = "
-            f"{config.rollout.gpu_memory:g} of a GPU with {gib(gpu_gib * GIB)} (run.gpu_gib) is "
-            f"{gib(budget)}"
+            f"KV cache of one trajectory {gib(one)}), and rollout.gpu_memory_utilization = "
+            f"{config.rollout.gpu_memory_utilization:g} of a GPU with {gib(gpu_gib * GIB)} "
+            f"(run.gpu_gib) is {gib(budget)}"
         )
     return sequences
 
@@ -194,15 +194,15 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
         stays = TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024  # weights on their way
-        stays += 0.0 if config.trainer.park else held_bytes(config, memory) / GIB
-        if rollout.gpu_memory > 1 - stays / gpu_gib:
+        stays += 0.0 if config.trainer.offload_while_sampling else held_bytes(config, memory) / GIB
+        if rollout.gpu_memory_utilization > 1 - stays / gpu_gib:
             raise DoesNotFit(
-                f"rollout.gpu_memory = {rollout.gpu_memory:g}: {gib(stays * GIB)} of a "
-                f"GPU's {gib(gpu_gib * GIB)} (run.gpu_gib) stay with the trainer while the engine "
-                "samples"
+                f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization:g}: "
+                f"{gib(stays * GIB)} of a GPU's {gib(gpu_gib * GIB)} (run.gpu_gib) stay "
+                "with the trainer while the engine samples"
             )
     else:
-        taken = rollout.gpu_memory if shared else 0.0
+        taken = rollout.gpu_memory_utilization if shared else 0.0
         room = gpu_gib * (1 - taken)
     if memory.total <= room * GIB:
         return
@@ -216,8 +216,8 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
 
 def held_bytes(config: Config, memory: Memory) -> float:
     """What a rank holds on its GPU between two steps, while an engine may have the rest
-    (`rollout.sleep`); with `trainer.park` it waits in host memory. DeepSpeed's float32 sums of
-    gradients, in bfloat16 under ZeRO-1, are zeros then and given back
+    (`rollout.sleep`); with `trainer.offload_while_sampling` it waits in host memory. DeepSpeed's
+    float32 sums of gradients, in bfloat16 under ZeRO-1, are zeros then and given back
     (trainer/engine/offload.py)."""
     names = ["weights", "optimizer", "reference"]
     if not summed_apart(config.model.dtype, config.trainer):

@@ -18,7 +18,7 @@ from keel.trainer.planning.memory import GIB, gib
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 SHARED = 0.5
 """Share of a GPU that Ray books for each of two actors. Memory is the recipe's to divide:
-`rollout.gpu_memory` bounds the engine, the trainer takes what it needs of the rest."""
+`rollout.gpu_memory_utilization` bounds the engine, the trainer takes what it needs of the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ def make_plan(
     cached = None
     if gpu and gpu_gib:
         cached = cached_sequences(config, engine, gpu_gib)
-        engine = within(engine, config.rollout.gpu_memory * gpu_gib * GIB)
+        engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
         check_trainer_fits(config, rank, gpu_gib, shared=shared)
     time = None
     if gpu:
@@ -217,7 +217,11 @@ def describe(
 def sleep_line(config: Config, plan: Plan) -> str:
     """What a rank's state costs its node, or its GPU, while an engine has its turn there."""
     size = gib(held_bytes(config, plan.trainer))
-    where = "wait in host memory" if config.trainer.park else "stay (trainer.park)"
+    where = (
+        "wait in host memory"
+        if config.trainer.offload_while_sampling
+        else "stay (trainer.offload_while_sampling)"
+    )
     return f"  in turns with the engine (rollout.sleep): {size} of it then {where}"
 
 
@@ -225,15 +229,16 @@ def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
     """What the KV cache holds, where the GPU is known."""
     if plan.cached is None:
         return ""
-    wanted, share = engine_sequences(config), config.rollout.gpu_memory
-    budget = f"it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory = {share:g}"
+    wanted, share = engine_sequences(config), config.rollout.gpu_memory_utilization
+    takes = gib(share * hardware.gpu_gib * GIB)
+    budget = f"it takes {takes} (rollout.gpu_memory_utilization = {share:g}"
     if plan.cached >= wanted:
         enough = math.ceil(100 * plan.engine.total / GIB / hardware.gpu_gib) / 100
         budget += f"; {enough:g} would do" * (enough < share)
         return f"  {budget}): its KV cache holds all {wanted} sequences at full length"
     return (
         f"  {budget}): its KV cache holds {plan.cached} of {wanted} sequences at full length; more "
-        "will be preempted and computed again (rollout.max_concurrent)"
+        "will be preempted and computed again (rollout.max_num_seqs)"
     )
 
 

@@ -191,7 +191,7 @@ def step_time(
     host = rates.host_seconds(config, facts, at_once)
     device = decode_device_seconds(config, facts, at_once, machine, rates)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
-    if not rollout.prefix_caching:
+    if not rollout.enable_prefix_caching:
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
     spread = gpus + config.trainer.ranks > machine.node_gpus

@@ -29,7 +29,7 @@ SHOWN = (
     ("answer length", "length/mean", "{:.1f}"),
     ("tokens a second", "throughput/tokens_per_second", "{:,.0f}"),
 )
-ERRORS, UNIFORM = "reward/error", "rollout/uniform_fraction"
+ERRORS, UNIFORM = "reward/error", "rollout/uniform_group_fraction"
 SPLIT = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 BARS = " ▁▂▃▄▅▆▇█"
 

@@ -1,0 +1,222 @@
+"""Routing replay in every supported family."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.model.routing.replay import record_routes, replay_routes
+from keel.model.routing.routers import ROUTERS, is_moe, moe_layers, router_modules
+from tests.model.families import FAMILIES, build
+from tests.model.routing.routes import E, K, N, live_routes, logits, other_routes
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request, models) -> PreTrainedModel:
+    if request.param not in models:
+        models[request.param] = build(request.param)
+    model = models[request.param]
+    model.zero_grad()
+    return model
+
+
+@pytest.fixture
+def qwen() -> PreTrainedModel:
+    return build("qwen3_moe")
+
+
+def test_its_own_routes_change_nothing(model):
+    routes = live_routes(model)
+    with replay_routes(model, routes) as replay, torch.no_grad():
+        replayed = logits(model)
+    torch.testing.assert_close(replayed, logits(model).detach(), rtol=1e-5, atol=1e-6)
+    metrics = replay.metrics()
+    assert metrics["routing/overlap"].value == 1
+    assert metrics["routing/fallback_fraction"].value == 0
+    assert metrics["routing/overlap"].count == N * routes.shape[1]
+
+
+def expected_weights(model_type: str, router: nn.Module, scores: Tensor, experts: Tensor) -> Tensor:
+    """The papers' formulas, expert by expert."""
+    weights = []
+    for row, chosen in zip(scores.tolist(), experts.tolist(), strict=True):
+        if model_type in ("deepseek_v3", "deepseek_v32", "glm4_moe", "minimax_m2"):
+            score = [1 / (1 + math.exp(-x)) for x in row]
+        else:
+            score = [math.exp(x) / sum(math.exp(y) for y in row) for x in row]
+        picked = [score[expert] for expert in chosen]
+        normalised = model_type not in ("deepseek_v2", "qwen2_moe", "qwen3_next", "olmoe")
+        if getattr(router, "norm_topk_prob", normalised):
+            picked = [weight / sum(picked) for weight in picked]
+        scale = getattr(router, "routed_scaling_factor", 1.0)
+        weights.append([scale * weight for weight in picked])
+    return torch.tensor(weights)
+
+
+def test_other_routes_are_weighed_by_the_current_scores_and_train_the_gate(model):
+    """Softmax over the chosen (gpt_oss) is softmax over all, normalised over the chosen."""
+    routes = other_routes(model)
+    seen = []
+    router = router_modules(model)[0]
+    with replay_routes(model, routes):
+        handle = router.register_forward_hook(lambda _m, _a, output: seen.append(output))
+        changed = logits(model)
+        handle.remove()
+    scores, weights, experts = seen[0]
+    assert torch.equal(experts, routes[:, 0].long())
+    expected = expected_weights(model.config.model_type, router, scores, experts)
+    torch.testing.assert_close(weights.float(), expected, rtol=1e-5, atol=1e-6)
+    assert (changed - logits(model)).abs().max() > 1e-4
+
+    changed.logsumexp(-1).sum().backward()
+    assert all(router.weight.grad.abs().max() > 0 for router in router_modules(model))
+
+
+def test_rows_of_minus_one_use_the_live_router(model):
+    routes = live_routes(model).to(torch.int16)
+    routes[3:6] = -1
+    with replay_routes(model, routes.numpy()) as replay, torch.no_grad():
+        replayed = logits(model)
+    torch.testing.assert_close(replayed, logits(model).detach(), rtol=1e-5, atol=1e-6)
+    metrics = replay.metrics()
+    assert metrics["routing/overlap"].value == 1
+    assert metrics["routing/fallback_fraction"].value == pytest.approx(0.3)
+
+
+def test_dense_layers_have_no_routes(model):
+    family = model.config.model_type
+    dense = {"qwen2_moe": 1, "qwen3_moe": 1, "qwen3_next": 1, "mixtral": None, "olmoe": None}
+    dense |= {"gpt_oss": None, "minimax_m2": None}
+    expected = tuple(layer for layer in range(3) if layer != dense.get(family, 0))
+    assert moe_layers(model) == moe_layers(model.config) == expected
+    assert is_moe(model.config)
+
+
+# Around the context
+
+
+def test_nothing_is_left_after_the_context_or_an_error_in_it(qwen):
+    before = logits(qwen)
+    with pytest.raises(KeyError), replay_routes(qwen, other_routes(qwen)):
+        raise KeyError
+    assert torch.equal(logits(qwen), before)
+
+
+def test_a_copy_of_a_replayed_model_is_not_replayed(qwen):
+    with replay_routes(qwen, other_routes(qwen)):
+        logits(qwen)
+        twin = copy.deepcopy(qwen)
+        changed = logits(twin)
+    assert torch.equal(changed, logits(twin))
+
+
+def test_a_copy_of_a_replayed_model_counts_each_pass_once(qwen):
+    routes = other_routes(qwen)
+    with replay_routes(qwen, routes) as original:
+        logits(qwen)
+    twin = copy.deepcopy(qwen)
+    with record_routes(twin) as recording, replay_routes(twin, routes) as copied:
+        logits(twin)
+    assert copied.metrics() == original.metrics()
+    assert torch.equal(recording.routes()[:, 0], live_routes(qwen)[:, 0])
+
+
+def test_two_models_can_be_replayed_at_once(qwen):
+    other = build("mixtral")
+    with (
+        replay_routes(qwen, other_routes(qwen)),
+        replay_routes(other, live_routes(other)) as replay,
+    ):
+        logits(qwen)
+        logits(other)
+    assert replay.metrics()["routing/overlap"].value == 1
+
+
+def test_overlap_counts_experts_in_any_order(qwen):
+    routes = live_routes(qwen)
+    with replay_routes(qwen, routes.flip(-1)) as replay:
+        logits(qwen)
+    assert replay.metrics()["routing/overlap"].value == 1
+    half = routes.clone()
+    half[..., 1] = torch.tensor(
+        [[min(set(range(E)) - set(row)) for row in token] for token in routes.tolist()]
+    )
+    with replay_routes(qwen, half) as replay:
+        logits(qwen)
+        assert replay.metrics()["routing/overlap"].value < 0.75
+
+
+def test_a_recording_sees_the_live_router_behind_a_replay(qwen):
+    routes = other_routes(qwen)
+    live_first_layer = live_routes(qwen)[:, 0]
+    with replay_routes(qwen, routes), record_routes(qwen) as recording:
+        logits(qwen)
+    assert torch.equal(recording.routes()[:, 0], live_first_layer)
+
+
+def test_uint8_routes_are_taken(qwen):
+    with replay_routes(qwen, other_routes(qwen).numpy().astype(np.uint8)) as replay:
+        logits(qwen)
+    assert replay.metrics()["routing/fallback_fraction"].value == 0
+
+
+# DeepSpeed AutoEP's router, by its interface
+
+
+class TokenChoiceTopKRouter(nn.Module):
+    """What DeepSpeed's router of this name does, without its group limits."""
+
+    def __init__(self, score_func: str, norm: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, E, bias=False)
+        self.num_experts, self.top_k = E, K
+        self.score_func, self.route_norm, self.route_scale = score_func, norm, 1.5
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        scores = self.gate(x)
+        scores = scores.sigmoid() if self.score_func == "sigmoid" else scores.softmax(-1)
+        experts = (scores if expert_bias is None else scores + expert_bias).topk(K, -1).indices
+        weights = scores.gather(1, experts)
+        if self.route_norm:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        counts = torch.bincount(experts.flatten(), minlength=E).int()
+        return weights * self.route_scale, experts, counts
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_the_expert_parallel_router_is_replayed(score_func, norm):
+    torch.manual_seed(0)
+    router, x, bias = TokenChoiceTopKRouter(score_func, norm), torch.randn(N, 6), torch.randn(E)
+    live = router(x, bias)
+    with replay_routes(router, live[1][:, None]):
+        for actual, expected in zip(router(x, bias), live, strict=True):
+            torch.testing.assert_close(actual, expected)
+    forced = torch.rand(N, E).argsort(-1)[:, :K]
+    calls = []
+    router.gate.register_forward_hook(lambda *_: calls.append(1))
+    with replay_routes(router, forced[:, None].to(torch.int16)):
+        weights, experts, counts = router(x, bias)
+    assert len(calls) == 1, "under ZeRO-3 another call is another collective"
+    assert torch.equal(experts, forced)
+    assert torch.equal(counts, torch.bincount(forced.flatten(), minlength=E).int())
+    weights.pow(2).sum().backward()
+    assert router.gate.weight.grad.abs().max() > 0
+
+
+def test_every_known_router_is_of_a_family_tested_here_or_an_equal_of_one():
+    tested = {type(r).__name__ for family in FAMILIES for r in router_modules(build(family))}
+    equals = {"FlexOlmoTopKRouter", "Glm4MoeLiteTopkRouter", "GlmMoeDsaTopkRouter"}
+    equals |= {"Qwen3_5MoeTopKRouter", "TokenChoiceTopKRouter"}
+    assert tested | equals == set(ROUTERS)

@@ -1,0 +1,88 @@
+"""Judges every hostile program over and over in a process of its own, and says what that left.
+
+    python -m tests.rewards.code.hostile_rounds [--rounds 5] [--sleepers]
+
+Prints a JSON object: `programs` verified after the first round, which is there to warm up,
+`rewarded` (the names of those that scored), `slowest_s` of an answer, and what this process holds
+`before` and `after`. Nothing but the rounds runs in here, so that the two can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from keel.rewards.code.verifier import CodeSettings, verify_code
+from keel.rewards.sandbox.processes import adopting
+from keel.rewards.sandbox.watch import Limits
+from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
+
+HURRIED = CodeSettings(completion_s=0.8, limits=Limits(time_s=0.1, memory_mib=256))
+SLEEPERS = {"sleeping", "sleeping deaf to signals", "stopping itself"}
+"""They always take all the time that they get."""
+
+
+def footprint() -> dict[str, Any]:
+    """What this process holds."""
+    gc.collect()
+    own = Path(f"/proc/{os.getpid()}")
+    children = [
+        child
+        for task in os.listdir(own / "task")
+        for child in (own / "task" / task / "children").read_text().split()
+    ]
+    return {
+        "files": len(os.listdir(own / "fd")),
+        "processes": len(children),
+        "threads": threading.active_count(),
+        "folders": sorted(os.listdir(tempfile.gettempdir())),
+        "resident": int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="after the first")
+    parser.add_argument("--sleepers", action="store_true", help="with those that only take time")
+    options = parser.parse_args()
+    names = sorted(set(HOSTILE) - (set() if options.sleepers else SLEEPERS))
+    rewarded: list[str] = []
+    slowest = 0.0
+
+    def round_of_all() -> int:
+        nonlocal slowest
+        for name in names:
+            for test in (ADD_STDIN, ADD_CALL):
+                started = time.monotonic()
+                verdict = verify_code(
+                    {"kind": "code", "tests": [test]}, answer(HOSTILE[name]), HURRIED
+                )
+                slowest = max(slowest, time.monotonic() - started)
+                if verdict.score:
+                    rewarded.append(name)
+        return 2 * len(names)
+
+    # A folder that is nobody else's, and every orphan below this process as its child: what is
+    # counted is what the rounds left, all of it.
+    with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, adopting():
+        tempfile.tempdir = folder
+        round_of_all()
+        before, programs = footprint(), 0
+        for number in range(options.rounds):
+            programs += round_of_all()
+            print(f"round {number + 1}: {programs} programs", file=sys.stderr, flush=True)
+        after = footprint()
+    told = {"programs": programs, "rewarded": rewarded, "slowest_s": slowest}
+    print(json.dumps({**told, "before": before, "after": after}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Programs against hidden tests: right ones pass, wrong ones fail, hostile ones gain nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.rewards.code import verifier as module
+from keel.rewards.code.verifier import CodeSettings, CodeVerdict, check_reference, verify_code
+from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.rewards.sandbox.watch import Limits
+from keel.rewards.workers.pool import WorkerPool
+from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
+from tests.rewards.code.hostile_rounds import HURRIED
+
+SUM = "print(sum(map(int, input().split())))"
+BOTH = f"""
+def add(a, b):
+    return a + b
+if __name__ == "__main__":
+    {SUM}
+"""
+pytestmark = pytest.mark.e2e
+DEADLINE_S = 0.8 + 5.0
+"""Of one hostile answer, on a machine that does other things too."""
+
+
+@pytest.fixture(scope="module")
+def isolated() -> None:
+    try:
+        open_sandbox("bubblewrap")
+    except IsolationError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["bubblewrap", "none-i-trust-the-answers"])
+def settings(request: pytest.FixtureRequest) -> CodeSettings:
+    if request.param == "bubblewrap":
+        request.getfixturevalue("isolated")
+    return CodeSettings(isolation=request.param)
+
+
+def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"kind": "code", "tests": list(tests), **more}
+
+
+def programs() -> set[str]:
+    """Process ids of programs that run on this machine now."""
+    found: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[-2:][0].endswith(b"box/solution.py") and b"-S" in words:
+                found.add(folder.name)
+    return found
+
+
+def ours(programs: set[str]) -> set[str]:
+    """Those that are below this process: other tests run beside it."""
+    below: set[str] = set()
+    for program in programs:
+        above = program
+        with suppress(OSError):
+            while above not in ("0", str(os.getpid())):
+                stat = Path("/proc", above, "stat").read_text()
+                above = stat.rpartition(")")[2].split()[1]
+        if above == str(os.getpid()):
+            below.add(program)
+    return below
+
+
+def passed(verdict: CodeVerdict) -> list[bool]:
+    return [result.passed for result in verdict.per_test]
+
+
+def test_a_right_program_passes(settings: CodeSettings) -> None:
+    verdict = verify_code(spec(ADD_STDIN, ADD_CALL, ADD_STDIN), answer(BOTH), settings)
+    assert (verdict.score, passed(verdict), verdict.reason) == (1.0, [True] * 3, "")
+
+
+def test_credit_is_all_or_nothing_unless_the_prompt_says_otherwise(settings: CodeSettings) -> None:
+    tests = (ADD_STDIN, {"stdin": "1 1\n", "stdout": "3"}, {"stdin": "1 2", "stdout": "3\n\n"})
+    verdict = verify_code(spec(*tests), answer(SUM), settings)
+    assert (verdict.score, verdict.reason) == (0.0, "wrong output")
+    assert [result.reason for result in verdict.per_test] == ["", "wrong output", "not run"]
+    verdict = verify_code(spec(*tests, partial=True), answer(SUM), settings)
+    assert verdict.score == pytest.approx(2 / 3)
+    assert passed(verdict) == [True, False, True]
+
+
+def test_a_call_that_ends_the_process_costs_itself_only(settings: CodeSettings) -> None:
+    source = """
+import os, time
+class Solution:
+    def f(self, n):
+        print("noise")
+        if n == 1: os._exit(0)
+        if n == 2: raise KeyError(n)
+        while n == 3: pass
+        return {"n": (n, [n / 3]), "s": {n}}
+"""
+    tests = [
+        {"call": "Solution.f", "args": [n], "returns": {"n": [n, [n / 3]], "s": {"~set": [n]}}}
+        for n in range(5)
+    ]
+    verdict = verify_code(spec(*tests, partial=True, time_limit_s=0.4), answer(source), settings)
+    assert passed(verdict) == [True, False, False, False, True]
+    reasons = [result.reason for result in verdict.per_test]
+    assert reasons[1:4] == [
+        "ended before it returned",
+        "raised KeyError: 2",
+        "over its limit of time",
+    ]
+
+
+def test_the_limit_of_output_is_of_each_call(settings: CodeSettings) -> None:
+    calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in [300_000] * 5]
+    verdict = verify_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
+    assert verdict.score == 1.0, verdict.reason
+    calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in (1, 1_200_000, 2)]
+    verdict = verify_code(spec(*calls, partial=True), answer("def f(n): return 'a' * n"), settings)
+    assert passed(verdict) == [True, False, True]
+    assert verdict.reason == "over its limit of output"
+
+
+def test_the_words_that_the_interpreter_would_offer(settings: CodeSettings) -> None:
+    source = "import sys\nprint(open('/dev/stdin').read().strip(), __name__)\nexit(0)"
+    if settings.isolation != "bubblewrap":
+        source = source.replace("open('/dev/stdin')", "sys.stdin")
+    verdict = verify_code(spec({"stdin": "é\n", "stdout": "é __main__"}), answer(source), settings)
+    assert verdict.score == 1.0, verdict.reason
+
+
+def test_a_program_has_the_names_that_it_imports(settings: CodeSettings) -> None:
+    for name in ("sys", "builtins", "source"):
+        verdict = verify_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)
+        assert verdict.score == 0.0
+        assert verdict.reason.endswith(f"NameError: name {name!r} is not defined")
+
+
+def test_a_program_ends_with_the_worker_that_runs_it(
+    settings: CodeSettings,
+) -> None:
+    knobs = {"isolation": settings.isolation, "completion_s": 60, "time_s": 40}
+    pool = WorkerPool(1, deadline_s=3, code=knobs)
+    before = programs()
+    verdict = pool.submit(spec({"stdout": ""}), [answer("import time; time.sleep(60)")])
+    deadline = time.monotonic() + 20
+    while not (started := ours(programs() - before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pool.close()
+    assert started and (verdict.exception(10) or verdict.result()[0].error)
+    while programs() & started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not programs() & started
+
+
+def test_what_does_not_load_fails_every_call(settings: CodeSettings) -> None:
+    for source, why in (("def add(", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("\0", "S")):
+        verdict = verify_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
+        assert verdict.score == 0.0
+        assert verdict.reason.startswith(f"does not load: {why}")
+    verdict = verify_code(spec(ADD_CALL), answer("def sub(): pass"), settings)
+    assert verdict.reason == "raised KeyError: 'add'"
+
+
+def test_the_answers_time_bounds_all_its_tests(isolated: None) -> None:
+    settings = CodeSettings(completion_s=0.8, limits=Limits(time_s=9.0))
+    started = time.monotonic()
+    verdict = verify_code(
+        spec(*[ADD_STDIN] * 9, partial=True), answer("import time; time.sleep(9)"), settings
+    )
+    assert time.monotonic() - started < 5
+    assert verdict.score == 0.0
+    assert verdict.per_test[0].reason == "over its limit of time"
+    assert verdict.per_test[-1].reason == "the answer's time was over"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_other_languages_are_entries_of_a_table(isolated: None) -> None:
+    source = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
+    text = f"```cpp\n{source}\n```"
+    assert verify_code(spec(ADD_STDIN, ADD_STDIN, language="c++"), text).score == 1.0
+    verdict = verify_code(spec(ADD_STDIN, language="c++"), "```\nint main() {\n```")
+    assert verdict.score == 0.0 and verdict.reason.startswith("does not compile: exit status 1")
+    source = (
+        '#include <stdio.h>\nint main() { int a, b; scanf("%d%d", &a, &b); printf("%d", a + b); }'
+    )
+    assert verify_code(spec(ADD_STDIN, language="c"), f"```c\n{source}\n```").score == 1.0
+
+
+def test_thinking_never_counts(isolated: None) -> None:
+    right, wrong = answer(SUM), answer("print(0)")
+    for text, score in (
+        (right, 1.0),
+        (f"<think>{wrong}</think>{right}", 1.0),
+        (f"<think>{right}</think>{wrong}", 0.0),
+        (f"<think>{right}</think>Done.", 0.0),
+        (f"{right}<think>", 1.0),
+        (f"<think>{right}", 0.0),
+    ):
+        assert verify_code(spec(ADD_STDIN), text).score == score, text
+
+
+def test_an_answer_without_a_program_is_wrong(isolated: None) -> None:
+    verdict = verify_code(spec(ADD_STDIN), "42")
+    assert (verdict.score, passed(verdict)) == (0.0, [False])
+    assert verdict.reason == "no closed code block at the end of the answer"
+    assert "longer than" in verify_code(spec(ADD_STDIN), answer("#" * 300_000)).reason
+    assert verify_code(spec(ADD_STDIN), answer(f"{SUM} # \ud800")).score == 1.0
+
+
+def test_a_reference_that_fails_is_named(settings: CodeSettings) -> None:
+    check_reference(spec(ADD_STDIN, ADD_CALL, reference=BOTH), settings)
+    check_reference(spec(ADD_STDIN), settings)
+    wrong = spec(ADD_STDIN, {"stdin": "1 1", "stdout": "3"}, reference=SUM)
+    with pytest.raises(ValueError, match=r"code/7: its reference solution fails tests\[1\]: wrong"):
+        check_reference(wrong, settings, name="code/7")
+    with pytest.raises(ValueError, match="code/7: code reward: tests must"):
+        check_reference({"kind": "code"}, settings, name="code/7")
+
+
+def test_untrusted_programs_are_refused_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(isolation: str) -> None:
+        raise IsolationError(f"{isolation} is missing")
+
+    monkeypatch.setattr(module, "open_sandbox", refuse)
+    for text in (answer(SUM), "no program at all"):
+        with pytest.raises(IsolationError, match="bubblewrap is missing"):
+            verify_code(spec(ADD_STDIN), text)
+
+
+AT_ONCE = {
+    "catching SystemExit",
+    "endless output",
+    "forging the result",
+    "killing everything",
+    "leaving something behind",
+    "memory bomb",
+    "opening sockets",
+    "reading the tests",
+    "replacing equality",
+    "replacing print and exit",
+    "sleeping deaf to signals",
+}
+"""Tried in the quick suite too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in AT_ONCE else pytest.mark.e2e) for n in sorted(HOSTILE)],
+)
+def test_hostile_programs_get_nothing(name: str, isolated: None) -> None:
+    started = time.monotonic()
+    verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
+    assert verdict.score == 0.0
+    assert all(result.reason for result in verdict.per_test)
+    assert time.monotonic() - started < DEADLINE_S
+
+
+def test_expected_outputs_never_enter_the_sandbox(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox, given = open_sandbox("bubblewrap"), []
+    run = sandbox.run
+
+    def listening(command: Any, **how: Any) -> Any:
+        given.append(repr((command, how)))
+        return run(command, **how)
+
+    monkeypatch.setattr(sandbox, "run", listening)
+    secret = "5201314159"
+    tests = ({"stdin": "1", "stdout": secret}, {"call": "f", "args": [1], "returns": int(secret)})
+    verify_code(spec(*tests, partial=True, reference=f"print({secret})"), answer(SUM))
+    assert len(given) == 2 and not any(secret in words for words in given)
+
+
+@pytest.mark.timeout(1800)
+def test_hundreds_of_hostile_programs_leave_nothing_behind(isolated: None) -> None:
+    # In a process of its own: what other tests leave in this one is none of theirs.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rewards.code.hostile_rounds", "--rounds=5"],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        timeout=1500,
+        check=True,
+    )
+    told = json.loads(done.stdout)
+    before, after = told["before"], told["after"]
+    assert told["programs"] > 300 and told["rewarded"] == []
+    assert after.pop("resident") < before.pop("resident") + (16 << 20)
+    assert after == before
+    assert (after["processes"], after["threads"], after["folders"]) == (0, 1, [])

@@ -1,0 +1,182 @@
+"""Proofs: the form of an answer, the composed reward, and the calls behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.prompts import MetaCheck, Verification
+from keel.rewards.judge.proof import Checked, Proof, ProofSpec, read_proof
+from keel.rewards.judge.results import Failed, Judged
+from keel.rewards.judge.service import JudgeService
+from keel.rl.types import Prompt
+from tests.rewards.judge.judge_server import Reply, Server, material_of, running, says
+
+PROMPT = Prompt(
+    prompt_id="p",
+    domain="proofs",
+    messages=({"role": "user", "content": "Prove it."},),
+    reward={"kind": "proof"},
+)
+
+
+def answer(solution: str = "QED", score: str = "1", evaluation: str = "Fine.") -> str:
+    return f"## Solution\n{solution}\n\n## Self Evaluation\n{evaluation}\n\\boxed{{{score}}}"
+
+
+def test_the_sections_of_an_answer() -> None:
+    assert read_proof(answer("By $x$.", "0.5", "A gap.")) == Proof(
+        "By $x$.", "A gap.\n\\boxed{0.5}", 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("QED", "one section"),
+        ("## Solution\nQED", "one section"),
+        (answer() + "\n## Solution\nagain", "one section"),
+        (answer("a\n## Self Evaluation\nb"), "one section"),
+        ("First: " + answer(), "one section"),
+        ("I start.\n" + answer(), "has to start"),
+        ("## Self Evaluation\n\\boxed{1}\n## Solution\nQED", "has to start"),
+        (answer(" "), "empty section"),
+        (answer(score="0.9"), "no boxed score"),
+        (answer(score=""), "no boxed score"),
+        ("## Solution\n\\boxed{1}\n## Self Evaluation\nfine", "no boxed score"),
+        ("## Solution\na\n## Self Evaluation\n<answer>1</answer>", "no boxed score"),
+    ],
+)
+def test_other_forms(text: str, why: str) -> None:
+    problem = read_proof(text)
+    assert isinstance(problem, str)
+    assert why in problem
+
+
+def checked(score: float, *, verifier: float | None = None, own: float = 1.0) -> Checked:
+    return Checked(
+        Verification("e", () if score == 1 else ("f",), score),
+        None if verifier is None else MetaCheck("v", verifier),
+        MetaCheck("s", own),
+    )
+
+
+def reward(claimed: float, *samples: Checked, alpha: float = 0.75) -> float:
+    return ProofSpec(alpha=alpha).judged(Proof("y", "z", claimed), samples).value
+
+
+def test_the_composed_reward() -> None:
+    assert reward(1, checked(1)) == 1
+    assert reward(1, checked(0, verifier=1)) == 0, "a wrong proof that claims to be right"
+    assert reward(0, checked(0, verifier=1)) == 0.25, "one that owns up to it"
+    assert reward(0, checked(0, verifier=1, own=0)) == 0, "… with flaws that it does not have"
+    assert reward(0, checked(0, verifier=0)) == 0.75, "the verifier was wrong"
+    assert reward(0.5, checked(0.5, verifier=1), checked(0.5, verifier=1)) == 0.375 + 0.25
+    assert reward(1, checked(0.5, verifier=0.5)) == pytest.approx(0.75 * 0.75 + 0.25 * 0.75)
+
+
+SCORE = st.sampled_from([0.0, 0.5, 1.0])
+
+
+@settings(deadline=None)
+@given(SCORE, SCORE, SCORE, SCORE, st.floats(0.5, 1))
+def test_laws(claimed: float, score: float, verifier: float, own: float, alpha: float) -> None:
+    sample = checked(score, verifier=verifier if score < 1 else None, own=own)
+    value = reward(claimed, sample, alpha=alpha)
+    assert 0 <= value <= 1
+    assert value <= reward(1, checked(1), alpha=alpha)
+    assert reward(sample.proof, sample, alpha=alpha) >= value, "honesty pays"
+    assert sample.proof >= score, "criticism that is not confirmed costs nothing"
+
+
+def scripted(score: str, verifier: str, own: str) -> Any:
+    """A verifier and a meta-verifier that have made up their minds."""
+
+    def behave(request: dict[str, Any]) -> Reply:
+        material = material_of(request["messages"])
+        if "evaluation" not in material:
+            flaws = [] if score == "1" else ["step 2 is wrong"]
+            return says({"evaluation": "I looked.", "flaws": flaws, "score": score})
+        of_verifier = material["evaluation"].startswith("I looked.")
+        return says({"analysis": "checked", "score": verifier if of_verifier else own})
+
+    return behave
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(scripted("1", "1", "1")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def service(server: Server) -> Iterator[JudgeService]:
+    config = JudgeConfig(base_url=server.url, model="m", retries=1, max_failure_fraction=1.0)
+    with JudgeService(config, backoff_s=0.005) as service:
+        yield service
+
+
+def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None:
+    result = service.submit_text(PROMPT, answer("right")).result(10)
+    assert isinstance(result, Judged)
+    assert result.value == 1.0
+    seen = [material_of(request["messages"]) for request in server.requests]
+    assert {tuple(material) for material in seen} == {("solution",), ("solution", "evaluation")}
+    assert {"solution": "right"} in seen, "the verifier does not see what the answer says of itself"
+
+    server.forget()
+    server.behave = scripted("0.5", "1", "0.5")
+    result = service.submit_text(PROMPT, answer("nearly", "1")).result(10)
+    assert isinstance(result, Judged)
+    assert result.parts == {
+        "proof": 0.5,
+        "self_score": 0.5,
+        "self_meta": 0.5,
+        "verifier_meta": 1.0,
+        "proof_format": 1.0,
+        "disagreement": 0.0,
+    }
+    assert result.value == pytest.approx(0.76 * 0.5 + 0.24 * 0.5 * 0.5)
+    assert len(server.requests) == 3
+    criticism = [m for r in server.requests if "1. step 2" in (m := str(r["messages"][1]))]
+    assert len(criticism) == 1, "the meta-check sees the flaws"
+
+
+def test_an_answer_in_another_form_is_worth_nothing_and_costs_nothing(
+    server: Server, service: JudgeService
+) -> None:
+    server.forget()
+    result = service.submit_text(PROMPT, "It is obvious. \\boxed{1}").result(10)
+    assert isinstance(result, Judged)
+    assert (result.value, result.parts["proof_format"]) == (0.0, 0.0)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"evaluation": "bad", "flaws": [], "score": "0"},
+        {"evaluation": "bad", "flaws": "many", "score": "0"},
+        {"evaluation": "bad", "flaws": [3], "score": "0"},
+        {"evaluation": "good", "flaws": [], "score": 1},
+        {"evaluation": "good", "flaws": [], "score": "0.75"},
+    ],
+)
+def test_a_verifier_that_does_not_keep_to_the_form(
+    server: Server, service: JudgeService, reply: dict[str, Any]
+) -> None:
+    honest = scripted("1", "1", "1")
+
+    def behave(request: dict[str, Any]) -> Reply:
+        verifying = "evaluation" not in material_of(request["messages"])
+        return says(reply) if verifying else honest(request)
+
+    server.behave = behave
+    result = service.submit_text(PROMPT, answer(f"{reply}")).result(10)
+    assert isinstance(result, Failed)
+    assert result.kind == "invalid"

@@ -1,0 +1,260 @@
+"""What a sandboxed program can use, see and leave behind: nothing that it should not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keel.rewards.sandbox import sandbox as module
+from keel.rewards.sandbox.processes import bury, usage
+from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
+from keel.rewards.sandbox.seccomp import DENIED, seccomp_filter
+from keel.rewards.sandbox.watch import Limits, Outcome
+
+ROOT = Path(__file__).parents[3]
+TRUSTING = "none-i-trust-the-answers"
+QUICK = Limits(time_s=1.0, memory_mib=256)
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def box() -> Sandbox:
+    try:
+        return open_sandbox("bubblewrap")
+    except IsolationError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["bubblewrap", TRUSTING])
+def either(request: pytest.FixtureRequest) -> Sandbox:
+    if request.param == "bubblewrap":
+        return request.getfixturevalue("box")
+    return open_sandbox(request.param)
+
+
+def run(box: Sandbox, source: str, *, stdin: bytes = b"", limits: Limits = QUICK) -> Outcome:
+    command = ["{python}", "-S", "{box}/it.py"]
+    return box.run(command, files={"it.py": source.encode()}, stdin=stdin, limits=limits)
+
+
+def test_a_program_gets_its_input_and_its_output_is_heard(either: Sandbox) -> None:
+    ran = run(either, "import sys; print(input(), 'é'); sys.stderr.write('b')", stdin=b"a")
+    assert (ran.stdout, ran.stderr) == ("a é\n".encode(), b"b")
+    assert ran.ok and ran.why() == ""
+    large = b"x" * 500_000
+    echo = "import sys; sys.stdout.write(sys.stdin.read())"
+    assert run(either, echo, stdin=large).stdout == large
+
+
+def test_a_program_that_fails_says_how(either: Sandbox) -> None:
+    ran = run(either, "raise ValueError('no')")
+    assert not ran.ok and ran.why() == "exit status 1: ValueError: no"
+    killed = run(either, "import os; os.kill(os.getpid(), 9)")
+    assert not killed.ok and killed.why() == "ended by SIGKILL"
+
+
+def test_limits(either: Sandbox) -> None:
+    assert run(either, "while True: pass").status == "time"
+    assert run(either, "while True: print('x' * 9999)").status == "output"
+    assert "MemoryError" in run(either, "bytearray(10**9)").why()
+    fill = "open('f', 'wb').write(bytes(3 << 20))"
+    assert "File too large" in run(either, fill, limits=Limits(files_mib=2)).why()
+
+
+def test_a_sleeping_program_is_over_when_its_time_is(box: Sandbox) -> None:
+    brief = Limits(time_s=0.01)
+    started = time.monotonic()
+    assert run(box, "import time; time.sleep(99)", limits=brief).status == "time"
+    assert brief.wall_s <= time.monotonic() - started < brief.wall_s + 5
+
+
+def test_the_caller_may_have_less_time_than_the_limits_allow(either: Sandbox) -> None:
+    ran = either.run(["/bin/sleep", "99"], files={}, limits=QUICK, within_s=0.2)
+    assert ran.status == "time" and ran.wall_s < 5
+    assert either.run(["/bin/sleep", "9"], files={}, limits=QUICK, within_s=-1).status == "time"
+
+
+def test_what_a_program_leaves_behind_ends_with_it(either: Sandbox) -> None:
+    # It keeps the output open, and nobody will ever write to it again.
+    source = "import os, time\nif os.fork() == 0: time.sleep(99)\nprint('done')"
+    started = time.monotonic()
+    ran = run(either, source)
+    assert ran.ok and ran.stdout == b"done\n"
+    assert time.monotonic() - started < QUICK.wall_s
+
+
+def test_after_so_many_lines_a_run_is_over(either: Sandbox) -> None:
+    source = "import time\nfor i in range(9): print(i, flush=True)\ntime.sleep(99)"
+    ran = either.run(
+        ["{python}", "-S", "{box}/it.py"], files={"it.py": source.encode()}, limits=QUICK, lines=3
+    )
+    assert ran.status == "exited" and ran.stdout.startswith(b"0\n1\n2\n")
+
+
+def test_nothing_of_ours_is_inside(box: Sandbox) -> None:
+    found = run(box, "import os; print(sorted(os.environ), os.getuid(), os.listdir('/'))")
+    said = found.stdout.decode()
+    assert found.ok and str(sorted([*module._ENVIRONMENT, "PWD"])) in said
+    for name in ("work", "etc/passwd", "proc/self", "sys", "run", str(ROOT)[1:]):
+        assert run(box, f"import os; print(os.path.exists('/{name}'))").stdout == b"False\n", name
+    fds = "import os\nfor fd in range(3, 64):\n try: os.fstat(fd); print(fd)\n except OSError: pass"
+    assert run(box, fds).stdout == b""
+
+
+def test_a_program_has_no_rights(box: Sandbox) -> None:
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(name, *args):
+    assert getattr(libc, name)(*args) == -1, name
+    assert ctypes.get_errno() == 1, (name, ctypes.get_errno())
+refused("unshare", 0x10000000)
+refused("socket", 2, 1, 0)
+refused("ptrace", 0, 0, 0, 0)
+refused("memfd_create", b"x", 0)
+refused("shmget", 0, 4096, 0o1600)
+refused("mount", b"/tmp", b"/tmp", b"", 4096, 0)
+assert libc.prctl(39, 0, 0, 0, 0) == 1  # no new privileges
+assert all(libc.prctl(23, cap, 0, 0, 0) <= 0 for cap in range(41)) or os.getuid()
+header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+held = (ctypes.c_uint32 * 6)()
+assert libc.capget(header, held) == 0 and not any(held), list(held)
+for become in (os.setuid, os.setgid):
+    try:
+        become(0)
+        raise SystemExit("became root")
+    except OSError:
+        pass
+print("none")
+"""
+    ran = run(box, source)
+    assert ran.stdout == b"none\n", ran.why()
+
+
+def test_processes_are_few_and_their_memory_counts_together(box: Sandbox) -> None:
+    source = """
+import os, time
+made = 0
+try:
+    for _ in range(50):
+        if os.fork() == 0:
+            time.sleep(9)
+        made += 1
+except OSError:
+    print(made, flush=True)
+"""
+    few = Limits(time_s=2.0, processes=4)
+    assert int(run(box, source, limits=few).stdout) in (3, 4)
+    together = (
+        "import os, time\nfor _ in range(3): os.fork()\nx = bytearray(90 << 20); time.sleep(9)"
+    )
+    assert run(box, together, limits=Limits(time_s=5, memory_mib=256)).status == "memory"
+
+
+def test_the_sandbox_dies_with_the_process_that_runs_it(box: Sandbox) -> None:
+    mark = f"9{os.getpid()}"  # nobody else sleeps for exactly so long
+    code = (
+        "from keel.rewards.sandbox.sandbox import open_sandbox;"
+        "from keel.rewards.sandbox.watch import Limits;"
+        "open_sandbox('bubblewrap')"
+        f".run(['/bin/sleep', '{mark}'], files={{}}, limits=Limits(time_s=60))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+        wait_for(lambda: sleeping(mark))
+        process.send_signal(signal.SIGALRM)  # as a reward worker's deadline does
+        process.wait(10)
+    wait_for(lambda: not sleeping(mark))
+
+
+def sleeping(mark: str) -> bool:
+    wanted = f"/bin/sleep\0{mark}\0".encode()
+    return any(line == wanted for line in command_lines())
+
+
+def command_lines() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield path.read_bytes()
+        except OSError:
+            continue
+
+
+def wait_for(condition: object, within_s: float = 20.0) -> None:
+    assert callable(condition)
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.02)
+
+
+def test_without_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    which = shutil.which
+    monkeypatch.setattr(
+        module.shutil, "which", lambda name, **kw: None if name == "bwrap" else which(name, **kw)
+    )
+    open_sandbox.cache_clear()
+    with pytest.raises(IsolationError, match=r"bwrap is not installed; install bubblewrap"):
+        open_sandbox("bubblewrap")
+    assert open_sandbox(TRUSTING).isolation == TRUSTING
+    open_sandbox.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "message"),
+    [
+        ("exit 1", "did not start the program"),
+        # Runs the program, and isolates nothing.
+        ('while [ "$1" != -- ]; do shift; done; shift; exec "$@"', "does not work here"),
+    ],
+)
+def test_isolation_is_tried_out_and_not_believed(
+    stand_in: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{stand_in}\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    open_sandbox.cache_clear()
+    with pytest.raises(IsolationError, match=message):
+        open_sandbox("bubblewrap")
+    open_sandbox.cache_clear()
+
+
+def test_trust_must_be_said_in_so_many_words() -> None:
+    with pytest.raises(IsolationError, match=r"isolation = 'none'.*bubblewrap, none-i"):
+        open_sandbox("none")
+
+
+def test_limits_that_make_no_sense() -> None:
+    for wrong in ({"time_s": 0}, {"time_s": float("inf")}, {"memory_mib": 0}, {"processes": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Limits(**wrong)
+
+
+def test_the_filter_is_a_whole_number_of_instructions() -> None:
+    for machine in ("x86_64", "aarch64"):
+        program = seccomp_filter(machine)
+        assert len(program) % 8 == 0 and len(program) // 8 > 2 * len(DENIED)
+        assert len(program) // 8 < 4096  # BPF_MAXINSNS
+    with pytest.raises(ValueError, match="no system call table for riscv64"):
+        seccomp_filter("riscv64")
+
+
+def test_usage_counts_the_whole_tree() -> None:
+    tree = ["/bin/sh", "-c", "sleep 99 & sleep 99; true"]
+    with subprocess.Popen(tree, start_new_session=True) as process:
+        try:
+            wait_for(lambda: usage(process.pid).processes == 3)
+            assert usage(process.pid).resident > 0
+            assert not bury(process.pid, 0.01)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    gone = usage(process.pid)
+    assert (gone.processes, gone.resident, gone.cpu_s) == (0, 0, 0.0)

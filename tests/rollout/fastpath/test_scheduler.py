@@ -1,0 +1,49 @@
+"""The short scheduler beside vLLM's own, by `scheduler_checks.py`, which imports vLLM."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def checks() -> Any:
+    return import_module("tests.rollout.fastpath.scheduler_checks")
+
+
+@pytest.fixture(scope="module")
+def config(checks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return checks.make_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("blocks", [400, 30])
+@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("cuts", [False, True])
+def test_answers_and_recordings_are_whole(
+    checks: Any, config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool
+) -> None:
+    checks.answers_and_recordings_are_whole(config, ahead, blocks, updates, cuts)
+
+
+def test_most_steps_of_a_quiet_engine_are_short(checks: Any, config: Any) -> None:
+    checks.most_steps_of_a_quiet_engine_are_short(config)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_nothing_waits_for_an_answer_to_end_while_there_is_room(
+    checks: Any, config: Any, ahead: bool
+) -> None:
+    checks.nothing_waits_for_an_answer_to_end_while_there_is_room(config, ahead)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("blocks", [18, 30])
+def test_every_row_is_of_the_weights_that_sampled_the_next_token(
+    checks: Any, config: Any, ahead: bool, blocks: int
+) -> None:
+    checks.every_row_is_of_the_weights_that_sampled_the_next_token(config, ahead, blocks)

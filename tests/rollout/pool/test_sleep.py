@@ -1,0 +1,121 @@
+"""Engines that share their GPUs with the trainer sleep while it works (`rollout.sleep`)."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from keel.rollout.spec import EngineError
+from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually, prompt
+
+
+def sleepers(**options: Any) -> World:
+    world = World(sleep=True, **options)
+    world.pool.start()
+    return world
+
+
+def test_engines_sleep_until_they_have_weights() -> None:
+    world = sleepers()
+    world.pool.sleep().result(timeout=10)  # they come up asleep
+    group = world.pool.submit(prompt("p"), group_size=2)
+    world.update_all(0)
+    assert group.result(timeout=10).prompt.prompt_id == "p"
+    world.pool.sleep().result(timeout=10)
+    world.pool.sleep().result(timeout=10)
+    world.update_all(1)
+    assert [engine.naps for engine in world.lives] == [["woken by 0", "asleep", "woken by 1"]] * 2
+
+
+def test_nothing_is_sent_to_an_engine_that_sleeps() -> None:
+    world = sleepers(engines=1)
+    world.update_all(0)
+    world.pool.sleep().result(timeout=10)
+    group = world.pool.submit(prompt("p"), group_size=2)
+    world.pool.sleep().result(timeout=10)
+    (engine,) = world.lives
+    assert not engine.asked and not group.done()
+    world.update_all(1)
+    group.result(timeout=10)
+
+
+def test_sleep_is_over_when_all_have_fallen_asleep() -> None:
+    world = sleepers()
+    world.update_all(0)
+    slow: Future[None] = Future()
+    world.sleep = lambda engine: slow if engine.name == "1.0" else done(None)
+    resting = world.pool.sleep()
+    eventually(lambda: all("asleep" in engine.naps for engine in world.lives))
+    assert not resting.done()
+    slow.set_result(None)
+    resting.result(timeout=10)
+
+
+def test_an_engine_that_does_not_fall_asleep_is_replaced() -> None:
+    world = sleepers(engines=1)
+    world.update_all(0)
+    never: Future[None] = Future()
+    world.sleep = lambda engine: never
+    world.pool._fleet.update_s = 0.05
+    world.pool.sleep().result(timeout=10)
+    assert world.names() == ["0.0", "0.1"] and world.lives[0].killed
+    world.pool._fleet.update_s = 5.0
+    world.update_all(1)
+    assert world.lives[1].naps == ["woken by 1"]
+
+
+def test_an_engine_that_dies_as_it_samples_is_woken_with_the_weights_of_the_others() -> None:
+    def answer(engine: FakeEngine, name: str) -> None:
+        if engine.name == "0.0":
+            engine.die()
+        else:
+            engine.finish(name)
+
+    world = sleepers(engines=1, answer=answer)
+    world.update_all(3)
+    group = world.pool.submit(prompt("p"), group_size=2)
+    assert group.result(timeout=10).prompt.prompt_id == "p"
+    assert world.lives[1].naps == ["woken by 3"]
+
+
+def test_an_engine_that_starts_again_while_the_trainer_works_sleeps_on() -> None:
+    world = sleepers(engines=1)
+    world.update_all(0)
+    start: Future[int] = Future()
+    world.start = lambda engine: start
+    world.sleep = lambda engine: _died()
+    resting = world.pool.sleep()
+    eventually(lambda: len(world.lives) == 2)
+    assert not resting.done()
+    start.set_result(1)
+    resting.result(timeout=10)
+    assert world.lives[1].naps == []
+
+
+def test_no_sleep_while_weights_are_on_their_way() -> None:
+    world = sleepers(engines=1)
+    world.update = lambda engine, version, buckets: Future()  # type: ignore[method-assign]
+    world.pool.update(1, [])
+    with pytest.raises(RuntimeError, match="version 1 is still on its way"):
+        world.pool.sleep()
+    world.pool.shutdown()
+
+
+def test_the_end_of_the_pool_is_the_end_of_waiting_for_sleep() -> None:
+    world = sleepers(engines=1)
+    world.update_all(0)
+    world.sleep = lambda engine: Future()
+    resting = world.pool.sleep()
+    world.pool.shutdown()
+    with pytest.raises(EngineError, match="has been shut down"):
+        resting.result(timeout=10)
+    with pytest.raises(EngineError, match="has been shut down"):
+        world.pool.sleep().result(timeout=10)
+
+
+def _died() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(EngineError("killed by signal 9"))
+    return future

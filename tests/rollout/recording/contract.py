@@ -1,0 +1,221 @@
+"""The contract of a recorder: of the V1 one on a CPU, of those for GPUs in `tests/gpu`.
+
+A tiny random mixture of experts is sampled by the engine in a process of its own, and transformers
+says in float32 what should have been recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from keel.configs.schema import SamplingConfig
+from keel.rl.types import Group
+from tests.rollout.recording.reference import Reference, Report, Tolerance, check_groups
+from tests.rollout.remote_engine import OPEN, TRUNCATED, RemoteEngine, prompts
+from tests.rollout.tiny_model import checkpoint_tensors, perturbed
+
+
+class RecorderContract:
+    """The tests themselves, of an engine that keeps sampling masks.
+
+    A subclass brings the fixtures `reference`, `engine`, `tolerance` and `open_engine` (for
+    untruncated sampling). The updates of the weights come last, and the last one breaks the engine.
+    """
+
+    def check(
+        self,
+        groups: Sequence[Group],
+        reference: Reference,
+        tolerance: Tolerance,
+        sampling: SamplingConfig = TRUNCATED,
+    ) -> Report:
+        report = check_groups(groups, reference, sampling, tolerance)
+        lengths = [t.sampled_tokens for group in groups for t in group.trajectories]
+        assert max(lengths) > 4, f"answers too short to show anything: {lengths}"
+        return report
+
+    def test_truncated_sampling(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        groups = engine.sample(prompts(3, shared=10, own=7, tag="t"), group_size=4)
+        report = self.check(groups, reference, tolerance)
+        assert 1 < np.mean(report.kept_sizes) < TRUNCATED.top_k
+        answers = [trajectory.messages[0]["raw"] for trajectory in groups[0].trajectories]
+        assert len(set(answers)) > 1, "siblings share a seed"
+        assert [t.sibling for t in groups[0].trajectories] == [0, 1, 2, 3]
+        assert {v for t in groups[0].trajectories for v in t.segments[0].version_T} == {-1, 0}
+
+    def test_untruncated_sampling(
+        self, open_engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        groups = open_engine.sample(prompts(2, shared=0, own=9, tag="o"), 3, OPEN)
+        self.check(groups, reference, tolerance, OPEN)
+
+    def test_chunked_prefill(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        engine.watch()
+        groups = engine.sample(prompts(4, shared=0, own=120, tag="c"), group_size=1)
+        self.check(groups, reference, tolerance)
+        assert engine.watch().thrown_away > 0, "no prompt was prefilled in chunks"
+
+    def test_prefix_cache_hits(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        engine.sample(prompts(1, shared=70, own=5, tag="h"))
+        engine.watch()
+        groups = engine.sample(prompts(3, shared=70, own=9, tag="i"), group_size=2)
+        self.check(groups, reference, tolerance)
+        assert engine.watch().cached_tokens >= 3 * 64, "nothing came from the prefix cache"
+
+    def test_preemption(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        engine.watch()
+        groups = engine.sample(prompts(6, shared=0, own=60, tag="x"), group_size=4)
+        self.check(groups, reference, tolerance)
+        assert engine.watch().preempted > 0, "nothing was preempted"
+
+    def test_stop_strings(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        heard = engine.sample(prompts(2, shared=0, own=12, tag="s"), group_size=4)
+        texts = [t.messages[0]["raw"] for group in heard for t in group.trajectories]
+        pairs = (text[i : i + 2] for text in texts for i in range(4, len(text) - 1))
+        word = next(pair for pair in pairs if pair.isascii() and pair.isprintable())
+        sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40, stop=(word,))
+        groups = engine.sample(prompts(2, shared=0, own=12, tag="s"), 4, sampling)
+        self.check(groups, reference, tolerance)
+        stopped = [
+            trajectory.messages[0]["raw"]
+            for group in groups
+            for trajectory in group.trajectories
+            if trajectory.messages[0]["raw"].endswith(word)
+        ]
+        assert stopped, "no answer was stopped"
+        assert all(word not in text[: -len(word)] for text in stopped)
+
+    def test_the_same_seeds_give_the_same_answers_however_prompts_are_batched(
+        self, engine: RemoteEngine
+    ) -> None:
+        asked = prompts(3, shared=0, own=100, tag="d")
+        together = engine.sample(asked, group_size=2)
+        alone = [engine.sample([prompt], group_size=2)[0] for prompt in asked]
+        same = [
+            np.array_equal(a.segments[0].token_ids_T, b.segments[0].token_ids_T)
+            for one, other in zip(together, alone, strict=True)
+            for a, b in zip(one.trajectories, other.trajectories, strict=True)
+        ]
+        assert np.mean(same) > 0.8  # float noise may turn a draw
+
+    def test_answers_that_are_cut_at_the_deadline(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        groups = engine.sample_cut(prompts(3, shared=10, own=7, tag="k"), group_size=4)
+        self.check_cut(engine, groups, reference, tolerance, size=4)
+
+    def test_answers_that_are_cut_while_they_are_preempted_or_wait(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        engine.watch()
+        groups = engine.sample_cut(prompts(9, shared=0, own=60, tag="y"), group_size=4)
+        self.check_cut(engine, groups, reference, tolerance, size=4)
+        assert engine.watch().preempted > 0, "nothing was preempted"
+        reasons = {reason for group in groups for reason in group.dropped}
+        assert len(reasons) == 1 and "had no token" in reasons.pop(), "nothing waited"
+
+    def check_cut(
+        self,
+        engine: RemoteEngine,
+        groups: Sequence[Group],
+        reference: Reference,
+        tolerance: Tolerance,
+        *,
+        size: int,
+    ) -> None:
+        """What was cut is recorded like anything else, and nothing is left behind."""
+        self.check([replace(group, dropped=()) for group in groups], reference, tolerance)
+        longest = TRUNCATED.max_tokens
+        answers = [t for group in groups for t in group.trajectories]
+        cut = [t.sampled_tokens for t in answers if t.finish_reason == "deadline"]
+        assert cut and max(cut) < longest
+        assert all(t.sampled_tokens == longest for t in answers if t.finish_reason == "length")
+        assert {len(group.trajectories) + len(group.dropped) for group in groups} == {size}
+        stats = engine.stats()
+        assert stats["groups"] == 0 and stats["recordings"] == 0
+
+    def test_evaluation_records_log_probabilities_alone(self, engine: RemoteEngine) -> None:
+        (group,) = engine.sample(prompts(1, shared=0, own=9, tag="e"), 2, OPEN, record=False)
+        for trajectory in group.trajectories:
+            (segment,) = trajectory.segments
+            assert segment.routes_TLK is None and segment.kept is None
+            assert (segment.logp_old_T[segment.trainable_T] < 0).any()
+
+    def test_nothing_is_left_behind(self, engine: RemoteEngine) -> None:
+        engine.sample(prompts(2, shared=0, own=9, tag="l"), group_size=2)
+        assert engine.cancel(prompts(4, shared=0, own=60, tag="m"), group_size=4) > 0
+        engine.sample(prompts(1, shared=0, own=9, tag="n"))
+        stats = engine.stats()
+        assert stats["groups"] == 0 and stats["recordings"] == 0
+
+    def test_a_prompt_that_does_not_fit_is_named(self, engine: RemoteEngine) -> None:
+        with pytest.raises(
+            ValueError, match=r"prompt long0: .* exceed the engine's context of 256"
+        ):
+            engine.sample(prompts(1, shared=0, own=240, tag="long"))
+
+    def test_weights_change_while_answers_are_sampled(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        asked = prompts(5, shared=40, own=9, tag="f")
+        reference.older[0] = copy.deepcopy(reference.model)
+        tensors = perturbed(reference.model, seed=2)
+        engine.watch()
+        groups = engine.sample_across_update(asked, 3, 4, tensors)
+        self.check(groups, reference, tolerance)
+        spans = [set(t.segments[0].version_T.tolist()) for g in groups for t in g.trajectories]
+        assert sum(span == {-1, 0, 4} for span in spans) > len(spans) // 3, spans
+        assert engine.watch().preempted > 0, "no keys and values were computed again"
+        stats = engine.stats()
+        assert stats["groups"] == 0 and stats["recordings"] == 0
+
+    def test_answers_are_cut_while_weights_change(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        """They end with a token of the new weights."""
+        asked = prompts(5, shared=40, own=9, tag="g")
+        reference.older[int(engine.stats()["version"])] = copy.deepcopy(reference.model)
+        tensors = perturbed(reference.model, seed=3)
+        groups = engine.sample_across_update(asked, 3, 5, tensors, cut=True)
+        self.check_cut(engine, groups, reference, tolerance, size=3)
+        cut = [t for g in groups for t in g.trajectories if t.finish_reason == "deadline"]
+        assert {int(t.segments[0].version_T[-1]) for t in cut} == {5}
+
+    def test_weight_update(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        asked = prompts(3, shared=70, own=9, tag="u")
+        before = engine.sample(asked, group_size=2)
+        self.check(before, reference, tolerance)
+        if engine.sleeps:
+            engine.sleep()
+        engine.update(6, perturbed(reference.model, seed=1))
+        engine.watch()
+        groups = engine.sample(asked, group_size=2)
+        self.check(groups, reference, tolerance)
+        assert {t.segments[0].version_T[-1] for group in groups for t in group.trajectories} == {6}
+
+    def test_wrong_weights_are_refused_by_name(
+        self, engine: RemoteEngine, reference: Reference
+    ) -> None:
+        tensors = checkpoint_tensors(reference.model)
+        name = "model.layers.2.mlp.experts.3.up_proj.weight"
+        with pytest.raises(ValueError, match=f"no tensor '{name}x'"):
+            engine.update(7, {**tensors, f"{name}x": tensors[name]})
+        with pytest.raises(RuntimeError, match=r"prompt w0: .* weights"):
+            engine.sample(prompts(1, shared=0, own=9, tag="w"))

@@ -1,0 +1,168 @@
+"""What should have been recorded, as transformers says in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from keel.configs.schema import SamplingConfig
+from keel.rl.types import Group, Trajectory
+from tests.rollout.tiny_model import DENSE_LAYER
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    logp: float = 1e-4
+    tie: float = 1e-5
+    """Scores or probabilities this near to each other may be ordered either way."""
+    rare: float = 2e-3
+    """Largest share of decisions that may be such ties."""
+
+
+@dataclass
+class Report:
+    """Decisions compared, and those that were ties."""
+
+    routes: int = 0
+    route_ties: int = 0
+    kept: int = 0
+    kept_ties: int = 0
+    tokens: int = 0
+    kept_sizes: list[int] = field(default_factory=list)
+
+    def assert_rare(self, tolerance: Tolerance) -> None:
+        assert self.tokens > 0
+        assert self.route_ties <= tolerance.rare * self.routes, self
+        assert self.kept_ties <= max(1, tolerance.rare * self.kept), self
+
+
+class Reference:
+    """transformers in float32, one trajectory at a time."""
+
+    def __init__(self, model: Qwen3MoeForCausalLM) -> None:
+        self.model = model
+        self.older: dict[int, Qwen3MoeForCausalLM] = {}
+        """Earlier versions of the model, oldest first."""
+        self.scores: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(model.model.layers):
+            if index != DENSE_LAYER:
+                layer.mlp.gate.register_forward_hook(
+                    lambda gate, args, output, index=index: self._routed(index, gate, args)
+                )
+
+    def _routed(self, layer: int, gate: Any, args: Any) -> None:
+        hidden = args[0].detach().reshape(-1, gate.weight.shape[1])
+        self.scores[layer] = (hidden @ gate.weight.T).softmax(-1)
+
+    @torch.no_grad()
+    def check(
+        self,
+        trajectory: Trajectory,
+        sampling: SamplingConfig,
+        report: Report,
+        tolerance: Tolerance,
+    ) -> None:
+        """Every token's kept set and log-probability, under the weights that sampled it, and the
+        routes of every token under those that sampled the next (in the prompt: the first)."""
+        (segment,) = trajectory.segments
+        ids = torch.from_numpy(segment.token_ids_T).long()
+        first = int(np.argmax(segment.trainable_T))
+        versions = segment.version_T[first:]
+        used = {v: self.older.get(v, self.model) for v in sorted(set(versions.tolist()))}
+        by_version: dict[int, torch.Tensor] = {}
+        assert segment.routes_TLK is not None and (segment.routes_TLK[-1] == -1).all()
+        next_version = np.append(segment.version_T[1:], -1)
+        next_version[: first - 1] = versions[0]
+        for version, model in used.items():
+            by_version[version] = model(ids[None]).logits[0].float()
+            rows = np.flatnonzero(next_version == version)
+            self._check_routes(segment.routes_TLK, rows, report, tolerance)
+        scaled = torch.stack(
+            [
+                by_version[int(v)][first - 1 + i] / sampling.temperature
+                for i, v in enumerate(versions)
+            ]
+        )
+        for token, row in enumerate(scaled, start=first):
+            kept = None
+            if sampling.truncated:
+                assert segment.kept is not None
+                kept = torch.from_numpy(segment.kept[token]).long()
+                self._check_kept(row, kept, sampling, report, tolerance)
+            support = row if kept is None else row[kept]
+            expected = float(row[ids[token]] - support.logsumexp(-1))
+            assert abs(expected - segment.logp_old_T[token]) < tolerance.logp, (token, expected)
+            report.tokens += 1
+        if not sampling.truncated:
+            assert segment.kept is None
+
+    def _check_routes(
+        self, routes: np.ndarray, rows: np.ndarray, report: Report, tolerance: Tolerance
+    ) -> None:
+        """`rows` of the routes, against the model that ran last."""
+        assert routes.shape[1] == len(self.scores)
+        for row, layer in enumerate(sorted(self.scores)):
+            scores = self.scores[layer][torch.from_numpy(rows)]
+            recorded = torch.from_numpy(routes[rows, row].astype(np.int64))
+            assert (recorded >= 0).all()
+            width = recorded.shape[1]
+            ranked = scores.topk(width + 1)
+            same = (recorded.sort(-1).values == ranked.indices[:, :width].sort(-1).values).all(-1)
+            tied = ranked.values[:, width - 1] - ranked.values[:, width] < tolerance.tie
+            assert (same | tied).all(), f"layer {layer}: {int((~same & ~tied).sum())} wrong routes"
+            report.routes += len(same)
+            report.route_ties += int((~same).sum())
+
+    @staticmethod
+    def _check_kept(
+        row: torch.Tensor,
+        kept: torch.Tensor,
+        sampling: SamplingConfig,
+        report: Report,
+        tolerance: Tolerance,
+    ) -> None:
+        report.kept += 1
+        report.kept_sizes.append(len(kept))
+        exact = _truncate(row, sampling.top_k, sampling.top_p, 0.0)
+        recorded = torch.zeros_like(exact)
+        recorded[kept] = True
+        if (recorded != exact).any():
+            report.kept_ties += 1
+            least = _truncate(row, sampling.top_k, sampling.top_p, -tolerance.tie)
+            most = _truncate(row, sampling.top_k, sampling.top_p, tolerance.tie)
+            assert (recorded | ~least).all() and (most | ~recorded).all(), "wrong kept set"
+
+
+def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:
+    """Which ids survive top-k and then top-p; `slack` widens (or narrows) both borders."""
+    if top_k:
+        row = row.masked_fill(row < row.topk(top_k).values[-1] - slack, -torch.inf)
+    if top_p == 1:
+        return row.isfinite()
+    ranked, order = row.sort(descending=True)
+    share = ranked.softmax(-1)
+    before = share.cumsum(-1) - share
+    kept = torch.zeros_like(row, dtype=torch.bool)
+    kept[order] = (before < top_p + slack) & ranked.isfinite()
+    return kept
+
+
+def check_groups(
+    groups: Sequence[Group],
+    reference: Reference,
+    sampling: SamplingConfig,
+    tolerance: Tolerance,
+) -> Report:
+    """Every trajectory of every group; ties must be rare."""
+    report = Report()
+    for group in groups:
+        assert not group.dropped
+        for trajectory in group.trajectories:
+            reference.check(trajectory, sampling, report, tolerance)
+    report.assert_rare(tolerance)
+    return report

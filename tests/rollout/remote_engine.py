@@ -1,0 +1,349 @@
+"""An engine in a process of its own, and what it is asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_blocks, pack_buckets
+from keel.model.weight_transfer.channel import SharedMemory
+from keel.rl.types import Group, Prompt
+from keel.rollout.engine.thread import Engine
+from keel.rollout.spec import EngineSpec, environment
+from tests.rollout import interpreted, plain_weights
+
+DEADLINE_S = 240
+Kind = Literal["", "short", "native", "packed", "plain"]
+Item = tuple[Prompt, int, SamplingConfig | None, bool]
+"""A prompt, its group size, its sampling (None: the engine's) and whether to record."""
+TRUNCATED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40)
+OPEN = SamplingConfig(temperature=1.3, max_tokens=24)
+
+
+def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
+    """Chunks of 48 tokens, and a cache that overflows with more than a few sequences."""
+    config = {
+        "sampling": TRUNCATED,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 48,
+        "kv_cache_gib": 20 * 64 / 2**20,  # 20 blocks of 32 tokens, 2 KiB a token
+        "deadline_s": DEADLINE_S,
+        **changes,
+    }
+    return EngineSpec(
+        model_path=str(folder),
+        tokenizer=str(folder),
+        config=RolloutConfig(**config),
+        dtype="float32",
+        max_model_len=256,
+        seed=3,
+        keep_routing=True,
+        keep_sampling_mask=True,
+    )
+
+
+def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt]:
+    """`shared` characters in common (a prefix for the cache), then `own` different ones."""
+    common = ("The quick brown fox jumps over the lazy dog. " * 9)[:shared]
+    return [
+        Prompt(
+            prompt_id=f"{tag}{i}",
+            domain="test",
+            messages=({"role": "user", "content": common + (f"{tag}{i}:" + "ab cd" * own)[:own]},),
+        )
+        for i in range(count)
+    ]
+
+
+# In the engine's process.
+
+
+@dataclass
+class Watch:
+    """What really happened, so that a test of preemption has preempted something."""
+
+    preempted: int = 0
+    cached_tokens: int = 0
+    thrown_away: int = 0
+    """Tokens drawn from unfinished prefills."""
+    steps: int = 0
+    short_steps: int = 0
+    """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""
+
+
+_ENGINE: Any = None
+_WATCH = Watch()
+
+
+def _start(
+    spec: EngineSpec, without: str, blocks: int | None, kind: Kind, amx: bool | None
+) -> tuple[str, ...]:
+    global _ENGINE
+    if amx is not None:
+        torch.cpu._is_amx_tile_supported = lambda: amx  # what vLLM asks
+    if kind in ("native", "packed"):
+        interpreted.install(kind)
+    if kind == "plain":
+        plain_weights.install()
+    # vLLM stays out of pytest's process.
+    from keel.rollout.engine import shims  # noqa: PLC0415
+    from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
+    from keel.rollout.fastpath.scheduler import ShortScheduler  # noqa: PLC0415
+
+    if without:
+        setattr(shims, without, lambda: False)
+
+    class Watched(sampler.Sampler):
+        def __init__(self, spec: EngineSpec) -> None:
+            super().__init__(spec)
+            scheduler = self._llm.engine_core.engine_core.scheduler
+            preempt, step = scheduler._preempt_request, self._llm.step
+
+            def counted_preempt(*args: Any, **kwargs: Any) -> None:
+                _WATCH.preempted += 1
+                preempt(*args, **kwargs)
+
+            def counted_step() -> Any:
+                outputs = step()
+                _WATCH.steps += 1
+                _WATCH.short_steps = getattr(scheduler, "short_steps", 0)
+                _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
+                waiting = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
+                _WATCH.thrown_away += len(waiting)
+                return outputs
+
+            scheduler._preempt_request, self._llm.step = counted_preempt, counted_step
+
+    arguments = sampler._engine_args
+
+    def few_blocks(*args: Any) -> Any:
+        built = arguments(*args)
+        built.num_gpu_blocks_override = blocks
+        if kind == "short":
+            built.scheduler_cls = ShortScheduler
+        return built
+
+    sampler._engine_args = few_blocks
+    _ENGINE = Engine(lambda: Watched(spec), spec.config)
+    return shims.install()
+
+
+def _submitted(items: Sequence[Item]) -> list[Future[Group]]:
+    return [
+        _ENGINE.submit(prompt, group_size=size, sampling=sampling, record=record)
+        for prompt, size, sampling, record in items
+    ]
+
+
+def _sample(items: Sequence[Item]) -> list[Group]:
+    return [future.result(timeout=DEADLINE_S) for future in _submitted(items)]
+
+
+def _cancel(items: Sequence[Item]) -> int:
+    return sum(future.cancel() for future in _submitted(items))
+
+
+def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -> None:
+    _ENGINE.begin_update()
+    for bucket in buckets:
+        _ENGINE.load_bucket(bucket)
+    _ENGINE.finish_update(version, checksum)
+
+
+def _updates() -> list[str]:
+    return _ENGINE.updates()
+
+
+def _fingerprint() -> dict[str, str]:
+    asked = _ENGINE._ask(lambda sampler: sampler._llm.collective_rpc("keel_fingerprint")[0])
+    return asked.result(timeout=DEADLINE_S)
+
+
+def _begun(items: Sequence[Item]) -> list[Future[Group]]:
+    """Some twenty steps of them are done."""
+    first, futures = _WATCH.steps, _submitted(items)
+    until = time.monotonic() + DEADLINE_S
+    while _WATCH.steps < first + 20:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return futures
+
+
+def _time_is_up() -> None:
+    def late(_: Any) -> None:
+        for job in _ENGINE._limits:
+            _ENGINE._limits[job] = 0.0, "cut"
+
+    _ENGINE._ask(late).result(timeout=DEADLINE_S)
+
+
+def _sample_across(
+    items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
+) -> list[Group]:
+    """New weights come, and time may be up while they do."""
+    futures = _begun(items)
+    _ENGINE.begin_update()
+    if cut:
+        _time_is_up()
+    for bucket in buckets:
+        _ENGINE.load_bucket(bucket)
+    _ENGINE.finish_update(version)
+    return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
+def _sample_cut(items: Sequence[Item]) -> list[Group]:
+    futures = _begun(items)
+    _time_is_up()
+    return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
+def _blocks() -> int:
+    asked = _ENGINE._ask(lambda sampler: sampler._scheduler.kv_cache_manager.block_pool)
+    return asked.result(timeout=DEADLINE_S).num_gpu_blocks
+
+
+def _sleep() -> None:
+    _ENGINE.sleep()
+
+
+def _stats() -> dict[str, float]:
+    return _ENGINE.stats()
+
+
+def _take_watch() -> Watch:
+    global _WATCH
+    watch, _WATCH = _WATCH, Watch(short_steps=_WATCH.short_steps)
+    return watch
+
+
+# In the test's process.
+
+
+@dataclass(frozen=True)
+class RemoteEngine:
+    """An engine in another process."""
+
+    process: ProcessPoolExecutor
+    shims: tuple[str, ...]
+    sleeps: bool
+    """Whether it can; on a GPU that takes an engine of its own (tests/gpu/test_sleep.py)."""
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int = 1,
+        sampling: SamplingConfig | None = None,
+        record: bool = True,
+    ) -> list[Group]:
+        return self.sample_items([(prompt, group_size, sampling, record) for prompt in prompts])
+
+    def sample_items(self, items: Sequence[Item]) -> list[Group]:
+        """All at once."""
+        return self.process.submit(_sample, items).result(timeout=DEADLINE_S)
+
+    def cancel(self, prompts: Sequence[Prompt], group_size: int) -> int:
+        items = [(prompt, group_size, None, True) for prompt in prompts]
+        return self.process.submit(_cancel, items).result(timeout=DEADLINE_S)
+
+    def update(self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000) -> None:
+        buckets = list(pack_buckets(tensors.items(), bucket))
+        self.process.submit(_update, version, buckets).result(timeout=DEADLINE_S)
+
+    def update_in_place(
+        self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
+    ) -> None:
+        """From this process's memory of the GPU that the engine is on too."""
+        on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
+        checksum, blocks = Checksum(), list(pack_blocks(on_gpu, bucket))
+        for _, block in blocks:
+            checksum.add(block)
+        memories = [SharedMemory() for _ in blocks]
+        buckets = [
+            Bucket(entries=entries, data=memory.lay(block))
+            for memory, (entries, block) in zip(memories, blocks, strict=True)
+        ]
+        done = self.process.submit(_update, version, buckets, checksum.value())
+        done.result(timeout=DEADLINE_S)
+
+    def updates(self) -> list[str]:
+        return self.process.submit(_updates).result(timeout=DEADLINE_S)
+
+    def blocks(self) -> int:
+        """Of the KV cache."""
+        return self.process.submit(_blocks).result(timeout=DEADLINE_S)
+
+    def fingerprint(self) -> dict[str, str]:
+        """A hash of each parameter."""
+        return self.process.submit(_fingerprint).result(timeout=DEADLINE_S)
+
+    def sleep(self) -> None:
+        self.process.submit(_sleep).result(timeout=DEADLINE_S)
+
+    def sample_across_update(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        version: int,
+        tensors: dict[str, torch.Tensor],
+        *,
+        cut: bool = False,
+    ) -> list[Group]:
+        """New weights come while the answers are being sampled, and `cut`: their deadline too."""
+        items = [(prompt, group_size, None, True) for prompt in prompts]
+        buckets = list(pack_buckets(tensors.items(), 40_000))
+        done = self.process.submit(_sample_across, items, version, buckets, cut)
+        return done.result(timeout=DEADLINE_S)
+
+    def sample_cut(self, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
+        """Their deadline comes while the answers are being sampled."""
+        items = [(prompt, group_size, None, True) for prompt in prompts]
+        return self.process.submit(_sample_cut, items).result(timeout=DEADLINE_S)
+
+    def stats(self) -> dict[str, float]:
+        return self.process.submit(_stats).result(timeout=DEADLINE_S)
+
+    def watch(self) -> Watch:
+        """What happened since the last call."""
+        return self.process.submit(_take_watch).result(timeout=DEADLINE_S)
+
+
+@contextmanager
+def running_engine(
+    spec: EngineSpec,
+    *,
+    gpu: bool,
+    without: str = "",
+    blocks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    kind: Kind = "",
+    amx: bool | None = None,
+) -> Iterator[RemoteEngine]:
+    """An engine in a process of its own.
+
+    `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
+    added to the environment. On a CPU, `kind` may be "short" (the V1 recorder with the scheduler
+    of the packed one), the name of a recorder for GPUs, whose kernels are then interpreted, or
+    "plain" (tests/rollout/plain_weights.py). `amx`: whether vLLM is told that the CPU has AMX;
+    None: the truth.
+    """
+    saved = dict(os.environ)
+    # Read by torch and vLLM when they are imported there.
+    special = interpreted.ENVIRONMENT if kind in ("native", "packed") else {}
+    os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}) | special)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+        started = process.submit(_start, spec, without, blocks, kind, amx)
+        os.environ.clear()
+        os.environ.update(saved)
+        sleeps = spec.config.sleep or not gpu
+        yield RemoteEngine(process, started.result(timeout=DEADLINE_S), sleeps)

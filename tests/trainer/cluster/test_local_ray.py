@@ -1,0 +1,78 @@
+"""The Ray that a run on this machine starts: its token, and a path with a space."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.e2e
+
+STRANGER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print('is in')"
+KNOCK = f"""
+import os, subprocess, sys
+import psutil, ray
+from keel.trainer.cluster.nodes import start_ray
+start_ray()
+print("token", os.environ["RAY_AUTH_TOKEN"])
+address = ray.get_runtime_context().gcs_address
+without = {{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}}
+modes = {{}}, {{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}}, os.environ
+tries = [
+    subprocess.Popen(
+        [sys.executable, "-c", {STRANGER!r}, address], env={{**without, **mode}},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    for mode in modes
+]
+for tried in tries:
+    out, err = tried.communicate(timeout=120)
+    print("is in" in out, "Authentication" in err)
+token = os.environ["RAY_AUTH_TOKEN"]
+seen = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+print("shown", any(token in word for words in seen for word in words or ()))
+"""
+ACTOR = """
+import ray, sys
+from keel.trainer.cluster.nodes import start_ray
+start_ray()
+class Worker:
+    def where(self): return sys.executable
+actor = ray.remote(Worker).options(runtime_env={"env_vars": {"A": "1"}}).remote()
+print(ray.get(actor.where.remote(), timeout=60))
+"""
+
+
+def run(python: Path | str, code: str, home: Path) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run(
+        [str(python), "-c", code],
+        env={**env, "HOME": str(home), "PYTHONPATH": str(ROOT)},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_nobody_joins_without_the_token_which_is_nowhere_to_be_read(tmp_path: Path) -> None:
+    said = run(sys.executable, KNOCK, tmp_path).splitlines()
+    assert len(said[0]) == len("token ") + 64
+    assert said[1:] == ["False True", "False True", "True False", "shown False"]
+    assert not (tmp_path / ".ray").exists()
+
+
+def test_an_environment_with_a_space_in_its_path(tmp_path: Path) -> None:
+    home = tmp_path / "my environment"
+    venv.create(home, with_pip=False)
+    site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    assert run(home / "bin" / "python", ACTOR, tmp_path).strip() == str(home / "bin" / "python")

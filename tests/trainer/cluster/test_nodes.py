@@ -1,0 +1,156 @@
+"""What is said of a cluster that is not there; one that is: `test_reservation.py`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import AuthenticationError
+
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+)
+from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
+from keel.trainer.planning.placement import Hardware
+
+SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+
+
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=rf"^RAY_ADDRESS = {address}: no Ray cluster answers"):
+            hardware_said(recipe())
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Failed to connect"), AuthenticationError("No")])
+def test_a_cluster_that_may_ask_for_a_token_is_a_message(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: object) -> None:
+        raise error  # as Ray does without the token
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening.getsockname()[1]}")
+        monkeypatch.setattr("ray.init", fails)
+        with pytest.raises(ConfigError, match=r"cannot join .* set RAY_AUTH_MODE=token here too"):
+            start_ray()
+
+
+def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", fails)
+    with pytest.raises(RuntimeError, match="Ray did not start on this machine: The current node"):
+        start_ray()
+
+
+@pytest.mark.parametrize("given", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_cluster_of_our_own_has_a_token_of_its_own_unless_one_is_given(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "given") if name == given else monkeypatch.delenv(name, False)
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr("ray.init", lambda **_: seen.append(dict(os.environ)))
+    start_ray()
+    token = seen[0].get("RAY_AUTH_TOKEN")
+    if given:
+        assert seen[0][given] == "given" and token == (
+            "given" if given == "RAY_AUTH_TOKEN" else None
+        )
+    else:
+        assert token and len(token) == 64
+    monkeypatch.delenv("RAY_AUTH_TOKEN", False)
+
+
+GPUS = RunConfig(device="gpu")
+
+
+def recipe(run: RunConfig = GPUS, **shape: int) -> Config:
+    return Config(run=run, data=DataConfig(sources=(SOURCE,)), rollout=RolloutConfig(**shape))
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, gib: float) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: gib)
+
+
+def sizes(hardware: Hardware) -> tuple[list[int], float]:
+    return [node.gpus for node in hardware.nodes], hardware.gpu_gib
+
+
+def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, gpus=0, gib=0.0)
+    wide = recipe(engines=2, tensor_parallel=8)
+    rule = hardware_said(wide)
+    assert "by rule, as no GPU is here and no RAY_ADDRESS" in str(rule)
+    assert not rule.found
+    assert seating(wide, rule) == [
+        "node 0: engine 0 on GPUs 0–7",
+        "node 1: engine 1 on GPUs 0–7",
+        "node 2: trainer rank 0 on GPU 0",
+    ]
+    here(monkeypatch, gpus=4, gib=80.0)
+    with pytest.raises(ConfigError, match=r"needs 17 GPUs .* has 4"):
+        seating(wide, hardware_said(wide))
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "check", "train"),
+    [
+        # said: device, gpu_gib, gpus_per_node, nodes; found: GPUs and their memory
+        (("auto", 0, 0, 1), (0, 0.0), None, None),
+        (("auto", 0, 0, 1), (2, 80.0), ([2], 80.0), ([2], 80.0)),
+        (("cpu", 0, 0, 1), (2, 80.0), None, None),
+        # GPUs that the recipe speaks of are planned for, and a run without any is not one on a CPU.
+        (("auto", 139, 0, 1), (0, 0.0), ([8], 139.0), ([], 139.0)),
+        (("auto", 139, 4, 2), (0, 0.0), ([4, 4], 139.0), ([], 139.0)),
+        (("auto", 0, 4, 1), (0, 0.0), ([4], 0.0), ([], 0.0)),
+        (("gpu", 0, 0, 1), (0, 0.0), ([8], 0.0), ([], 0.0)),
+        # A run has no more than there is, and no more than the recipe says.
+        (("auto", 139, 8, 1), (2, 80.0), ([8], 139.0), ([2], 80.0)),
+        (("auto", 40, 1, 1), (2, 80.0), ([1], 40.0), ([1], 40.0)),
+        (("auto", 139, 0, 1), (2, 80.0), ([2], 139.0), ([2], 80.0)),
+    ],
+)
+def test_what_a_check_plans_on_and_what_a_run_has(
+    monkeypatch: pytest.MonkeyPatch,
+    said: tuple[Any, float, int, int],
+    found: tuple[int, float],
+    check: tuple[list[int], float] | None,
+    train: tuple[list[int], float] | None,
+) -> None:
+    here(monkeypatch, gpus=found[0], gib=found[1])
+    device, gib, gpus, nodes = said
+    wanted = recipe(RunConfig(device=device, gpu_gib=gib, gpus_per_node=gpus, nodes=nodes))
+    for hardware, expected in ((hardware_said(wanted), check), (hardware_here(wanted), train)):
+        assert hardware.gpu == (expected is not None)
+        if expected:
+            assert sizes(hardware) == expected
+    if check == train:
+        assert hardware_said(wanted) == hardware_here(wanted)
+
+
+def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
+    for speech in ({"gpu_gib": 80.0}, {"gpus_per_node": 2}):
+        with pytest.raises(ConfigError, match=r"run\.gpu.* speaks of GPUs, and run\.device is cpu"):
+            RunConfig(device="cpu", **speech)
+    with pytest.raises(ConfigError, match=r"run\.nodes = 2: needs run\.gpus_per_node"):
+        RunConfig(nodes=2)

@@ -1,0 +1,359 @@
+"""What `test_engine.py` runs, in processes of its own: a list of scenarios on R ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.multiprocessing.spawn import ProcessContext
+
+from keel.configs.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    Dtype,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+from keel.model.weight_transfer.buckets import unpack_bucket
+from keel.rl.metrics import Metric, merge
+from keel.rl.packing import TrainBatch, pack
+from keel.rl.types import ScoredGroup
+from tests.trainer.engine.batches import Rollouts
+
+if TYPE_CHECKING:
+    from keel.trainer.engine.engine import TrainerEngine
+
+STAGES = (0, 1, 2, 3)
+STEPS = 3
+SAVED_AFTER = 2
+ROOMY, TIGHT = 4096, 24
+"""Tokens a micro-batch: everything at once, or about one trajectory."""
+
+MASK_DELTA = 0.025
+"""Drops, in the last step, an answer that lies across two sequence-parallel slices, and of which
+only one half is that far from the policy."""
+
+Result = dict[str, Any]
+Scenario = Callable[["Ranks"], Result]
+
+
+def make_config(
+    ranks: int,
+    stage: int,
+    *,
+    dtype: Dtype = "float32",
+    tokens: int = ROOMY,
+    kl_coef: float = 0.0,
+    ref_routing: Literal["live", "replay"] = "live",
+    mask_delta: float = MASK_DELTA,
+    sleep: bool = False,
+    **trainer: Any,
+) -> Config:
+    source = SourceConfig(
+        name="s", source="reasoning_gym", task="chain_sum", size=8, kl_coef=kl_coef
+    )
+    options: dict[str, Any] = {
+        "ranks": ranks,
+        "zero_stage": stage,
+        "micro_batch_tokens": tokens,
+        "lr": 1e-2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "grad_clip": 0.05,
+        "eps": 1e-5,
+        "threads": 1,
+        "deadline_s": 60,
+        **trainer,
+    }
+    return Config(
+        run=RunConfig(steps=10, seed=3),
+        model=ModelConfig(path="local", dtype=dtype),
+        data=DataConfig(sources=(source,)),
+        algorithm=AlgorithmConfig(mask_delta=mask_delta, ref_routing=ref_routing),
+        rollout=RolloutConfig(sleep=sleep),
+        trainer=TrainerConfig(**options),
+    )
+
+
+class Ranks:
+    """This process's place among the ranks, and the two models."""
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store, folder: Path) -> None:
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.serial = count()
+        self._store = store
+
+    def engine(self, config: Config, model: str = "untied") -> TrainerEngine:
+        from keel.trainer.engine import compile as compiled  # noqa: PLC0415  (loads transformers)
+        from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+
+        if not torch.cuda.is_available():
+            # The same graphs and gradients, without minutes of C++ to compile.
+            compiled.BACKEND = "aot_eager"
+        return TrainerEngine(
+            str(self.folder / model),
+            config,
+            rank=self.rank,
+            world_size=self.world_size,
+            store=self._store,
+        )
+
+    def batch(self, groups: Sequence[ScoredGroup], config: Config) -> TrainBatch:
+        trainer = config.trainer
+        packed = pack(groups, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens)
+        return packed[self.rank // trainer.sequence_parallel]
+
+    def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:
+        """Each step's metrics over all ranks. Where engines sleep, weights are published after each
+        step, and everything is put aside."""
+        found = []
+        for step in steps:
+            groups = Rollouts(step, self.folder / "untied").groups(2, 3)
+            found.append(self.merged(engine.step([self.batch(groups, config)])))
+            if config.rollout.sleep:
+                self.published(engine)
+                assert engine._parking, config.trainer
+                assert (
+                    engine._parking.host_bytes > 500_000
+                ) == config.trainer.offload_while_sampling
+        return found
+
+    def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, metrics)
+        return merge(everyone)
+
+    def published(self, engine: TrainerEngine) -> dict[str, Tensor]:
+        buckets = list(engine.publish(50_000))
+        assert self.rank == 0 or not buckets
+        return {name: t.clone() for bucket in buckets for name, t in unpack_bucket(bucket)}
+
+
+def training(stage: int, **changes: Any) -> Scenario:
+    """Train, publish before and after, export."""
+    model = changes.pop("model", "untied")
+
+    def run(ranks: Ranks) -> Result:
+        config = make_config(ranks.world_size, stage, **changes)
+        engine = ranks.engine(config, model)
+        before = ranks.published(engine)
+        counters.clear()
+        metrics = ranks.train(engine, config, range(STEPS))
+        exported = ranks.folder / f"exported-{ranks.world_size}-{next(ranks.serial)}"
+        engine.export(exported)
+        return {
+            "before": before,
+            "after": ranks.published(engine),
+            "metrics": metrics,
+            "exported": exported,
+            "version": engine.version,
+            "graphs": counters["stats"]["unique_graphs"],
+        }
+
+    return run
+
+
+def resumed(stage: int, **changes: Any) -> Scenario:
+    """Train straight through; and again from a checkpoint taken on the way."""
+
+    def run(ranks: Ranks) -> Result:
+        config = make_config(ranks.world_size, stage, tokens=TIGHT, **changes)
+        saved = ranks.folder / f"saved-{ranks.world_size}-{next(ranks.serial)}"
+        if ranks.rank == 0:
+            saved.mkdir()
+        straight = ranks.engine(config)
+        ranks.train(straight, config, range(SAVED_AFTER))
+        straight.save(saved)
+        ranks.train(straight, config, range(SAVED_AFTER, STEPS))
+        later = ranks.engine(config)
+        torch.manual_seed(random.randrange(1000))
+        later.load(saved)
+        numbers = (later.steps, later.version)
+        ranks.train(later, config, range(SAVED_AFTER, STEPS))
+        return {
+            "straight": ranks.published(straight),
+            "resumed": ranks.published(later),
+            "loaded": numbers,
+        }
+
+    return run
+
+
+def referenced(stage: int, **changes: Any) -> Scenario:
+    """The KL term at the start, with the routes the model itself takes; then after steps."""
+
+    def run(ranks: Ranks) -> Result:
+        config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
+        engine = ranks.engine(config)
+        groups = Rollouts(0, ranks.folder / "untied", live_routes=True).groups(2, 3, kl_coef=0.1)
+        batch, metrics = ranks.batch(groups, config), []
+        for _ in range(3):
+            metrics.append(ranks.merged(engine.step([batch])))
+            ranks.published(engine)
+        return {"metrics": metrics}
+
+    return run
+
+
+def skipping(stage: int) -> Scenario:
+    """A batch whose gradient is not finite leaves weights alone; three in a row end the run."""
+
+    def run(ranks: Ranks) -> Result:
+        config = make_config(ranks.world_size, stage)
+        engine = ranks.engine(config)
+        with torch.no_grad():  # the head's weight, whole or this rank's shard of it
+            weight = engine._network.model.get_output_embeddings().weight
+            getattr(weight, "ds_tensor", weight)[:1] = torch.nan
+        metrics, message = [], ""
+        try:
+            for _ in range(3):
+                metrics += ranks.train(engine, config, range(1))
+        except RuntimeError as error:
+            message = str(error)
+        return {"metrics": metrics, "message": message, "after": ranks.published(engine)}
+
+    return run
+
+
+def in_bfloat16(stage: int) -> Scenario:
+    """As on a GPU, where DeepSpeed has other optimizers for it: awake, with gradients added up by
+    DeepSpeed ("theirs"), and parked after each step, as a whole or the gradients alone."""
+
+    def run(ranks: Ranks) -> Result:
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import zero  # noqa: PLC0415
+
+        on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
+        ours = zero.sum_in_one_pass
+        result: Result = {}
+        for key in ("awake", "theirs", "parked", "stays"):
+            sleep, offload = key in ("parked", "stays"), key != "stays"
+            zero.sum_in_one_pass = (lambda _: None) if key == "theirs" else ours
+            config = make_config(
+                ranks.world_size,
+                stage,
+                dtype="bfloat16",
+                tokens=TIGHT,
+                sleep=sleep,
+                offload_while_sampling=offload,
+            )
+            engine = ranks.engine(config)
+            metrics = ranks.train(engine, config, range(STEPS))
+            result[key] = {
+                "after": ranks.published(engine),
+                "metrics": metrics,
+                "optimizer": type(engine._engine.optimizer).__name__,
+            }
+        module.compute_dtype, zero.sum_in_one_pass = on_cpu, ours
+        return result
+
+    return run
+
+
+SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "plain": training(0),
+        "accumulated": training(0, tokens=TIGHT),
+        "recomputed": training(0, activation_checkpointing=True),
+        "compiled": training(0, tokens=TIGHT, compile=True),
+        "plain tied": training(0, model="tied"),
+        "plain dense": training(0, model="dense"),
+    },
+    2: {
+        **{f"stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
+        "stage 3 tied": training(3, tokens=TIGHT, model="tied"),
+        **{f"stage {stage} sequence": training(stage, sequence_parallel=2) for stage in STAGES},
+        **{
+            f"stage {stage} sequence dense": training(
+                stage, sequence_parallel=2, tokens=TIGHT, model="dense"
+            )
+            for stage in (0, 3)
+        },
+        **{
+            f"stage {stage} offloaded": training(stage, tokens=TIGHT, offload_optimizer=True)
+            for stage in (1, 2, 3)
+        },
+        "stage 2 sequence recomputed offloaded compiled parked": training(
+            2,
+            sequence_parallel=2,
+            tokens=TIGHT,
+            activation_checkpointing=True,
+            offload_optimizer=True,
+            compile=True,
+            sleep=True,
+        ),
+        "stage 3 sequence recomputed": training(
+            3, sequence_parallel=2, tokens=TIGHT, activation_checkpointing=True
+        ),
+        "stage 3 recomputed": training(3, activation_checkpointing=True),
+        **{f"stage {stage} parked": training(stage, tokens=TIGHT, sleep=True) for stage in STAGES},
+        **{f"bfloat16 {stage}": in_bfloat16(stage) for stage in (1, 3)},
+        **{f"resumed {stage}": resumed(stage) for stage in STAGES},
+        **{f"resumed {stage} parked": resumed(stage, sleep=True) for stage in (1, 3)},
+        **{f"reference {stage}": referenced(stage) for stage in (0, 3)},
+        **{f"reference {stage} parked": referenced(stage, sleep=True) for stage in (1, 3)},
+        **{f"skipping {stage}": skipping(stage) for stage in (0, 1, 3)},
+    },
+}
+
+
+def run_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    scenarios: Mapping[int, Mapping[str, Scenario]] = SCENARIOS,
+) -> None:
+    """All scenarios of this number of ranks; rank 0 writes down what came of them."""
+    os.environ["LOCAL_RANK"] = "0"
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=patience)
+    ranks = Ranks(rank, world_size, store, folder)
+    results = {name: scenario(ranks) for name, scenario in scenarios[world_size].items()}
+    if rank == 0:
+        torch.save(results, folder / f"results-{world_size}.pt")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def results_of(folder: Path, sizes: Iterable[int]) -> Result:
+    """Scenario → what rank 0 wrote down of it, once all processes have ended."""
+    found: Result = {}
+    for size in sizes:
+        found |= torch.load(folder / f"results-{size}.pt", weights_only=False)
+    return found
+
+
+def wait_for(running: Iterable[ProcessContext | None]) -> None:
+    for context in running:
+        assert context is not None
+        while not context.join(timeout=120):
+            pass
+
+
+def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> None:
+    """Tensors of the same names and values."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -1,0 +1,164 @@
+"""The trainer on one rank and on two, under every ZeRO stage: one algorithm, one result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from keel.rl.metrics import values
+from keel.rl.packing import pack
+from tests.trainer.engine.batches import Rollouts, write_dense, write_model
+from tests.trainer.engine.scenarios import (
+    ROOMY,
+    SAVED_AFTER,
+    SCENARIOS,
+    STAGES,
+    STEPS,
+    free_port,
+    results_of,
+    run_rank,
+    same,
+    wait_for,
+)
+
+pytestmark = pytest.mark.e2e
+TWO_RANKS = [name for name in SCENARIOS[2] if name.startswith("stage")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs every scenario: a process for one rank, and two for two."""
+    folder = tmp_path_factory.mktemp("trainer")
+    write_model(folder / "untied")
+    write_model(folder / "tied", tied=True)
+    write_dense(folder / "dense")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        running = [
+            mp.spawn(run_rank, (size, free_port(), folder), nprocs=size, join=False)
+            for size in SCENARIOS
+        ]
+        wait_for(running)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return results_of(folder, SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    "name", ["compiled", "stage 2 sequence recomputed offloaded compiled parked"]
+)
+def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any], name: str) -> None:
+    assert 0 < results[name]["graphs"] < 20
+    assert results["plain"]["graphs"] == 0
+
+
+def model_of(name: str) -> str:
+    return next((model for model in ("tied", "dense") if model in name), "untied")
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, "accumulated", "recomputed", "compiled"])
+def test_ranks_stages_and_accumulation_do_not_matter(results: dict[str, Any], name: str) -> None:
+    plain, other = results[f"plain {model_of(name)}".removesuffix(" untied")], results[name]
+    same(other["after"], plain["after"], atol=1e-5)
+    assert other["version"] == plain["version"] == STEPS
+    for expected, actual in zip(plain["metrics"], other["metrics"], strict=True):
+        assert values(actual) == pytest.approx(values(expected), rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_the_border_of_sequence_parallel_slices_is_inside_an_answer(folder: Path) -> None:
+    """So the scenarios above ask for all that the slices must hand over: the position that predicts
+    an answer's token on one rank and the token on the other, and a sequence mask over both."""
+    (batch,) = pack(Rollouts(STEPS - 1, folder).groups(2, 3), ranks=1, micro_batch_tokens=ROOMY)
+    (row,) = batch.micro_batches
+    border = -(-len(row.token_ids_N) // 2)
+    assert row.trainable_N[border - 1 : border + 1].all()
+    assert row.segment_N[border - 1] == row.segment_N[border]
+    assert row.advantage_N[border] < 0
+    assert row.routes_NLK is not None and row.kept is not None
+
+
+def test_training_moves_the_weights_and_says_what_it_saw(results: dict[str, Any]) -> None:
+    plain = results["plain"]
+    moved = [not torch.equal(plain["after"][name], old) for name, old in plain["before"].items()]
+    assert all(moved)
+    last = values(plain["metrics"][-1])
+    assert last["lr"] == 1e-2
+    assert last["train/skipped_steps"] == 0
+    assert last["grad_norm"] > 0.05, "the clip must have been at work"
+    assert 0 < last["routing/overlap"] < 1
+    assert 0 < last["routing/fallback_fraction"] < 0.2
+    assert last["train/tokens"] > 50
+    assert last["entropy/kept"] > 0
+    assert 0 < last["mask/sequence_fraction"] < 1
+    assert last["mismatch/kl"] > 0
+    assert values(plain["metrics"][0])["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("name", ["plain", "plain tied", *TWO_RANKS])
+def test_published_weights_are_the_checkpoint(
+    folder: Path, results: dict[str, Any], name: str
+) -> None:
+    same(results[name]["before"], load_file(folder / model_of(name) / "model.safetensors"), atol=0)
+    same(results[name]["after"], load_file(results[name]["exported"] / "model.safetensors"), atol=0)
+
+
+def test_the_exported_model_loads_and_is_the_trained_one(results: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415  (slow to load)
+
+    exported = results["stage 3"]["exported"]
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.config.dtype == torch.float32
+    head = results["stage 3"]["after"]["lm_head.weight"]
+    assert torch.equal(model.get_output_embeddings().weight, head)
+    assert AutoTokenizer.from_pretrained(exported)("w5 w7").input_ids == [5, 7]
+
+
+@pytest.mark.parametrize("name", [*map(str, STAGES), "1 parked", "3 parked"])
+def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
+    result = results[f"resumed {name}"]
+    assert result["loaded"] == (SAVED_AFTER, SAVED_AFTER)
+    same(result["resumed"], result["straight"], atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["parked", "stays"])
+def test_parking_changes_nothing_in_bfloat16(results: dict[str, Any], stage: int, how: str) -> None:
+    awake, parked = (results[f"bfloat16 {stage}"][key] for key in ("awake", how))
+    same(parked["after"], awake["after"], atol=0)
+    for asleep, up in zip(parked["metrics"], awake["metrics"], strict=True):
+        assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)
+
+
+def test_gradients_add_up_as_in_deepspeed(results: dict[str, Any]) -> None:
+    ours, theirs = (results["bfloat16 1"][key] for key in ("awake", "theirs"))
+    assert (ours["optimizer"], theirs["optimizer"]) == ("SummingOptimizer", "BF16_Optimizer")
+    same(ours["after"], theirs["after"], atol=0)
+
+
+@pytest.mark.parametrize("name", ["0", "3", "1 parked", "3 parked"])
+def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: str) -> None:
+    first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])
+    assert first["routing/overlap"] == 1
+    assert first["kl/ref"] == pytest.approx(0, abs=1e-9)
+    assert last["kl/ref"] > 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_steps_without_a_finite_gradient_are_skipped(results: dict[str, Any], stage: int) -> None:
+    result = results[f"skipping {stage}"]
+    assert [values(m)["train/skipped_steps"] for m in result["metrics"]] == [1, 1]
+    assert "3 optimizer steps in a row" in result["message"]
+    assert "grad_norm" not in result["metrics"][0]
+    before = results["plain"]["before"]
+    untouched = [name for name in before if name != "lm_head.weight"]
+    same({n: result["after"][n] for n in untouched}, {n: before[n] for n in untouched}, atol=0)

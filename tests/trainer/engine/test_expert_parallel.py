@@ -1,0 +1,144 @@
+"""Expert parallelism 2 under every ZeRO stage, with and without sequence parallelism, is the
+algorithm of one process: the same weights, gradients and metrics, and checkpoints that do not show
+it."""
+
+from __future__ import annotations
+
+import json
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from keel.rl.metrics import values
+from keel.trainer.planning.families import EXPERT_PARALLEL
+from tests.trainer.engine.expert_scenarios import (
+    FAMILIES,
+    SAVED_AFTER,
+    SCENARIOS,
+    STAGES,
+    run_expert_rank,
+    write_family,
+)
+from tests.trainer.engine.scenarios import free_port, results_of, same, wait_for
+
+pytestmark = pytest.mark.e2e
+SPREAD = {**SCENARIOS[2], **SCENARIOS[4]}
+TRAINED = [name for name in SPREAD if name.split(",")[0] in FAMILIES]
+RESUMED = [
+    *(f"qwen3_moe, stage {stage}" for stage in STAGES),
+    "qwen3_moe, offloaded, stage 2",
+    "qwen3_moe, 4 ranks, stage 2",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs every scenario, with all numbers of ranks at once."""
+    folder = tmp_path_factory.mktemp("experts")
+    for family in FAMILIES:
+        write_family(folder / family, family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        # Seven processes: one imports the libraries, the others are its copies.
+        get_context("forkserver").set_forkserver_preload(
+            ["keel.trainer.engine.engine", run_expert_rank.__module__]
+        )
+        running = [
+            mp.start_processes(
+                run_expert_rank,
+                (size, free_port(), folder),
+                nprocs=size,
+                join=False,
+                start_method="forkserver",
+            )
+            for size in SCENARIOS
+        ]
+        wait_for(running)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return results_of(folder, SCENARIOS)
+
+
+def same_metrics(actual: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert values(one) == pytest.approx(values(other), rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_one_process(results: dict[str, Any], name: str) -> None:
+    """Weights after clipped steps, so the global gradient norm counts too (also as a metric)."""
+    plain = results[name.split(",")[0]]
+    same(results[name]["after"], plain["after"], atol=1e-5)
+    same_metrics(results[name]["metrics"], plain["metrics"])
+    assert values(plain["metrics"][0])["grad_norm"] > 0.05, "the clip must have been at work"
+    assert 0 < values(plain["metrics"][-1])["routing/overlap"] < 1
+    moved = [not torch.equal(plain["after"][n], old) for n, old in plain["before"].items()]
+    assert sum(moved) >= len(moved) - 2, "all but correction biases, which have no gradient"
+
+
+@pytest.mark.parametrize("name", [name for name in SPREAD if "reference" in name])
+def test_gradients_are_those_of_one_process(results: dict[str, Any], name: str) -> None:
+    plain = results[name.split(",")[0]]
+    same(results[name]["gradients"], plain["gradients"], atol=1e-5)
+    large = [gradient.abs().max() > 1e-3 for gradient in plain["gradients"].values()]
+    assert sum(large) > 0.8 * len(large), "the tolerance must be small against them"
+    same_metrics(results[name]["metrics"], plain["metrics"])
+
+
+@pytest.mark.parametrize("name", ["replayed reference", "replayed reference, stage 3"])
+def test_a_reference_with_replayed_routes_starts_where_the_policy_does(
+    results: dict[str, Any], name: str
+) -> None:
+    """The routes are arbitrary here, so with live routing it would start somewhere else."""
+    first, last = (values(metrics) for metrics in results[name]["metrics"])
+    assert first["kl/ref"] == pytest.approx(0, abs=1e-9)
+    assert last["kl/ref"] > 1e-3
+    assert values(results["live reference"]["metrics"][0])["kl/ref"] > 1e-3
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *(n for n in SPREAD if n.startswith("weights"))])
+def test_published_weights_are_the_checkpoint(
+    folder: Path, results: dict[str, Any], name: str
+) -> None:
+    family = name.removeprefix("weights of ").split(",")[0]
+    same(results[name]["before"], load_file(folder / family / "model.safetensors"), atol=0)
+    if name in TRAINED:
+        exported = results[name]["exported"]
+        same(results[name]["after"], load_file(exported / "model.safetensors"), atol=0)
+        assert json.loads((exported / "config.json").read_text())["model_type"] == family
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
+    assert results[name]["loaded"] == (SAVED_AFTER, SAVED_AFTER)
+    same(results[name]["resumed"], results[name]["after"], atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in SPREAD if "skipping" in name])
+def test_all_ranks_skip_a_step_that_one_cannot_take(results: dict[str, Any], name: str) -> None:
+    (metrics,) = results[name]["metrics"]
+    assert values(metrics)["train/skipped_steps"] == 1
+    before = results["qwen3_moe"]["before"]
+    finite = {n: t for n, t in results[name]["after"].items() if t.isfinite().all()}
+    assert len(finite) == len(before) - 1
+    same(finite, {n: before[n] for n in finite}, atol=0)
+
+
+def test_every_family_that_deepspeed_and_replay_know_is_offered(
+    folder: Path, results: dict[str, Any]
+) -> None:
+    configs = [json.loads((folder / name / "config.json").read_text()) for name in FAMILIES]
+    assert {config["architectures"][0] for config in configs} == set(EXPERT_PARALLEL)
+    # Linear attention cannot be packed; replay does not know the other's router.
+    assert set(results["presets"]) - set(FAMILIES) == {"qwen3_5_moe_text", "minimax_m3_vl_text"}

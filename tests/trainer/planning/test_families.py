@@ -1,0 +1,83 @@
+"""Which families are refused for a dtype, against what vLLM itself says of them."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma3TextConfig
+
+from keel.configs.schema import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.trainer.planning.families import NOT_IN_FLOAT16, check_engine_dtype
+from keel.trainer.prepare import prepare
+from tests.trainer.planning.test_memory import SUMS
+
+
+def recipe(dtype: Any, engine_dtype: Any = "") -> Config:
+    return Config(
+        model=ModelConfig(path="some/model", dtype=dtype),
+        data=DataConfig(sources=(SUMS,)),
+        rollout=RolloutConfig(dtype=engine_dtype),
+    )
+
+
+def test_the_types_are_those_that_vllm_refuses() -> None:
+    """Read and not imported: vLLM takes long to."""
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    source = Path(vllm.origin).parent / "config" / "model.py"
+    (table,) = (
+        node.value
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Assign)
+        and any(
+            isinstance(target, ast.Name) and target.id == "_FLOAT16_NOT_SUPPORTED_MODELS"
+            for target in node.targets
+        )
+    )
+    assert set(ast.literal_eval(table)) == set(NOT_IN_FLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("config", "knob"),
+    [
+        (recipe("float16"), "model.dtype"),
+        (recipe("bfloat16", "float16"), "rollout.dtype"),
+        (recipe("float16", "float16"), "rollout.dtype"),
+    ],
+)
+def test_an_engine_in_float16_is_refused_for_them(config: Config, knob: str) -> None:
+    for model_type in NOT_IN_FLOAT16:
+        said = rf"{knob} = 'float16': .*of type {model_type}, .*Set it to bfloat16"
+        with pytest.raises(ConfigError, match=said):
+            check_engine_dtype(config, model_type)
+    check_engine_dtype(config, "qwen3")
+
+
+def test_in_any_other_dtype_they_run() -> None:
+    for config in (recipe("bfloat16"), recipe("float32"), recipe("float16", "bfloat16")):
+        check_engine_dtype(config, "gemma3_text")
+
+
+def test_a_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    Gemma3TextConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    ).save_pretrained(tmp_path)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{path: {tmp_path}, dtype: float16}}\n"
+        "data: {sources: [{name: s, source: reasoning_gym, task: chain_sum, size: 10}]}\n"
+    )
+    with pytest.raises(ConfigError, match=r"model.dtype = 'float16': .*of type gemma3_text"):
+        prepare(str(path), ["run.device=cpu"])

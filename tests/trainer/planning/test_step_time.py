@@ -1,0 +1,194 @@
+"""The time model: limits that can be worked out by hand, and the measurements it is held to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+from keel.configs.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.memory import BYTES, mlp_width
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.plan import describe, make_plan
+from keel.trainer.planning.step_time import (
+    Machine,
+    Rates,
+    StepTime,
+    body_parameters,
+    compute_seconds,
+    step_time,
+    traffic_seconds,
+)
+
+GPU = Hardware(gpu=True)
+
+SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+
+
+@pytest.fixture(scope="module")
+def moe() -> ModelFacts:
+    """The model of benchmarks/training/replay.py."""
+    return facts_of(
+        Qwen3MoeConfig(
+            vocab_size=151_936,
+            hidden_size=1024,
+            moe_intermediate_size=768,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+            num_experts=32,
+            num_experts_per_tok=4,
+        )
+    )
+
+
+def recipe(*, answers: int = 64, top_k: int = 512, prompt: int = 128, **trainer: Any) -> Config:
+    sampling = SamplingConfig(top_k=top_k, max_tokens=896)
+    return Config(
+        model=ModelConfig(path="some/moe"),
+        data=DataConfig(sources=(SUMS,), max_prompt_tokens=prompt),
+        algorithm=AlgorithmConfig(prompts_per_step=answers // 8, group_size=8),
+        rollout=RolloutConfig(sampling=sampling, max_num_seqs=256, recorder="native"),
+        trainer=TrainerConfig(**trainer),
+    )
+
+
+def estimate(config: Config, facts: ModelFacts, **options: Any) -> StepTime:
+    return step_time(config, facts, micro_batches=4, **options)
+
+
+def compute(
+    facts: ModelFacts, *, micro_batches: int = 4, top_k: int = 512, **trainer: Any
+) -> float:
+    config = recipe(top_k=top_k, **trainer)
+    return compute_seconds(config, facts, 65_536, micro_batches, Machine(), Rates())
+
+
+def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
+    """By hand, of a model that is products alone, and of one that is memory alone."""
+    free = {
+        "layer_moves": 0.0,
+        "expert_moves": 0.0,
+        "optimizer_bytes": 0.0,
+        "summed_bytes": 0.0,
+    }
+    config, machine = recipe(), Machine()
+    rates = Rates(product_share=0.5, attention_share=0.5, **free)
+    got = compute_seconds(config, moe, 1000, 1, machine, rates)
+    flops = 6 * 1000 * (body_parameters(moe) + 16 * 1024 * 1024)
+    assert got == pytest.approx(flops / (0.5 * machine.flops))
+    rates = replace(rates, layer_moves=2.0, optimizer_bytes=10.0, summed_bytes=1.0)
+    assert mlp_width(moe) == pytest.approx(0, abs=50)  # the router and norms
+    layer = 10 * 1024 + 12 * (1024 + 256) + 5 * mlp_width(moe)
+    moved = 3 * 1000 * 2.0 * 16 * layer * BYTES[config.model.dtype] + moe.parameters * (10 + 7)
+    more = compute_seconds(config, moe, 1000, 7, machine, rates) - got
+    assert more == pytest.approx(moved / machine.memory_bytes)
+    at_experts = compute_seconds(config, moe, 1000, 7, machine, replace(rates, expert_moves=1.0))
+    moved = 3 * 1000 * 16 * 4 * (2 * 1024 + 3 * 768) * BYTES[config.model.dtype]
+    assert at_experts - got - more == pytest.approx(moved / machine.memory_bytes)
+
+
+def test_layers_that_are_not_fused_take_longer(moe: ModelFacts) -> None:
+    assert compute(moe) < compute(replace(moe, fused_norms=False))
+    assert compute(moe) < compute(replace(moe, fused_experts=False))
+    compiled = compute(moe, compile=True)
+    assert compute(replace(moe, fused_norms=False), compile=True) == compiled
+    spread = compute(moe, ranks=4, expert_parallel=4)
+    assert spread == compute(replace(moe, fused_experts=False), ranks=4, expert_parallel=4)
+
+
+def test_layers_with_experts_take_the_host_longer(moe: ModelFacts) -> None:
+    rates = Rates()
+    dense = replace(moe, moe_layer_ids=())
+    more = [
+        rates.launch_seconds(recipe(compile=compiled), moe, 4)
+        - rates.launch_seconds(recipe(compile=compiled), dense, 4)
+        for compiled in (False, True)
+    ]
+    assert more == pytest.approx([rates.expert_pass_s * 16 * 3 * 4] * 2)
+
+
+def test_what_makes_a_step_longer(moe: ModelFacts) -> None:
+    usual = compute(moe)
+    assert compute(moe, compile=True) < usual < compute(moe, activation_checkpointing=True)
+    assert usual < compute(moe, top_k=0)
+    assert usual < compute(moe, micro_batches=16)
+    assert compute(moe, micro_batches=1, ranks=4) == pytest.approx(usual / 4)
+
+
+def test_a_decoding_step_of_a_small_model_is_the_hosts(moe: ModelFacts) -> None:
+    """11.5 ms at 256 sequences with the native recorder and 4.1 ms with the packed one."""
+    config = recipe(answers=256)
+    time = estimate(config, moe)
+    assert time.host_bound and time.decode_step == pytest.approx(11.48e-3, rel=0.01)
+    assert time.decode == pytest.approx(896 * time.decode_step)
+    packed = replace(config, rollout=replace(config.rollout, recorder="packed"))
+    assert estimate(packed, moe).decode_step == pytest.approx(3.03e-3, rel=0.01)
+
+
+def test_a_large_dense_model_decodes_at_the_memorys_rate(moe: ModelFacts) -> None:
+    count = 70_000_000_000
+    dense = replace(
+        moe, experts=0, experts_per_token=0, expert_parameters=0, moe_layer_ids=(), tied=True
+    )
+    dense = replace(dense, parameters=count, active_parameters=count)
+    quick = Rates(memory_share=1.0, cache_share=1.0, layer_step_s=0.0)
+    time = estimate(recipe(answers=8), dense, rates=quick)
+    assert not time.host_bound
+    assert time.decode_step == pytest.approx(2 * count / 4.8e12, rel=0.01)
+
+
+def test_few_sequences_touch_few_experts(moe: ModelFacts) -> None:
+    quick = Rates(step_s=0.0, sequence_s=0.0)
+    few = estimate(recipe(answers=8, prompt=1), moe, rates=quick).decode_step
+    many = estimate(recipe(answers=256, prompt=1), moe, rates=quick).decode_step
+    # 8 sequences miss an expert with probability (28/32)^8 = 0.34.
+    assert few < 0.75 * many
+
+
+def test_a_small_cache_means_more_rounds(moe: ModelFacts) -> None:
+    all_at_once = estimate(recipe(answers=256), moe)
+    in_four = estimate(recipe(answers=256), moe, sequences=64)
+    assert in_four.sequences == 64
+    assert in_four.decode == pytest.approx(4 * 896 * (2.0e-3 + 64 * 37e-6))
+    assert in_four.decode > all_at_once.decode
+
+
+def test_traffic_grows_with_zero_3_and_over_the_network(moe: ModelFacts) -> None:
+    def traffic(machine: Machine, **trainer: Any) -> float:
+        return traffic_seconds(recipe(**trainer), moe, 4, machine)
+
+    node, pairs = Machine(), Machine(node_gpus=2, network_bytes=10e9)
+    assert traffic(node) == 0
+    # Ring reduce of float32 gradients and gather of bfloat16 weights, once a step.
+    assert traffic(node, ranks=4, zero_stage=1) == pytest.approx(
+        moe.parameters * 3 / 4 * 6 / node.link_bytes
+    )
+    assert traffic(node, ranks=4, zero_stage=3) > 4 * traffic(node, ranks=4, zero_stage=1)
+    assert traffic(pairs, ranks=4, zero_stage=3) > traffic(node, ranks=4, zero_stage=3)
+    spread = traffic(node, ranks=4, zero_stage=2, expert_parallel=4)
+    assert spread != traffic(node, ranks=4, zero_stage=2)
+
+
+def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:
+    config = recipe()
+    plan = make_plan(config, moe, gpu=True)
+    assert plan.time is not None
+    parts = plan.time.rollout + plan.time.training + plan.time.weights
+    assert plan.time.total == pytest.approx(parts)
+    text = describe(config, moe, plan, [], hardware=GPU)
+    assert "ESTIMATE, not measured, for NVIDIA H200s" in text
+    assert make_plan(config, moe, gpu=False).time is None

@@ -1,0 +1,52 @@
+"""Warnings about values that nobody uses, and none about a recipe of ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.model.embedded.build import model_config
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import facts_of
+from keel.trainer.planning.cures import with_knob
+from keel.trainer.planning.unusual import unusual
+from tests.trainer.planning.test_memory import DENSE, recipe
+
+RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_of_ours_is_unusual(name: str) -> None:
+    config = load_config(name)
+    embedded = config.model.path == "embedded"
+    shape = model_config(config.model.embedded, build_tokenizer()) if embedded else None
+    assert unusual(config, facts_of(shape) if shape else DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("trainer.lr", 0.1),
+        ("trainer.lr", 1e-3),
+        ("trainer.lr", 1e-12),
+        ("trainer.weight_decay", 1.0),
+        ("trainer.grad_clip", 1e3),
+        ("algorithm.clip_high", 2.0),
+        ("rollout.sampling.temperature", 5.0),
+    ],
+)
+def test_a_value_that_nobody_uses_is_warned_about(knob: str, value: Any) -> None:
+    usual = recipe()
+    assert unusual(usual, DENSE) == []
+    (line,) = unusual(with_knob(usual, knob.split("."), value), DENSE)
+    assert line.startswith(f"{knob} = {value:g} is far from what is used")
+
+
+def test_a_small_model_may_learn_faster() -> None:
+    config = with_knob(recipe(), ["trainer", "lr"], 1e-3)
+    assert unusual(config, replace(DENSE, parameters=400_000)) == []
+    assert "data.sources[sums].kl_coef = 3 is" in unusual(recipe(beta=3.0), DENSE)[0]

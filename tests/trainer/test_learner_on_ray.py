@@ -1,0 +1,111 @@
+"""The driver's side of the trainer, on Ray: two ranks of a tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from keel.configs.schema import Config
+from keel.model.weight_transfer.buckets import unpack_bucket
+from keel.rl.metrics import values
+from keel.trainer.learner import Learner
+from tests.trainer.engine.batches import Rollouts, write_model
+from tests.trainer.engine.scenarios import TIGHT, make_config
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    yield folder
+    ray.shutdown()
+
+
+def start(model: Path, config: Config) -> Learner:
+    learner = Learner(str(model), config, gpu=False, actor_options=lambda rank: {"num_cpus": 0})
+    learner.start(deadline_s=120)
+    return learner
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    buckets = ray.get(learner.publish(), timeout=60)
+    return {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
+    """Steps, publishing, saving and resuming; then a rank dies, and another does not answer."""
+    config = make_config(2, 1, tokens=TIGHT)
+    config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
+    first = start(model, config)
+    assert first.version == 0
+    same(weights(first), load_file(model / "model.safetensors"))
+
+    groups = Rollouts(0, model).groups(4, 3)
+    result = first.step(groups)
+    assert result.version == first.version == 2
+    metrics = values(result.metrics)
+    tokens = sum(t.total_tokens for group in groups for t in group.group.trajectories)
+    assert metrics["train/tokens"] == tokens
+    assert metrics["lr"] == 5e-3
+    sampled = sum(t.sampled_tokens for group in groups[:2] for t in group.group.trajectories)
+    assert result.metrics["mismatch/kl"].count == sampled, "of the first update only"
+
+    saved, exported = tmp_path / "saved", tmp_path / "exported"
+    saved.mkdir()
+    first.save(saved)
+    first.export(exported)
+    same(weights(first), load_file(exported / "model.safetensors"))
+    first.step(groups)
+    straight = weights(first)
+
+    # Into other processes: tests/trainer/engine/test_engine.py and tests/e2e/test_command.py.
+    first.load(saved)
+    assert first.version == 2
+    first.step(groups)
+    same(weights(first), straight)
+
+    victim = first._whereabouts[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"trainer rank 1 died during an optimizer step") as info:
+        first.step(groups)
+    assert f"process {victim.pid}" in str(info.value)
+    first.shutdown()
+    first.shutdown()
+
+
+def test_a_failing_rank_says_why(model: Path, tmp_path: Path) -> None:
+    learner = Learner(
+        str(tmp_path), make_config(1, 0), gpu=False, actor_options=lambda rank: {"num_cpus": 0}
+    )
+    with pytest.raises(RuntimeError, match=r"trainer rank 0 failed during .*config\.json"):
+        learner.start(deadline_s=120)
+    learner.shutdown()
+
+
+def test_waiting_ends_with_the_deadline(model: Path) -> None:
+    """Ranks that Ray cannot place: no GPU here."""
+    learner = Learner(str(model), make_config(1, 0), gpu=True)
+    began = time.monotonic()
+    with pytest.raises(
+        TimeoutError, match=r"waited 1 s for the trainer's start: no answer .* rank 0 "
+    ):
+        learner.start(deadline_s=1)
+    assert time.monotonic() - began < 10
+    learner.shutdown()
