@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from keel.rewards.rules.from_json import from_jsonable
+from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.reasoning_gym_guards import is_all_answer, may_be_verified
 from keel.rewards.text import answer_in
 
@@ -67,5 +67,6 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
     if task not in tasks:
         raise ValueError(f"reward spec has task {task!r}, which reasoning_gym does not have")
     dataset_type, config_type = tasks[task]
-    dataset = dataset_type(config=config_type(**from_jsonable(json.loads(params))))
+    options = cast(dict[str, Any], from_jsonable(json.loads(params)))
+    dataset = dataset_type(config=config_type(**options))
     return cast(Callable[[str, Any], float], dataset.score_answer)

@@ -12,7 +12,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from keel.configs.load import load_config
 from keel.configs.schema import SourceConfig
 from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
-from keel.rewards.rules.from_json import from_jsonable
+from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.reasoning_gym import MOST_PARTIAL
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rewards.text import answer_in

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from reasoning_gym.factory import DATASETS
 from keel.configs.schema import SourceConfig
 from keel.data.jsonable import to_jsonable
 from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
-from keel.rewards.rules.from_json import from_jsonable
+from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.reasoning_gym_guards import EVALUATED_TASKS, SYMBOLIC_TASKS, may_be_verified
 from keel.rewards.rules.verifiers import Verifier, keeps_format, verifier_for
 from keel.rewards.workers.worker import reply_to
@@ -80,6 +82,7 @@ def test_the_verifier_knows_the_options_of_the_task() -> None:
 
 def test_values_that_json_cannot_hold_survive_it() -> None:
     value = {"t": (1, ("a",)), "s": {1, 2}, "d": {1: "x", (1, 2): [None]}, "~odd": 1.5, "n": {}}
+    value |= {"e": Decimal("0.10"), "f": Fraction(1, 3)}
     assert from_jsonable(json.loads(json.dumps(to_jsonable(value)))) == value
     with pytest.raises(TypeError, match=r"metadata.a\[0\] holds a object"):
         to_jsonable({"a": [object()]}, "metadata")
