@@ -91,4 +91,4 @@ def test_a_command_that_will_not_end_is_ended(
     started = time.monotonic()
     owner.stdin.close()
     assert owner.stdout.read().strip() == b"-9"
-    assert time.monotonic() - started < guard.GRACE_S + 5
+    assert time.monotonic() - started < reaper.GRACE_S + 5
