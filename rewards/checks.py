@@ -9,7 +9,7 @@ from typing import Any, cast
 from keel.rewards.code.spec import read_task
 from keel.rewards.code.verifier import CodeSettings, check_outputs, check_reference
 from keel.rewards.compose import check_parts
-from keel.rewards.custom import SpokenTrajectory, prompt_fields
+from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import is_function
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
 from keel.rewards.judge.specs import is_judged, judged_spec
@@ -74,7 +74,7 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
     return said
 
 
-def sample_answer(prompt: Prompt) -> SpokenTrajectory:
+def sample_answer(prompt: Prompt) -> TextTrajectory:
     """An answer such as a policy might give."""
     known = prompt.reward.get("answer")
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
@@ -85,7 +85,7 @@ def sample_answer(prompt: Prompt) -> SpokenTrajectory:
     if prompt.thinking:
         raw = f"<think>{thought}</think>{text}"
         message |= {"reasoning_content": thought, "raw": raw}
-    return SpokenTrajectory(
+    return TextTrajectory(
         messages=(message,), finish_reason="stop", sampled_tokens=1 + len(message["raw"]) // 4
     )
 

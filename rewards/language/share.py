@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from keel.rewards.custom import SpokenTrajectory
+from keel.rewards.custom import TextTrajectory
 from keel.rewards.language.prose import said_and_in_code, words_of
 
 _SCRIPTS = {
@@ -75,13 +75,13 @@ _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Judges `SpokenTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
+    """Judges `TextTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
     or "both" for the mean of the two where both are there."""
     asked, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the clock of the first answer starts
 
     def verify(text: str) -> float:
-        said = SpokenTrajectory.loads(text)
+        said = TextTrajectory.loads(text)
         texts = {"answer": said.answer, "thinking": said.thinking}
         wanted = [part for name, part in texts.items() if of in (name, "both") and part]
         shares = [language_share(asked, part) for part in wanted]

@@ -107,7 +107,7 @@ TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
     "function": function,
     "language": language,
 }
-"""Parts that look at `SpokenTrajectory.dumps()`. Never in a prompt: data must not name code."""
+"""Parts that look at `TextTrajectory.dumps()`. Never in a prompt: data must not name code."""
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:

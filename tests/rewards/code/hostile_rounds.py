@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.rewards.code.verifier import CodeSettings, verify_code
-from keel.rewards.sandbox.processes import adopting
+from keel.rewards.sandbox.processes import subreaper
 from keel.rewards.sandbox.watch import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
 
@@ -72,7 +72,7 @@ def main() -> None:
 
     # A folder that is nobody else's, and every orphan below this process as its child: what is
     # counted is what the rounds left, all of it.
-    with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, adopting():
+    with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, subreaper():
         tempfile.tempdir = folder
         round_of_all()
         before, programs = footprint(), 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.sandbox import sandbox as module
-from keel.rewards.sandbox.processes import bury, usage
+from keel.rewards.sandbox.processes import reap, usage
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from keel.rewards.sandbox.seccomp import DENIED, seccomp_filter
 from keel.rewards.sandbox.watch import Limits, Outcome
@@ -253,7 +253,7 @@ def test_usage_counts_the_whole_tree() -> None:
         try:
             wait_for(lambda: usage(process.pid).processes == 3)
             assert usage(process.pid).resident > 0
-            assert not bury(process.pid, 0.01)
+            assert not reap(process.pid, 0.01)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     gone = usage(process.pid)
