@@ -1,7 +1,7 @@
 """Python values as JSON, without losing what JSON has no word for.
 
 Verifiers compare types: a grid of tuples is not a grid of lists, and `{1: …}` is not `{"1": …}`.
-Such values are written as `{"~tuple": […]}`; `keel.rewards.rules.from_json` reads them back.
+Such values are written as `{"~tuple": […]}`; `keel.rewards.code.call_driver` reads them back.
 """
 
 from __future__ import annotations

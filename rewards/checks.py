@@ -6,15 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.rewards.code.code import CodeSettings, check_outputs, check_reference
 from keel.rewards.code.spec import read_task
+from keel.rewards.code.verifier import CodeSettings, check_outputs, check_reference
 from keel.rewards.compose import check_parts
-from keel.rewards.custom import SpokenTrajectory, prompt_fields
+from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import is_function
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
 from keel.rewards.judge.specs import is_judged, judged_spec
-from keel.rewards.rules.rules import KINDS as RULE_KINDS
-from keel.rewards.rules.rules import judge_for
+from keel.rewards.rules.verifiers import KINDS as RULE_KINDS
+from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import Prompt
@@ -38,7 +38,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         read_task(spec)
     else:
         try:
-            judge_for(spec)
+            verifier_for(spec)
         except (AttributeError, KeyError, TypeError) as error:  # options that a task cannot take
             raise ValueError(f"reward spec of kind {kind!r}: {error}") from error
 
@@ -74,7 +74,7 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
     return said
 
 
-def sample_answer(prompt: Prompt) -> SpokenTrajectory:
+def sample_answer(prompt: Prompt) -> TextTrajectory:
     """An answer such as a policy might give."""
     known = prompt.reward.get("answer")
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
@@ -85,7 +85,7 @@ def sample_answer(prompt: Prompt) -> SpokenTrajectory:
     if prompt.thinking:
         raw = f"<think>{thought}</think>{text}"
         message |= {"reasoning_content": thought, "raw": raw}
-    return SpokenTrajectory(
+    return TextTrajectory(
         messages=(message,), finish_reason="stop", sampled_tokens=1 + len(message["raw"]) // 4
     )
 

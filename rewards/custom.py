@@ -3,7 +3,7 @@
     def my_reward(prompt, trajectory):
         return 1.0 if trajectory.answer.endswith(".") else 0.0
 
-It gets an `keel.rl.types.Prompt` and a `SpokenTrajectory`, and returns a number from 0 to 1. It
+It gets an `keel.rl.types.Prompt` and a `TextTrajectory`, and returns a number from 0 to 1. It
 runs in the worker processes, under the same deadline as the verifiers, and may print: to the run
 folder's `rewards/worker_*.log`.
 """
@@ -30,7 +30,7 @@ from keel.rewards.text import final_text, raw_text, thinking_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpokenTrajectory:
+class TextTrajectory:
     """What a trajectory says, without its tokens: the worker processes need no arrays."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -59,14 +59,14 @@ class SpokenTrajectory:
         return json.dumps(fields)
 
     @staticmethod
-    def loads(text: str) -> SpokenTrajectory:
+    def loads(text: str) -> TextTrajectory:
         messages, finish_reason, sampled_tokens = json.loads(text)
-        return SpokenTrajectory(
+        return TextTrajectory(
             messages=messages, finish_reason=finish_reason, sampled_tokens=sampled_tokens
         )
 
 
-Function = Callable[[Any, SpokenTrajectory], float]
+Function = Callable[[Any, TextTrajectory], float]
 
 ROUNDING = 1e-6
 """A reward may be so far below 0 or above 1, and counts as that: 0.1 * 3 / 0.3 is more than 1, and
@@ -219,7 +219,7 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Judges `SpokenTrajectory.dumps()`. Spec: `name`, and `prompt` from `prompt_fields`."""
+    """Judges `TextTrajectory.dumps()`. Spec: `name`, and `prompt` from `prompt_fields`."""
     # It brings numpy along, and the workers of a run without such rewards do without.
     from keel.rl.types import Prompt  # noqa: PLC0415
 
@@ -229,9 +229,9 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
     fields |= {key: tuple(fields[key]) for key in ("messages", "tools")}
     prompt = Prompt(**fields)
 
-    def judge(text: str) -> float:
+    def verify(text: str) -> float:
         try:
-            score = reward(prompt, SpokenTrajectory.loads(text))
+            score = reward(prompt, TextTrajectory.loads(text))
         except SystemExit as error:  # would end the worker, or the run
             left = RuntimeError(f"called exit({error.code})")
             raise left.with_traceback(error.__traceback__) from error
@@ -240,7 +240,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
             raise BadReward(f"returned {number}", _defined(reward))
         return number
 
-    return judge
+    return verify
 
 
 class BadReward(ValueError):

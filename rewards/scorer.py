@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from keel.rewards.compose import ERROR, LANGUAGE_PARTS, Score, check_parts, check_weights, compose
-from keel.rewards.custom import SpokenTrajectory, prompt_fields
+from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import Failures, is_function, to_standard_error
 from keel.rewards.judge.results import Counts, Failed, Judged
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
-from keel.rewards.rules.rules import keeps_format
+from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
 from keel.rewards.workers.pool import Verdict, WorkerPool
 from keel.rl.advantages import group_advantages
@@ -155,7 +155,7 @@ class Scorer:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id} {error}") from error
         others: dict[str, Future[list[Verdict]]] = {}
-        spoken: list[str] = []
+        texts: list[str] = []
         for name in weights:
             if is_function(name):
                 spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
@@ -164,8 +164,8 @@ class Scorer:
                 spec = {"kind": "language", "prompt": asked, "of": LANGUAGE_PARTS[name]}
             else:
                 continue
-            spoken = spoken or [_spoken(trajectory).dumps() for trajectory in group.trajectories]
-            others[name] = self._pool.submit(spec, spoken)
+            texts = texts or [_text_of(trajectory).dumps() for trajectory in group.trajectories]
+            others[name] = self._pool.submit(spec, texts)
         rule: Sequence[Future[list[Verdict]]] = ()
         judge: Sequence[Future[Judged | Failed]] = ()
         if is_judged(prompt.reward):
@@ -293,8 +293,8 @@ def _with_length(
     ]
 
 
-def _spoken(trajectory: Trajectory) -> SpokenTrajectory:
-    return SpokenTrajectory(
+def _text_of(trajectory: Trajectory) -> TextTrajectory:
+    return TextTrajectory(
         messages=trajectory.messages,
         finish_reason="length" if trajectory.cut else "stop",
         sampled_tokens=trajectory.sampled_tokens,

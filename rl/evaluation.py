@@ -12,7 +12,7 @@ ERROR = "error"
 PASS = 1 - 1e-9
 """`correct` of a completion that is wholly right is 1, up to the rounding of a mean or of weights
 that add up to 1. Whoever gives credit keeps partial credit well below
-(`keel.rewards.rules.rules.MOST_PARTIAL`)."""
+(`keel.rewards.rules.reasoning_gym.MOST_PARTIAL`)."""
 FAIL = 1e-9
 """`correct` of one that has no credit at all, to the same rounding."""
 

@@ -25,6 +25,8 @@ from keel.rl.metrics import Metric
 
 FinishReason = Literal["stop", "length", "deadline"]
 """The policy ended it, or it was cut: at `rollout.sampling.max_tokens` or `rollout.deadline_s`."""
+Purpose = Literal["train", "eval"]
+"""What trajectories are sampled and scored for."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
 Purpose = Literal["train", "eval"]

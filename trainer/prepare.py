@@ -20,7 +20,7 @@ from keel.model.load import ModelFacts, facts_of, load_model_config, load_tokeni
 from keel.model.source import missing_weights
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import check_prompts, check_spec, try_functions
-from keel.rewards.code.code import CodeSettings
+from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import check_weights
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule

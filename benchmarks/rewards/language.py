@@ -1,4 +1,4 @@
-"""How well `keel.rewards.language.language` tells a prompt's language: the table of
+"""How well `keel.rewards.language.share` tells a prompt's language: the table of
 docs/rewards.md.
 
 python -m benchmarks.rewards.language
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from keel.rewards.language.language import language_share
+from keel.rewards.language.share import language_share
 
 SAMPLES: dict[str, tuple[str, ...]] = {
     "English": (

@@ -27,7 +27,8 @@ import reasoning_gym
 from math_verify import parse, verify
 
 from keel.data.jsonable import to_jsonable
-from keel.rewards.rules.rules import MOST_PARTIAL, judge_for
+from keel.rewards.rules.reasoning_gym import MOST_PARTIAL
+from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.workers.pool import WorkerPool
 
 Case = tuple[Any, str, bool]
@@ -184,15 +185,15 @@ def library(right: str, text: str) -> bool:
 
 
 def timed(cases: list[Case], match: str) -> tuple[list[float], list[float], list[float]]:
-    """CPU seconds to build each judge and of each answer, and the scores."""
+    """CPU seconds to build each verifier and for each completion, and the scores."""
     builds: list[float] = []
     taken: list[float] = []
     scores: list[float] = []
     for right, text, _ in cases:
         began = time.process_time()
-        judge = judge_for(spec_of(match, right))
+        verifier = verifier_for(spec_of(match, right))
         built = time.process_time()
-        scores.append(judge(text))
+        scores.append(verifier(text))
         taken.append(time.process_time() - built)
         builds.append(built - began)
     return builds, taken, scores
@@ -206,7 +207,7 @@ def rules(count: int) -> None:
     for name, make in (*MATHS.items(), *OTHERS.items()):
         match = name if name in OTHERS else "math"
         cases = [make(rng) for _ in range(count)]
-        judge_for(spec_of(match, cases[0][0]))(cases[0][1])  # imports
+        verifier_for(spec_of(match, cases[0][0]))(cases[0][1])  # imports
         builds, taken, scores = timed(cases, match)
         agreed = "-"
         if match == "math":
@@ -277,13 +278,13 @@ def verifiers(entries: int) -> None:
             others = [str(items[(index + step) % entries]["answer"]) for step in (1, 2)]
             kept = {key: to_jsonable(entry[key], key) for key in ("question", "answer", "metadata")}
             spec = {"kind": "reasoning_gym", "task": task, "params": {}, "entry": kept}
-            judge = judge_for(json.loads(json.dumps(spec)))
-            by_value = judge_for(spec_of("math", right)) if task in BY_VALUE else None
+            verifier = verifier_for(json.loads(json.dumps(spec)))
+            by_value = verifier_for(spec_of("math", right)) if task in BY_VALUE else None
             for given in (right, *others, f"{right} ", "0"):
                 # What `answer_in` strips, their verifiers do not all strip.
                 theirs = max(0.0, float(dataset.score_answer(given.strip(), entry)))
                 theirs = theirs if theirs == 1.0 else min(theirs, MOST_PARTIAL)
-                ours = judge(given)
+                ours = verifier(given)
                 compared, same = compared + 1, same + (ours == theirs)
                 if ours != theirs:
                     print(f"  {task}: {given!r} against {right!r}: {ours} here, {theirs} there")

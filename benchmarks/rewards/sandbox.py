@@ -3,10 +3,10 @@
     python -m benchmarks.rewards.sandbox [--seconds 10] [--workers 2]
 
 start-up: `/bin/true` under full isolation, seen from the caller. program: a Python program that
-reads a line and prints a sum, judged as an answer is. bwrap: `bwrap --unshare-all` around the same
-`/bin/true`. python: the same interpreter and program without a sandbox. These four take turns, so
-that a machine which others use slows all of them alike; the ratios are what to compare. Then both
-with `--workers` processes at once.
+reads a line and prints a sum, verified as a completion is. bwrap: `bwrap --unshare-all` around the
+same `/bin/true`. python: the same interpreter and program without a sandbox. These four take turns,
+so that a machine which others use slows all of them alike; the ratios are what to compare. Then
+both with `--workers` processes at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
-from keel.rewards.code.code import judge_code
-from keel.rewards.sandbox.run import Limits
+from keel.rewards.code.verifier import verify_code
 from keel.rewards.sandbox.sandbox import Python, open_sandbox
+from keel.rewards.sandbox.watch import Limits
 
 ANSWER = "```python\nprint(sum(map(int, input().split())))\n```"
 TEST = {"stdin": "20 22\n", "stdout": "42\n"}
@@ -32,13 +32,13 @@ CALLS = [{"call": "add", "args": [n, 1], "returns": n + 1} for n in range(50)]
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 
 
-def judge_one() -> None:
-    verdict = judge_code({"kind": "code", "tests": [TEST]}, ANSWER)
+def verify_one() -> None:
+    verdict = verify_code({"kind": "code", "tests": [TEST]}, ANSWER)
     assert verdict.score == 1.0, verdict
 
 
-def judge_calls() -> None:
-    verdict = judge_code({"kind": "code", "tests": CALLS}, ADD)
+def verify_calls() -> None:
+    verdict = verify_code({"kind": "code", "tests": CALLS}, ADD)
     assert verdict.score == 1.0, verdict
 
 
@@ -73,15 +73,15 @@ def milliseconds(what: Callable[[], None], seconds: float) -> list[float]:
     return taken
 
 
-def judged(seconds: float) -> tuple[int, float]:
+def verified(seconds: float) -> tuple[int, float]:
     """How many programs, and the CPU seconds of them and of this process meanwhile."""
     open_sandbox("bubblewrap")
     before = cpu_seconds()
-    done = len(milliseconds(judge_one, seconds))
+    done = len(milliseconds(verify_one, seconds))
     return done, cpu_seconds() - before
 
 
-def unjudged(seconds: float) -> tuple[int, float]:
+def run_alone(seconds: float) -> tuple[int, float]:
     """The same without a sandbox."""
     before = cpu_seconds()
     done = len(milliseconds(python, seconds))
@@ -96,19 +96,19 @@ def cpu_seconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
-    parser.add_argument("--workers", type=int, default=2, help="processes that judge at once")
+    parser.add_argument("--workers", type=int, default=2, help="processes that verify at once")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     print(
         f"{platform.platform()}, {os.cpu_count()} cores, load {load:.1f}, python {sys.version[:7]}"
     )
-    ways = {"bwrap": bwrap, "start-up": start, "python": python, "program": judge_one}
+    ways = {"bwrap": bwrap, "start-up": start, "python": python, "program": verify_one}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     until = time.perf_counter() + 4 * options.seconds
     while time.perf_counter() < until:
         for name, what in ways.items():
             taken[name] += milliseconds(what, 0.0)
-    taken["50 calls"] = milliseconds(judge_calls, options.seconds)
+    taken["50 calls"] = milliseconds(verify_calls, options.seconds)
     for name, times in taken.items():
         p90 = sorted(times)[int(0.9 * len(times))]
         print(f"{name:10} median {statistics.median(times):6.1f} ms  p90 {p90:6.1f} ms")
@@ -116,8 +116,8 @@ def main() -> None:
         ratio = statistics.median(a / b for a, b in zip(taken[name], taken[other], strict=False))
         print(f"{name} / {other}: {ratio:.2f} (median of pairs)")
     with ProcessPoolExecutor(options.workers) as pool:
-        list(pool.map(judged, [0.1] * options.workers))
-        for name, what in (("python", unjudged), ("program", judged)):
+        list(pool.map(verified, [0.1] * options.workers))
+        for name, what in (("python", run_alone), ("program", verified)):
             began = time.perf_counter()
             done, cpu = map(
                 sum, zip(*pool.map(what, [options.seconds] * options.workers), strict=True)

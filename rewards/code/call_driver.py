@@ -1,10 +1,10 @@
 # pyright: basic
-"""Calls an answer's functions and says what they return. Runs inside the sandbox, alone: nothing of
-ours can be imported there, and nothing that it says is believed further than any other output.
+"""Calls a program's functions and says what they return. Runs inside the sandbox, alone: nothing
+of ours can be imported there, and nothing that it says is believed further than any other output.
 
 Standard input: a JSON list of `[name, args, kwargs]`. Standard output: a line of JSON for each,
 `{"returned": …}` or `{"raised": "…"}`; or one `{"broken": "…"}` if the source does not even load.
-What the answer prints goes nowhere. Values beyond JSON are written as `keel.data.jsonable` does.
+What the program prints goes nowhere. Values beyond JSON are written as `keel.data.jsonable` does.
 """
 
 import builtins
@@ -13,35 +13,45 @@ import os
 import sys
 
 
-def decoded(value):
+def from_jsonable(value):
+    """The Python value that `keel.data.jsonable.to_jsonable` was given. For verifiers, too."""
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [from_jsonable(item) for item in value]
     if isinstance(value, dict):
         if len(value) == 1:
             ((key, content),) = value.items()
             if key == "~tuple":
-                return tuple(decoded(item) for item in content)
+                return tuple(from_jsonable(item) for item in content)
             if key == "~set":
-                return {decoded(item) for item in content}
+                return {from_jsonable(item) for item in content}
             if key == "~dict":
-                return {decoded(k): decoded(v) for k, v in content}
-        return {key: decoded(item) for key, item in value.items()}
+                return {from_jsonable(k): from_jsonable(v) for k, v in content}
+            # Imported where they are met: every program in the sandbox would wait for them.
+            if key == "~decimal":
+                from decimal import Decimal  # noqa: PLC0415
+
+                return Decimal(content)
+            if key == "~fraction":
+                from fractions import Fraction  # noqa: PLC0415
+
+                return Fraction(content)
+        return {key: from_jsonable(item) for key, item in value.items()}
     return value
 
 
-def encoded(value):
+def to_jsonable(value):
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [encoded(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, tuple):
-        return {"~tuple": [encoded(item) for item in value]}
+        return {"~tuple": [to_jsonable(item) for item in value]}
     if isinstance(value, (set, frozenset)):
-        return {"~set": [encoded(item) for item in value]}
+        return {"~set": [to_jsonable(item) for item in value]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("~") for key in value):
-            return {key: encoded(item) for key, item in value.items()}
-        return {"~dict": [[encoded(key), encoded(item)] for key, item in value.items()]}
+            return {key: to_jsonable(item) for key, item in value.items()}
+        return {"~dict": [[to_jsonable(key), to_jsonable(item)] for key, item in value.items()]}
     raise TypeError(f"returned a {type(value).__name__}, which no test can compare")
 
 
@@ -75,8 +85,8 @@ def main(path):
         return
     for name, args, kwargs in calls:
         try:
-            value = found(name, module.__dict__)(*decoded(args), **decoded(kwargs))
-            say("returned", encoded(value))
+            value = found(name, module.__dict__)(*from_jsonable(args), **from_jsonable(kwargs))
+            say("returned", to_jsonable(value))
         except BaseException as error:
             say("raised", f"{type(error).__name__}: {error}"[:200])
 

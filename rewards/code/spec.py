@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from keel.rewards.code.languages import LANGUAGES, Language
-from keel.rewards.sandbox.run import Limits
+from keel.rewards.sandbox.watch import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,11 +153,7 @@ class Endpoint:
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
-                    pause = (
-                        self._backoff_s
-                        * 2 ** min(attempt - 1, MOST_DOUBLINGS)
-                        * random.uniform(0.5, 1.5)
-                    )
+                    pause = self._backoff_s * 2 ** min(attempt - 1, MOST_DOUBLINGS)
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), LONGEST_PAUSE_S))
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.rewards.judge.prompts import SCORES, MetaCheck, Verification
-from keel.rewards.judge.results import Judged, Verdict
+from keel.rewards.judge.results import CriterionVerdict, Judged
 from keel.rewards.judge.rubric import check_keys, optional_text
 from keel.rewards.text import BOXED, marked_answer
 
@@ -97,10 +97,13 @@ class ProofSpec:
         }
         first = samples[0]
         verdicts = (
-            Verdict("proof", right, first.verification.evaluation),
-            Verdict("self_score", honest, f"claims {proof.score:g}"),
-            Verdict("self_meta", meta, first.self_check.analysis),
-            *(Verdict("verifier_meta", parts["verifier_meta"], c.analysis) for c in checks[:1]),
+            CriterionVerdict("proof", right, first.verification.evaluation),
+            CriterionVerdict("self_score", honest, f"claims {proof.score:g}"),
+            CriterionVerdict("self_meta", meta, first.self_check.analysis),
+            *(
+                CriterionVerdict("verifier_meta", parts["verifier_meta"], c.analysis)
+                for c in checks[:1]
+            ),
         )
         return Judged(value, parts, verdicts)
 
@@ -108,7 +111,7 @@ class ProofSpec:
         """R_format = 0, and nobody asked."""
         names = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format")
         parts = {**dict.fromkeys(names, 0.0), "disagreement": 0.0}
-        return Judged(0.0, parts, (Verdict("proof_format", 0.0, why),))
+        return Judged(0.0, parts, (CriterionVerdict("proof_format", 0.0, why),))
 
 
 def proof_from(spec: Mapping[str, Any]) -> ProofSpec:

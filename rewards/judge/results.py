@@ -12,7 +12,7 @@ a reply that is not what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CriterionVerdict:
     """How one criterion was judged, over all samples."""
 
     name: str
@@ -31,7 +31,7 @@ class Judged:
     parts: Mapping[str, float]
     """0 … 1 each; the same names for every prompt of a kind. `disagreement` is the spread of the
     samples: 0 when they agree."""
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[CriterionVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from keel.rewards.judge.prompts import Question, rubric_question
-from keel.rewards.judge.results import Judged, Verdict
+from keel.rewards.judge.results import CriterionVerdict, Judged
 
 MAX_CRITERIA = 32
 SUM_TOLERANCE = 1e-3
@@ -69,18 +69,18 @@ class Rubric:
         """
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
-        verdicts: list[Verdict] = []
+        verdicts: list[CriterionVerdict] = []
         for criterion in self.criteria:
             scores = [sample[criterion.name][0] for sample in samples]
             mean = sum(scores) / len(scores)
             value += criterion.weight * mean / total
             spread += criterion.weight * (max(scores) - min(scores)) / total
-            verdicts.append(Verdict(criterion.name, mean, samples[0][criterion.name][1]))
+            verdicts.append(CriterionVerdict(criterion.name, mean, samples[0][criterion.name][1]))
         return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
 
     def missed(self, why: str) -> Judged:
         """Every criterion missed, and nobody asked."""
-        verdicts = tuple(Verdict(criterion.name, 0.0, why) for criterion in self.criteria)
+        verdicts = tuple(CriterionVerdict(criterion.name, 0.0, why) for criterion in self.criteria)
         return Judged(0.0, {"rubric": 0.0, "disagreement": 0.0}, verdicts)
 
 

@@ -48,7 +48,7 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
     plain = reading(right)
     longest = max(MAX_CHARACTERS, 4 * len(right))
 
-    def judge(text: str) -> bool:
+    def verify_text(text: str) -> bool:
         marked = marked_answer(text)
         given = text.strip() if marked is None else marked
         if not given or len(given) > longest:
@@ -90,7 +90,7 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
 
     if plain is None:
         gold()
-    return judge
+    return verify_text
 
 
 @cache

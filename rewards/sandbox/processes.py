@@ -1,4 +1,8 @@
-"""What a tree of processes uses, and how to see the last of it."""
+"""The processes of a sandbox: what a tree of them uses, and how what is left of it is reaped.
+
+psutil has no subreaper, and its `children` reads every process of the machine: 2.3 ms a look among
+114 processes, against 0.2 ms here, twenty times a second per program.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class Usage:
 def usage(root: int) -> Usage:
     """Of the tree under the process `root`; zeros once it is gone.
 
-    Orphans stay in the tree of a sandbox: the first process of its namespace adopts them.
+    Orphans stay in the tree of a sandbox: the first process of its namespace is their new parent.
     """
     resident = ticks = processes = 0
     pending = [root]
@@ -51,34 +55,33 @@ def usage(root: int) -> Usage:
 
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)
-_adopting = 0
+_holders = 0
 _lock = threading.Lock()
 
 
 @contextmanager
-def adopting() -> Generator[None]:
-    """Orphans below this process become its children meanwhile.
+def subreaper() -> Generator[None]:
+    """This process is the parent of orphans below it meanwhile (PR_SET_CHILD_SUBREAPER).
 
-    Otherwise the first process of the machine inherits them, and in many containers that one never
-    looks after its dead.
+    Otherwise that is the first process of the machine, which in many containers never reaps.
     """
-    global _adopting
+    global _holders
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     with _lock:
-        if _adopting == 0 and prctl(_SUBREAPER, 1, 0, 0, 0):
+        if _holders == 0 and prctl(_SUBREAPER, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-        _adopting += 1
+        _holders += 1
     try:
         yield
     finally:
         with _lock:
-            _adopting -= 1
-            if _adopting == 0:
+            _holders -= 1
+            if _holders == 0:
                 prctl(_SUBREAPER, 0, 0, 0, 0)
 
 
-def bury(pid: int, within_s: float) -> bool:
-    """Wait for an adopted process to end, and release it. False if it lives on.
+def reap(pid: int, within_s: float) -> bool:
+    """Wait for a process to end, and reap it if it is a child by now. False if it lives on.
 
     The first process of a PID namespace ends after all the others in it.
     """

@@ -29,9 +29,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Literal, cast, get_args
 
-from keel.rewards.sandbox.processes import adopting, bury
-from keel.rewards.sandbox.run import GRACE_S, Limits, Outcome, Watch
+from keel.rewards.sandbox.processes import reap, subreaper
 from keel.rewards.sandbox.seccomp import seccomp_filter
+from keel.rewards.sandbox.watch import GRACE_S, Limits, Outcome, Watch
 
 Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
 
@@ -124,7 +124,7 @@ class Sandbox:
             ]
             words = [*self._limited(limits, max(lines, 1), bounded), *words]
             if self._isolated:
-                stack.enter_context(adopting())
+                stack.enter_context(subreaper())
             started = time.monotonic()
             status, status_end = _pipe(stack)
             alive, alive_end = _pipe(stack)
@@ -161,17 +161,17 @@ class Sandbox:
             watch = Watch(process, status.fileno(), alive.fileno(), limits, lines)
             outcome = watch.outcome(started, within_s)
             if self._isolated:
-                self._see_off(bytes(watch.heard[status.fileno()]), outcome)
+                self._reap(bytes(watch.heard[status.fileno()]), outcome)
             return outcome
 
     @staticmethod
-    def _see_off(status: bytes, outcome: Outcome) -> None:
+    def _reap(status: bytes, outcome: Outcome) -> None:
         first = _FIRST_PROCESS.search(status)
         if first is None:
             if outcome.status == "exited":
                 said = outcome.stderr.decode(errors="replace").strip()
                 raise RuntimeError(f"bubblewrap did not start the program: {said}")
-        elif not bury(int(first[1]), GRACE_S):
+        elif not reap(int(first[1]), GRACE_S):
             raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
 
     def _limited(self, limits: Limits, times: int, bounded: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Worker processes for verifiers: what hangs or crashes costs its own answer and nothing else."""
+"""Worker processes: a completion whose verifier hangs or crashes costs itself and nothing else."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import keel
-from keel.rewards.code.code import CodeSettings
+from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.failures import place_in
-from keel.rewards.rules.rules import judge_for
-from keel.rewards.workers.worker import judged
+from keel.rewards.rules.verifiers import verifier_for
+from keel.rewards.workers.worker import reply_to
 
 START_DEADLINE_S = 120.0
 """Longest wait for a worker to start and import its libraries."""
 CODE_GRACE_S = 5.0
 """Beyond the time that a program's tests may take together, for starting and ending sandboxes."""
 GRACE_S = 5.0
-"""Beyond an answer's own deadline, for the worker's timer to go off."""
+"""Beyond a completion's own deadline, for the worker's timer to go off."""
 STANDARD_ERROR = 2
 ROOT = Path(keel.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How correct an answer is, 0 … 1; with `error`, why nobody could say (score 0)."""
+    """How correct a completion is, 0 … 1; with `error`, why nobody could say (score 0)."""
 
     score: float
     error: str = ""
@@ -42,9 +42,10 @@ class Verdict:
 
 
 class WorkerPool:
-    """Judges batches of answers in `workers` processes; 0 judges in this one, without deadlines.
+    """Verifies batches of completions in `workers` processes; 0: in this one, without deadlines.
 
-    A batch is one reward spec with answers to it, so that a worker builds its judge once.
+    A batch is one reward spec with completions of its prompt, so that a worker builds
+    its verifier once.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class WorkerPool:
         code: Mapping[str, Any] | None = None,
         log: Path | None = None,
     ) -> None:
-        """deadline_s: longest look at one answer; code: how programs are run, the fields of
+        """deadline_s: longest look at one completion; code: how programs are run, the fields of
         `keel.configs.schema.CodeConfig`, whose `completion_s` is the deadline for them; log:
         folder for what the workers print, a file each; without one it goes to standard error."""
         if workers < 0 or not deadline_s > 0:
@@ -77,9 +78,9 @@ class WorkerPool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max_workers=workers or 1, thread_name_prefix="rewards")
 
-    def submit(self, spec: Mapping[str, Any], answers: Sequence[str]) -> Future[list[Verdict]]:
-        """One verdict an answer. The future raises ValueError if no rule reads `spec`."""
-        return self._threads.submit(self._judge, spec, answers)
+    def submit(self, spec: Mapping[str, Any], completions: Sequence[str]) -> Future[list[Verdict]]:
+        """One verdict per completion. The future raises ValueError if no rule reads `spec`."""
+        return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
         """Whether a worker has written to its log."""
@@ -91,21 +92,21 @@ class WorkerPool:
         for worker in self._workers:
             worker.close()
 
-    def _judge(self, spec: Mapping[str, Any], answers: Sequence[str]) -> list[Verdict]:
-        # Siblings often agree, and one hanging answer is enough to wait for.
-        distinct = list(dict.fromkeys(answers))
+    def _verify(self, spec: Mapping[str, Any], completions: Sequence[str]) -> list[Verdict]:
+        # Siblings often agree, and one completion that hangs is enough to wait for.
+        distinct = list(dict.fromkeys(completions))
         deadline_s = self._deadlines.get(str(spec.get("kind")), self._deadline_s)
         if self._workers:
             worker = self._idle.get()  # never waits: as many threads as workers
             try:
-                verdicts = worker.judge(spec, distinct, deadline_s)
+                verdicts = worker.verify(spec, distinct, deadline_s)
             finally:
                 self._idle.put(worker)
         else:
-            judge = judge_for(spec, CodeSettings.from_knobs(self._code))
-            verdicts = [_verdict(judged(judge, answer)) for answer in distinct]
-        by_answer = dict(zip(distinct, verdicts, strict=True))
-        return [by_answer[answer] for answer in answers]
+            verifier = verifier_for(spec, CodeSettings.from_knobs(self._code))
+            verdicts = [_verdict(reply_to(verifier, completion)) for completion in distinct]
+        by_completion = dict(zip(distinct, verdicts, strict=True))
+        return [by_completion[completion] for completion in completions]
 
 
 class _WorkerLost(Exception):
@@ -145,7 +146,7 @@ class _Worker:
             )
 
     def close(self) -> None:
-        """Stop for good, also while another thread waits in `judge`."""
+        """Stop for good, also while another thread waits in `verify`."""
         self._closed = True
         self.stop()
 
@@ -157,18 +158,18 @@ class _Worker:
         if self._socket is not None:
             self._socket.close()
 
-    def judge(
-        self, spec: Mapping[str, Any], answers: Sequence[str], deadline_s: float
+    def verify(
+        self, spec: Mapping[str, Any], completions: Sequence[str], deadline_s: float
     ) -> list[Verdict]:
         self._deadline_s = deadline_s
         verdicts: list[Verdict] = []
-        while len(verdicts) < len(answers):
-            rest = answers[len(verdicts) :]
+        while len(verdicts) < len(completions):
+            rest = completions[len(verdicts) :]
             self._read = self._size()
             try:
                 self._begin(spec, rest)
             except _WorkerLost as lost:
-                # Not an answer's fault: the libraries or the machine.
+                # Not a completion's fault: the libraries or the machine.
                 self.stop()
                 raise RuntimeError(
                     f"a reward worker {lost} while preparing for {spec.get('kind')!r}; its own "
@@ -182,13 +183,13 @@ class _Worker:
                 verdicts.append(Verdict(0.0, f"verifier {lost}", place_in(self._last_words())))
         return verdicts
 
-    def _begin(self, spec: Mapping[str, Any], answers: Sequence[str]) -> None:
+    def _begin(self, spec: Mapping[str, Any], completions: Sequence[str]) -> None:
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self.start()
         request = {
             "spec": dict(spec),
-            "answers": list(answers),
+            "completions": list(completions),
             "deadline_s": self._deadline_s,
             "code": self._code,
         }
@@ -230,7 +231,7 @@ class _Worker:
 
     def _last_words(self) -> str:
         """Where it was when it ended, if its log says so. Only an end writes that there, and the
-        worker is ahead of this process: it may have ended before it is asked for its answer."""
+        worker is ahead of this process: it may have ended before it is asked for its reply."""
         if self._log is None:
             return ""
         with self._log.open("rb") as file:

@@ -1,20 +1,20 @@
-"""The process that runs verifiers on untrusted answers: `python -m keel.rewards.workers.worker FD`.
+"""The process that runs verifiers on untrusted text: `python -m keel.rewards.workers.worker FD`.
 
 It speaks JSON lines over the socket it inherits as FD. JSON, because what comes out of a process
 that ran a policy's text must not be unpickled.
 
-    ← {"spec": {…}, "answers": ["…"], "deadline_s": 3.0, "code": {…}}   code: as `CodeConfig`
-    → {"ready": true}              the judge is built (libraries are imported at the first)
-    → {"score": 1.0}               one line an answer, in order
+    ← {"spec": {…}, "completions": ["…"], "deadline_s": 3.0, "code": {…}}   code: as `CodeConfig`
+    → {"ready": true}              the verifier is built (libraries are imported at the first)
+    → {"score": 1.0}               one line per completion, in order
     → {"error": "ValueError: …", "at": "my.py:12 in f"}    in place of a score
     → {"refused": "…"}             in place of "ready": no rule reads the spec
 
-Each answer is judged under a timer whose signal ends the process, whatever it is stuck in, even if
-the parent is gone. The parent sees the socket close and starts another worker. What a process says
-when it ends that way, it writes to standard error: where it was.
+Each completion is verified under a timer whose signal ends the process, whatever it is stuck in,
+even if the parent is gone. The parent sees the socket close and starts another worker. What a
+process says when it ends that way, it writes to standard error: where it was.
 
-Standard output is for what the user's functions print. Verifiers print about every answer that they
-cannot read, so theirs goes nowhere.
+Standard output is for what the user's functions print. Verifiers print about every completion that
+they cannot read, so theirs goes nowhere.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ import warnings
 from io import TextIOWrapper
 from typing import Any, cast
 
-from keel.rewards.code.code import CodeSettings
+from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.failures import place
-from keel.rewards.rules.rules import Judge, judge_for
+from keel.rewards.rules.verifiers import Verifier, verifier_for
 
 MOST_SAID = 500
-"""Characters of an error: it may quote an answer."""
+"""Characters of an error: it may quote a completion."""
 MEMORY_BYTES = 8 << 30
-"""Address space of a worker: an answer that asks for more gets a MemoryError, not the machine."""
+"""Address space of a worker: a completion that asks for more gets a MemoryError, not the
+machine."""
 
 
-def judged(judge: Judge, answer: str) -> dict[str, Any]:
-    """The reply for one answer."""
+def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
+    """The reply for one completion."""
     try:
-        return {"score": judge(answer)}
+        return {"score": verifier(completion)}
     except Exception as error:  # third-party code on hostile text may raise anything
         at = getattr(error, "at", "") or place(error)
         return {"error": f"{type(error).__name__}: {error}"[:MOST_SAID], "at": at}
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer requests until the other side closes."""
+    """Serve requests until the other side closes."""
     theirs = sys.stdout
     with connection.makefile("rwb") as stream, open(os.devnull, "w") as nowhere:
 
@@ -62,14 +63,14 @@ def serve(connection: socket.socket) -> None:
             request = json.loads(line)
             sys.stdout = theirs if request["spec"].get("kind") == "function" else nowhere
             try:
-                judge = judge_for(request["spec"], CodeSettings.from_knobs(request["code"]))
+                verifier = verifier_for(request["spec"], CodeSettings.from_knobs(request["code"]))
             except (KeyError, TypeError, ValueError) as error:
                 send({"refused": f"{type(error).__name__}: {error}"})
                 continue
             send({"ready": True})
-            for answer in request["answers"]:
+            for completion in request["completions"]:
                 signal.setitimer(signal.ITIMER_REAL, request["deadline_s"])
-                reply = judged(judge, answer)
+                reply = reply_to(verifier, completion)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 send(reply)
 

@@ -12,7 +12,7 @@ import pytest
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import MATCHES, load_jsonl
 from keel.rewards.checks import check_spec
-from keel.rewards.rules import rules
+from keel.rewards.rules import verifiers
 
 GOOD = '{"prompt": "2+2?", "answer": "4"}'
 
@@ -165,7 +165,7 @@ def test_a_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes) -> None:
 
 
 def test_every_rule_can_be_chosen() -> None:
-    assert list(MATCHES) == list(rules.MATCHES)
+    assert list(MATCHES) == list(verifiers.MATCHES)
 
 
 def test_ids_are_unique(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keel.rewards.checks import check_prompts, check_spec
-from keel.rewards.code.code import CodeSettings
+from keel.rewards.code.verifier import CodeSettings
 from keel.rl.types import Prompt
 
 TRUSTED = CodeSettings(isolation="none-i-trust-the-answers")

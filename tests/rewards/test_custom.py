@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.compose import check_weights
-from keel.rewards.custom import BadReward, SpokenTrajectory, function, load_function, prompt_fields
+from keel.rewards.custom import BadReward, TextTrajectory, function, load_function, prompt_fields
 from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
 
@@ -64,7 +64,7 @@ PROMPT = prompt_fields(group("</think>3").prompt)
 
 def said(answer: str) -> str:
     message = {"role": "assistant", "content": answer}
-    return SpokenTrajectory(messages=[message], finish_reason="stop", sampled_tokens=1).dumps()
+    return TextTrajectory(messages=[message], finish_reason="stop", sampled_tokens=1).dumps()
 
 
 @pytest.fixture(autouse=True)
@@ -99,15 +99,15 @@ def test_what_rounding_leaves_is_a_reward() -> None:
         (scored,) = scorer.score([group("</think>a", "</think>b", "</think>c", "</think>d")])
     assert [part["my_keel_rewards.rounded"] for part in scored.parts_G] == [1.0, 0.0, 1.0, 0.0]
     assert [part.get("error", 0.0) for part in scored.parts_G] == [0.0, 0.0, 0.0, 1.0]
-    judge = function({"name": "my_keel_rewards.rounded", "prompt": PROMPT})
+    verify = function({"name": "my_keel_rewards.rounded", "prompt": PROMPT})
     with pytest.raises(BadReward, match=r"returned 1\.00001, above 1"):
-        judge(said("d"))
+        verify(said("d"))
 
 
 def test_decorators_and_instances_are_called_as_they_are() -> None:
     for name, wanted in (("third", 0.5), ("brief", 0.25)):
-        judge = function({"name": f"my_keel_rewards.{name}", "prompt": PROMPT})
-        assert judge(said("d")) == wanted
+        verify = function({"name": f"my_keel_rewards.{name}", "prompt": PROMPT})
+        assert verify(said("d")) == wanted
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_library_modules_cannot_be_shadowed(folder: Path) -> None:
 
 def test_a_trajectory_travels_as_text() -> None:
     said = ({"role": "assistant", "content": "", "raw": "<think>a\ud800</think> b"},)
-    there = SpokenTrajectory(messages=said, finish_reason="length", sampled_tokens=3)
-    back = SpokenTrajectory.loads(there.dumps())
+    there = TextTrajectory(messages=said, finish_reason="length", sampled_tokens=3)
+    back = TextTrajectory.loads(there.dumps())
     assert (back.answer, back.thinking, back.finish_reason) == ("b", "a\ud800", "length")
     assert (back.raw, back.sampled_tokens) == ("<think>a\ud800</think> b", 3)

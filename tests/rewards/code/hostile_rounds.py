@@ -2,9 +2,9 @@
 
     python -m tests.rewards.code.hostile_rounds [--rounds 5] [--sleepers]
 
-Prints a JSON object: `programs` judged after the first round, which is there to warm up, `rewarded`
-(the names of those that scored), `slowest_s` of an answer, and what this process holds `before` and
-`after`. Nothing but the rounds runs in here, so that the two can be compared exactly.
+Prints a JSON object: `programs` verified after the first round, which is there to warm up,
+`rewarded` (the names of those that scored), `slowest_s` of an answer, and what this process holds
+`before` and `after`. Nothing but the rounds runs in here, so that the two can be compared exactly.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from keel.rewards.code.code import CodeSettings, judge_code
-from keel.rewards.sandbox.processes import adopting
-from keel.rewards.sandbox.run import Limits
+from keel.rewards.code.verifier import CodeSettings, verify_code
+from keel.rewards.sandbox.processes import subreaper
+from keel.rewards.sandbox.watch import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
 
 HURRIED = CodeSettings(completion_s=0.8, limits=Limits(time_s=0.1, memory_mib=256))
@@ -62,7 +62,7 @@ def main() -> None:
         for name in names:
             for test in (ADD_STDIN, ADD_CALL):
                 started = time.monotonic()
-                verdict = judge_code(
+                verdict = verify_code(
                     {"kind": "code", "tests": [test]}, answer(HOSTILE[name]), HURRIED
                 )
                 slowest = max(slowest, time.monotonic() - started)
@@ -72,7 +72,7 @@ def main() -> None:
 
     # A folder that is nobody else's, and every orphan below this process as its child: what is
     # counted is what the rounds left, all of it.
-    with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, adopting():
+    with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, subreaper():
         tempfile.tempdir = folder
         round_of_all()
         before, programs = footprint(), 0

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.code import code as module
-from keel.rewards.code.code import CodeSettings, CodeVerdict, check_reference, judge_code
-from keel.rewards.sandbox.run import Limits
+from keel.rewards.code import verifier as module
+from keel.rewards.code.verifier import CodeSettings, CodeVerdict, check_reference, verify_code
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.rewards.sandbox.watch import Limits
 from keel.rewards.workers.pool import WorkerPool
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
 from tests.rewards.code.hostile_rounds import HURRIED
@@ -83,16 +83,16 @@ def passed(verdict: CodeVerdict) -> list[bool]:
 
 
 def test_a_right_program_passes(settings: CodeSettings) -> None:
-    verdict = judge_code(spec(ADD_STDIN, ADD_CALL, ADD_STDIN), answer(BOTH), settings)
+    verdict = verify_code(spec(ADD_STDIN, ADD_CALL, ADD_STDIN), answer(BOTH), settings)
     assert (verdict.score, passed(verdict), verdict.reason) == (1.0, [True] * 3, "")
 
 
 def test_credit_is_all_or_nothing_unless_the_prompt_says_otherwise(settings: CodeSettings) -> None:
     tests = (ADD_STDIN, {"stdin": "1 1\n", "stdout": "3"}, {"stdin": "1 2", "stdout": "3\n\n"})
-    verdict = judge_code(spec(*tests), answer(SUM), settings)
+    verdict = verify_code(spec(*tests), answer(SUM), settings)
     assert (verdict.score, verdict.reason) == (0.0, "wrong output")
     assert [result.reason for result in verdict.per_test] == ["", "wrong output", "not run"]
-    verdict = judge_code(spec(*tests, partial=True), answer(SUM), settings)
+    verdict = verify_code(spec(*tests, partial=True), answer(SUM), settings)
     assert verdict.score == pytest.approx(2 / 3)
     assert passed(verdict) == [True, False, True]
 
@@ -112,7 +112,7 @@ class Solution:
         {"call": "Solution.f", "args": [n], "returns": {"n": [n, [n / 3]], "s": {"~set": [n]}}}
         for n in range(5)
     ]
-    verdict = judge_code(spec(*tests, partial=True, time_limit_s=0.4), answer(source), settings)
+    verdict = verify_code(spec(*tests, partial=True, time_limit_s=0.4), answer(source), settings)
     assert passed(verdict) == [True, False, False, False, True]
     reasons = [result.reason for result in verdict.per_test]
     assert reasons[1:4] == [
@@ -124,10 +124,10 @@ class Solution:
 
 def test_the_limit_of_output_is_of_each_call(settings: CodeSettings) -> None:
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in [300_000] * 5]
-    verdict = judge_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
+    verdict = verify_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
     assert verdict.score == 1.0, verdict.reason
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in (1, 1_200_000, 2)]
-    verdict = judge_code(spec(*calls, partial=True), answer("def f(n): return 'a' * n"), settings)
+    verdict = verify_code(spec(*calls, partial=True), answer("def f(n): return 'a' * n"), settings)
     assert passed(verdict) == [True, False, True]
     assert verdict.reason == "over its limit of output"
 
@@ -136,13 +136,13 @@ def test_the_words_that_the_interpreter_would_offer(settings: CodeSettings) -> N
     source = "import sys\nprint(open('/dev/stdin').read().strip(), __name__)\nexit(0)"
     if settings.isolation != "bubblewrap":
         source = source.replace("open('/dev/stdin')", "sys.stdin")
-    verdict = judge_code(spec({"stdin": "é\n", "stdout": "é __main__"}), answer(source), settings)
+    verdict = verify_code(spec({"stdin": "é\n", "stdout": "é __main__"}), answer(source), settings)
     assert verdict.score == 1.0, verdict.reason
 
 
 def test_a_program_has_the_names_that_it_imports(settings: CodeSettings) -> None:
     for name in ("sys", "builtins", "source"):
-        verdict = judge_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)
+        verdict = verify_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)
         assert verdict.score == 0.0
         assert verdict.reason.endswith(f"NameError: name {name!r} is not defined")
 
@@ -153,12 +153,12 @@ def test_a_program_ends_with_the_worker_that_runs_it(
     knobs = {"isolation": settings.isolation, "completion_s": 60, "time_s": 40}
     pool = WorkerPool(1, deadline_s=3, code=knobs)
     before = programs()
-    judged = pool.submit(spec({"stdout": ""}), [answer("import time; time.sleep(60)")])
+    verdict = pool.submit(spec({"stdout": ""}), [answer("import time; time.sleep(60)")])
     deadline = time.monotonic() + 20
     while not (started := ours(programs() - before)) and time.monotonic() < deadline:
         time.sleep(0.05)
     pool.close()
-    assert started and (judged.exception(10) or judged.result()[0].error)
+    assert started and (verdict.exception(10) or verdict.result()[0].error)
     while programs() & started and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not programs() & started
@@ -166,17 +166,17 @@ def test_a_program_ends_with_the_worker_that_runs_it(
 
 def test_what_does_not_load_fails_every_call(settings: CodeSettings) -> None:
     for source, why in (("def add(", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("\0", "S")):
-        verdict = judge_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
+        verdict = verify_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
         assert verdict.score == 0.0
         assert verdict.reason.startswith(f"does not load: {why}")
-    verdict = judge_code(spec(ADD_CALL), answer("def sub(): pass"), settings)
+    verdict = verify_code(spec(ADD_CALL), answer("def sub(): pass"), settings)
     assert verdict.reason == "raised KeyError: 'add'"
 
 
 def test_the_answers_time_bounds_all_its_tests(isolated: None) -> None:
     settings = CodeSettings(completion_s=0.8, limits=Limits(time_s=9.0))
     started = time.monotonic()
-    verdict = judge_code(
+    verdict = verify_code(
         spec(*[ADD_STDIN] * 9, partial=True), answer("import time; time.sleep(9)"), settings
     )
     assert time.monotonic() - started < 5
@@ -189,13 +189,13 @@ def test_the_answers_time_bounds_all_its_tests(isolated: None) -> None:
 def test_other_languages_are_entries_of_a_table(isolated: None) -> None:
     source = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
     text = f"```cpp\n{source}\n```"
-    assert judge_code(spec(ADD_STDIN, ADD_STDIN, language="c++"), text).score == 1.0
-    verdict = judge_code(spec(ADD_STDIN, language="c++"), "```\nint main() {\n```")
+    assert verify_code(spec(ADD_STDIN, ADD_STDIN, language="c++"), text).score == 1.0
+    verdict = verify_code(spec(ADD_STDIN, language="c++"), "```\nint main() {\n```")
     assert verdict.score == 0.0 and verdict.reason.startswith("does not compile: exit status 1")
     source = (
         '#include <stdio.h>\nint main() { int a, b; scanf("%d%d", &a, &b); printf("%d", a + b); }'
     )
-    assert judge_code(spec(ADD_STDIN, language="c"), f"```c\n{source}\n```").score == 1.0
+    assert verify_code(spec(ADD_STDIN, language="c"), f"```c\n{source}\n```").score == 1.0
 
 
 def test_thinking_never_counts(isolated: None) -> None:
@@ -208,15 +208,15 @@ def test_thinking_never_counts(isolated: None) -> None:
         (f"{right}<think>", 1.0),
         (f"<think>{right}", 0.0),
     ):
-        assert judge_code(spec(ADD_STDIN), text).score == score, text
+        assert verify_code(spec(ADD_STDIN), text).score == score, text
 
 
 def test_an_answer_without_a_program_is_wrong(isolated: None) -> None:
-    verdict = judge_code(spec(ADD_STDIN), "42")
+    verdict = verify_code(spec(ADD_STDIN), "42")
     assert (verdict.score, passed(verdict)) == (0.0, [False])
     assert verdict.reason == "no closed code block at the end of the answer"
-    assert "longer than" in judge_code(spec(ADD_STDIN), answer("#" * 300_000)).reason
-    assert judge_code(spec(ADD_STDIN), answer(f"{SUM} # \ud800")).score == 1.0
+    assert "longer than" in verify_code(spec(ADD_STDIN), answer("#" * 300_000)).reason
+    assert verify_code(spec(ADD_STDIN), answer(f"{SUM} # \ud800")).score == 1.0
 
 
 def test_a_reference_that_fails_is_named(settings: CodeSettings) -> None:
@@ -236,7 +236,7 @@ def test_untrusted_programs_are_refused_without_isolation(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "open_sandbox", refuse)
     for text in (answer(SUM), "no program at all"):
         with pytest.raises(IsolationError, match="bubblewrap is missing"):
-            judge_code(spec(ADD_STDIN), text)
+            verify_code(spec(ADD_STDIN), text)
 
 
 AT_ONCE = {
@@ -261,7 +261,7 @@ AT_ONCE = {
 )
 def test_hostile_programs_get_nothing(name: str, isolated: None) -> None:
     started = time.monotonic()
-    verdict = judge_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
+    verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
     assert verdict.score == 0.0
     assert all(result.reason for result in verdict.per_test)
     assert time.monotonic() - started < DEADLINE_S
@@ -280,7 +280,7 @@ def test_expected_outputs_never_enter_the_sandbox(
     monkeypatch.setattr(sandbox, "run", listening)
     secret = "5201314159"
     tests = ({"stdin": "1", "stdout": secret}, {"call": "f", "args": [1], "returns": int(secret)})
-    judge_code(spec(*tests, partial=True, reference=f"print({secret})"), answer(SUM))
+    verify_code(spec(*tests, partial=True, reference=f"print({secret})"), answer(SUM))
     assert len(given) == 2 and not any(secret in words for words in given)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import CodeConfig, ConfigError
-from keel.rewards.code.call_driver import decoded, encoded, found
-from keel.rewards.code.code import CodeSettings
+from keel.rewards.code.call_driver import found, from_jsonable, to_jsonable
 from keel.rewards.code.compare import same_text, same_value
 from keel.rewards.code.languages import LANGUAGES
 from keel.rewards.code.spec import code_block, read_task
-from keel.rewards.sandbox.run import Limits
+from keel.rewards.code.verifier import CodeSettings
+from keel.rewards.sandbox.watch import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
 
 
@@ -123,9 +123,9 @@ def test_tolerance() -> None:
 
 def test_the_driver_writes_values_as_data() -> None:
     value = {"t": (1, ("a",)), "s": {1}, "d": {1: "x", (1, 2): [None]}, "~set": 1.5}
-    assert decoded(encoded(value)) == value
+    assert from_jsonable(to_jsonable(value)) == value
     with pytest.raises(TypeError, match="returned a object"):
-        encoded([object()])
+        to_jsonable([object()])
     assert found("str.upper", {"str": str})() == ""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +138,25 @@ def test_trouble_is_retried_where_that_may_help(
     if attempts > 1:
         server.behave = scripted(reply, reply)
         assert isinstance(service.submit_text(PROMPT, next(ANSWERS)).result(10), Judged)
+
+
+def test_pauses_double_and_vary_by_half(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        if seconds:
+            pauses.append(seconds)
+        await sleep(0)
+
+    server.behave = lambda request: Reply("oops", status=500)
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "sleep", noted)
+        for chosen in (0, 1):  # the least and the most that chance gives
+            pick = SimpleNamespace(uniform=lambda *ends, chosen=chosen: ends[chosen])
+            patch.setattr("keel.rewards.judge.client.random", pick)
+            judge(settings(server.url), [f"blue {chosen}"])
+    assert pauses == pytest.approx([0.0025, 0.005, 0.0075, 0.015])
 
 
 def test_the_pause_that_the_server_asks_for(server: Server) -> None:

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from benchmarks.rewards.language import SAMPLES, mixed, others, own
-from keel.rewards.custom import SpokenTrajectory
-from keel.rewards.language.language import language, language_share, letters_by_script
-from keel.rewards.language.set_aside import words_of
+from keel.rewards.custom import TextTrajectory
+from keel.rewards.language.prose import words_of
+from keel.rewards.language.share import language, language_share, letters_by_script
 from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
 
@@ -72,7 +72,7 @@ def test_a_foreign_word_costs_its_share() -> None:
 def test_answer_and_thinking_apart() -> None:
     raw = "<think>Zuerst addieren wir die beiden Zahlen, dann teilen wir.</think>So it is seven."
     message = {"role": "assistant", "content": "", "raw": raw}
-    said = SpokenTrajectory(messages=[message], finish_reason="stop", sampled_tokens=1).dumps()
+    said = TextTrajectory(messages=[message], finish_reason="stop", sampled_tokens=1).dumps()
     of = {name: language({"prompt": ASKED, "of": name})(said) for name in ("answer", "thinking")}
     assert of == {"answer": 1.0, "thinking": 0.0}
     assert language({"prompt": ASKED, "of": "both"})(said) == 0.5

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.rewards.language import SAMPLES
-from keel.rewards.language.language import language_share
-from keel.rewards.language.set_aside import words_of
+from keel.rewards.language.prose import words_of
+from keel.rewards.language.share import language_share
 
 MARKS = {
     "dollars": "${}$",

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.rules.rules import judge_for
+from keel.rewards.rules.verifiers import verifier_for
 
 CITIES = ["London", "Paris", "York", "New York"]
 
 
 def score(text: str, right: str = "B", choices: Any = CITIES) -> float:
-    return judge_for({"kind": "answer", "match": "choice", "answer": right, "choices": choices})(
+    return verifier_for({"kind": "answer", "match": "choice", "answer": right, "choices": choices})(
         text
     )
 
@@ -108,9 +108,9 @@ def test_letters_win_over_texts_that_look_like_them() -> None:
 
 
 def test_without_choices_there_are_letters() -> None:
-    judge = judge_for({"kind": "answer", "match": "choice", "answer": "E"})
-    assert judge("The answer is (E).") == 1.0
-    assert judge("The answer is (D).") == judge("E or F") == 0.0
+    verifier = verifier_for({"kind": "answer", "match": "choice", "answer": "E"})
+    assert verifier("The answer is (E).") == 1.0
+    assert verifier("The answer is (D).") == verifier("E or F") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_without_choices_there_are_letters() -> None:
 )
 def test_choices_that_cannot_be_read(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        judge_for({"kind": "answer", "match": "choice", "answer": "A", "choices": CITIES, **spec})
+        verifier_for(
+            {"kind": "answer", "match": "choice", "answer": "A", "choices": CITIES, **spec}
+        )
 
 
 def test_time_is_linear_in_the_answer() -> None:

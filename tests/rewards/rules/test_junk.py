@@ -12,10 +12,11 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from keel.configs.load import load_config
 from keel.configs.schema import SourceConfig
 from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
-from keel.rewards.rules.from_json import from_jsonable
-from keel.rewards.rules.rules import MOST_PARTIAL, Judge, judge_for
+from keel.rewards.code.call_driver import from_jsonable
+from keel.rewards.rules.reasoning_gym import MOST_PARTIAL
+from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rewards.text import answer_in
-from keel.rewards.workers.worker import judged
+from keel.rewards.workers.worker import reply_to
 from keel.rl.evaluation import passed
 
 RECIPES = Path(__file__).parents[3] / "configs"
@@ -34,15 +35,15 @@ def sources() -> list[SourceConfig]:
     return list(found.values())
 
 
-def items(task: str, count: int, params: dict[str, Any]) -> list[tuple[dict[str, Any], Judge]]:
+def items(task: str, count: int, params: dict[str, Any]) -> list[tuple[dict[str, Any], Verifier]]:
     source = SourceConfig(name="x", source="reasoning_gym", task=task, size=count, params=params)
     specs = [dict(item.prompt.reward) for item in load_reasoning_gym(source, seed=3).items]
-    return [(json.loads(json.dumps(spec))["entry"], judge_for(spec)) for spec in specs]
+    return [(json.loads(json.dumps(spec))["entry"], verifier_for(spec)) for spec in specs]
 
 
-def score(judge: Judge, text: str) -> float:
+def score(verifier: Verifier, text: str) -> float:
     """As a worker counts it: what raises is worth nothing."""
-    return float(judged(judge, text).get("score", 0.0))
+    return float(reply_to(verifier, text).get("score", 0.0))
 
 
 def around(right: str) -> dict[str, str]:
@@ -84,16 +85,16 @@ def junk(entry: dict[str, Any], others: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("source", sources(), ids=lambda source: f"{source.task}-{source.name}")
 def test_of_the_recipes_tasks_only_the_answer_passes(source: SourceConfig) -> None:
     entries = items(source.task, 24, dict(source.params))
-    for index, (entry, judge) in enumerate(entries):
+    for index, (entry, verifier) in enumerate(entries):
         right = entry["answer"]
         for same in (right, f"  {right}\n", f"\\boxed{{{right}}}", f"So: <answer>{right}</answer>"):
-            assert judge(same) == 1.0, same
+            assert verifier(same) == 1.0, same
         others = [other["answer"] for other, _ in entries[index + 1 :] + entries[:index]]
         others = [other for other in others if other != right][:3]
         for kind, text in junk(entry, others).items():
             if text.strip() != right:  # a number may be 0, and a word a palindrome
-                assert score(judge, text) <= MOST_PARTIAL, f"{kind}: {text!r} for {right!r}"
-                assert not passed(score(judge, text))
+                assert score(verifier, text) <= MOST_PARTIAL, f"{kind}: {text!r} for {right!r}"
+                assert not passed(score(verifier, text))
 
 
 FINE = {
@@ -103,11 +104,11 @@ FINE = {
 
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - NO_ORACLE - set(REFUSED_TASKS) - SLOW))
 def test_of_no_task_more_than_the_answer_passes(task: str) -> None:
-    for entry, judge in items(task, 4, {}):
+    for entry, verifier in items(task, 4, {}):
         right = entry["answer"]
         for kind, text in around(right).items():
             if kind not in FINE.get(task, ()):
-                assert not passed(score(judge, text)), f"{kind}: {text!r} for {right!r}"
+                assert not passed(score(verifier, text)), f"{kind}: {text!r} for {right!r}"
 
 
 @pytest.mark.parametrize("letters", range(3, 26))
@@ -117,9 +118,9 @@ def test_a_word_with_more_after_it_is_worth_a_tenth_less_however_the_sum_is_roun
     # Shares of 1/9 add up to more than 1, those of 1/10 to less.
     right = "abcdefghijklmnopqrstuvwxyz"[:letters]
     entry = {"question": "?", "answer": right, "metadata": {}}
-    judge = judge_for({"kind": "reasoning_gym", "task": "spell_backward", "entry": entry})
-    assert judge(right) == judge(right.upper()) == 1.0
-    assert judge(f"{right}x") <= MOST_PARTIAL < 1.0
+    verifier = verifier_for({"kind": "reasoning_gym", "task": "spell_backward", "entry": entry})
+    assert verifier(right) == verifier(right.upper()) == 1.0
+    assert verifier(f"{right}x") <= MOST_PARTIAL < 1.0
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,8 @@ def test_a_word_with_more_after_it_is_worth_a_tenth_less_however_the_sum_is_roun
 )
 def test_the_order_of_words_is_the_verifiers_business(task: str, right: str, same: str) -> None:
     entry = {"question": "?", "answer": right, "metadata": {}}
-    judge = judge_for({"kind": "reasoning_gym", "task": task, "entry": entry})
-    assert judge(right) == judge(same) == 1.0
+    verifier = verifier_for({"kind": "reasoning_gym", "task": task, "entry": entry})
+    assert verifier(right) == verifier(same) == 1.0
 
 
 def said(right: str) -> dict[str, str]:
@@ -194,10 +195,10 @@ def forms(task: str, right: str) -> list[str]:
 def test_a_right_answer_may_be_written_in_more_ways_than_one(task: str) -> None:
     verify = cast(Any, create_dataset(task, size=1)).score_answer
     full = 0
-    for entry, judge in items(task, 4, {}):
+    for entry, verifier in items(task, 4, {}):
         if task == "gsm_symbolic":
             entry["answer"] = "20"
-            judge = judge_for({"kind": "reasoning_gym", "task": task, "entry": entry})
+            verifier = verifier_for({"kind": "reasoning_gym", "task": task, "entry": entry})
         right = entry["answer"]
         marked = {} if task == "polynomial_equations" else said(right)
         for text in [*marked.values(), *forms(task, right)]:
@@ -208,7 +209,7 @@ def test_a_right_answer_may_be_written_in_more_ways_than_one(task: str) -> None:
                 passes = False
             if passes:
                 full += 1
-                assert judge(text) == 1.0, text
+                assert verifier(text) == 1.0, text
     assert full >= 4
 
 
@@ -217,16 +218,18 @@ def test_a_right_answer_may_be_written_in_more_ways_than_one(task: str) -> None:
 )
 def test_a_number_with_a_unit_is_one_number(text: str) -> None:
     entry = {"question": "?", "answer": "20", "metadata": {}}
-    judge = judge_for({"kind": "reasoning_gym", "task": "gsm_symbolic", "entry": entry})
-    assert not passed(score(judge, text))
+    verifier = verifier_for({"kind": "reasoning_gym", "task": "gsm_symbolic", "entry": entry})
+    assert not passed(score(verifier, text))
 
 
 def test_an_integral_left_as_it_is_is_right_where_it_is_the_known_answer() -> None:
     integrand = {"variable": "x", "integrand": "3*x**3*cos(3*x)"}
     known = "3*Integral(x**3*cos(3*x), x) + C"
     entry = {"question": "?", "answer": known, "metadata": integrand}
-    judge = judge_for({"kind": "reasoning_gym", "task": "intermediate_integration", "entry": entry})
-    assert judge(known) == 1.0
-    assert judge("x**3*sin(3*x) + x**2*cos(3*x) - 2*x*sin(3*x)/3 - 2*cos(3*x)/9 + C") == 1.0
-    assert judge("Integral(3*x**3*cos(3*x), x)") == 0.0
-    assert judge("Integral(x, x).__class__") == 0.0
+    verifier = verifier_for(
+        {"kind": "reasoning_gym", "task": "intermediate_integration", "entry": entry}
+    )
+    assert verifier(known) == 1.0
+    assert verifier("x**3*sin(3*x) + x**2*cos(3*x) - 2*x*sin(3*x)/3 - 2*cos(3*x)/9 + C") == 1.0
+    assert verifier("Integral(3*x**3*cos(3*x), x)") == 0.0
+    assert verifier("Integral(x, x).__class__") == 0.0

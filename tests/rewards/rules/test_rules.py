@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ from reasoning_gym.factory import DATASETS
 from keel.configs.schema import SourceConfig
 from keel.data.jsonable import to_jsonable
 from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
-from keel.rewards.rules.from_json import from_jsonable
-from keel.rewards.rules.rules import Judge, judge_for, keeps_format
-from keel.rewards.rules.suspicious import EVALUATED_TASKS, SYMBOLIC_TASKS, may_be_judged
-from keel.rewards.workers.worker import judged
+from keel.rewards.code.call_driver import from_jsonable
+from keel.rewards.rules.reasoning_gym_guards import EVALUATED_TASKS, SYMBOLIC_TASKS, may_be_verified
+from keel.rewards.rules.verifiers import Verifier, keeps_format, verifier_for
+from keel.rewards.workers.worker import reply_to
 
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks that only come with a verifier; these have many right answers and give none."""
@@ -24,9 +26,9 @@ SLOW = {"arc_agi", "figlet_font", "futoshiki", "group_anagrams", "knight_swap", 
 """Tasks that take most of a second to build or to make an item of; checked by hand."""
 
 
-def score(judge: Judge, text: str) -> float:
+def score(verifier: Verifier, text: str) -> float:
     """As a worker counts it: what raises is worth nothing."""
-    return float(judged(judge, text).get("score", 0.0))
+    return float(reply_to(verifier, text).get("score", 0.0))
 
 
 NONSENSE = ["?", "0", "1", "nan", "-inf", "nan+nanj", "[]", "{}", "''", "None", "no idea at all"]
@@ -44,12 +46,12 @@ def entry_of(task: str, index: int = 0, size: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - NO_ORACLE - set(REFUSED_TASKS) - SLOW))
 def test_every_task_accepts_its_own_answer_after_json(task: str) -> None:
     spec = json.loads(json.dumps(entry_of(task)))
-    judge = judge_for(spec)
+    verifier = verifier_for(spec)
     right = spec["entry"]["answer"]
-    assert judge(right) == 1.0
-    assert judge("") == 0.0
+    assert verifier(right) == 1.0
+    assert verifier("") == 0.0
     for nonsense in NONSENSE:
-        assert nonsense == right or score(judge, nonsense) < 0.9, nonsense
+        assert nonsense == right or score(verifier, nonsense) < 0.9, nonsense
 
 
 @pytest.mark.parametrize("task", sorted(NO_ORACLE))
@@ -63,8 +65,8 @@ def test_tasks_without_an_answer_are_judged_by_their_verifier(task: str) -> None
         "rubiks_cube": lambda: metadata["example_correct_answer"],
     }
     if task in right:
-        assert judge_for(spec)(right[task]()) == pytest.approx(1.0)
-    assert judge_for(spec)("no idea") < 0.5
+        assert verifier_for(spec)(right[task]()) == pytest.approx(1.0)
+    assert verifier_for(spec)("no idea") < 0.5
 
 
 def test_the_verifier_knows_the_options_of_the_task() -> None:
@@ -75,18 +77,19 @@ def test_the_verifier_knows_the_options_of_the_task() -> None:
     )
     spec = load_reasoning_gym(source, seed=0).items[0].prompt.reward
     assert spec["params"] == knobs
-    assert judge_for(spec)(spec["entry"]["answer"]) == 1.0
+    assert verifier_for(spec)(spec["entry"]["answer"]) == 1.0
 
 
 def test_values_that_json_cannot_hold_survive_it() -> None:
     value = {"t": (1, ("a",)), "s": {1, 2}, "d": {1: "x", (1, 2): [None]}, "~odd": 1.5, "n": {}}
+    value |= {"e": Decimal("0.10"), "f": Fraction(1, 3)}
     assert from_jsonable(json.loads(json.dumps(to_jsonable(value)))) == value
     with pytest.raises(TypeError, match=r"metadata.a\[0\] holds a object"):
         to_jsonable({"a": [object()]}, "metadata")
 
 
 def answer(right: Any, text: str, match: str = "math", **more: Any) -> float:
-    return judge_for({"kind": "answer", "answer": right, "match": match, **more})(text)
+    return verifier_for({"kind": "answer", "answer": right, "match": match, **more})(text)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_exact_matches_ignore_white_space_only() -> None:
 )
 def test_a_spec_that_no_rule_reads(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        judge_for(spec)
+        verifier_for(spec)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +280,9 @@ def test_answers_are_never_executed(task: str, canary: Path) -> None:
     ]
     attacks += [f"\\boxed{{\\{{{attack}\\}}}}" for attack in attacks]
     math = {"kind": "answer", "answer": "\\sqrt{2}", "match": "math"}
-    judge = judge_for(math if task == "math" else entry_of(task))
+    verifier = verifier_for(math if task == "math" else entry_of(task))
     for attack in attacks:
-        assert score(judge, attack) < 0.5
+        assert score(verifier, attack) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -307,7 +310,7 @@ def test_answers_are_never_executed(task: str, canary: Path) -> None:
 def test_only_plain_data_and_mathematics_reach_an_evaluator(
     task: str, text: str, allowed: bool
 ) -> None:
-    assert may_be_judged(task, text) is allowed
+    assert may_be_verified(task, text) is allowed
 
 
 HOSTILE = [
@@ -356,6 +359,6 @@ COMPARED: dict[str, Any] = {
 @pytest.mark.parametrize("task", [*BROAD.split(), *COMPARED])
 def test_hostile_answers_are_wrong_and_quick(task: str) -> None:
     spec: dict[str, Any] = {"kind": "answer", "answer": COMPARED.get(task), "match": task}
-    judge = judge_for(spec if task in COMPARED else entry_of(task))
+    verifier = verifier_for(spec if task in COMPARED else entry_of(task))
     for text in HOSTILE:
-        assert score(judge, text) < 0.5, text[:50]
+        assert score(verifier, text) < 0.5, text[:50]

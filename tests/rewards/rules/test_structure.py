@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.rewards.checks import check_spec
-from keel.rewards.rules.rules import judge_for
+from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.workers.pool import Verdict, WorkerPool
 
 PERSON = {
@@ -55,7 +55,7 @@ def spec(match: str, answer: Any) -> dict[str, Any]:
     ],
 )
 def test_json_is_valid_under_the_schema(text: str, right: bool) -> None:
-    assert judge_for(spec("schema", PERSON))(text) == right
+    assert verifier_for(spec("schema", PERSON))(text) == right
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_a_schema_that_is_none(schema: Any, message: str) -> None:
 
 
 def test_a_pattern_has_to_match_all_of_the_answer() -> None:
-    judge = judge_for(spec("regex", r"\d{4}-\d{2}"))
-    assert judge("2024-05") == judge(" \\boxed{2024-05}\n") == 1.0
-    assert judge("<think>no</think>2024-05") == 1.0
-    assert judge("<think>2024-05</think>") == judge("<think>2024-05</think>x") == 0.0
-    assert judge("2024-05-01") == judge("on 2024-05") == judge("2024-05\n2024-06") == 0.0
-    assert judge_for(spec("regex", "(?i)yes|no"))("YES") == 1.0
+    verifier = verifier_for(spec("regex", r"\d{4}-\d{2}"))
+    assert verifier("2024-05") == verifier(" \\boxed{2024-05}\n") == 1.0
+    assert verifier("<think>no</think>2024-05") == 1.0
+    assert verifier("<think>2024-05</think>") == verifier("<think>2024-05</think>x") == 0.0
+    assert verifier("2024-05-01") == verifier("on 2024-05") == verifier("2024-05\n2024-06") == 0.0
+    assert verifier_for(spec("regex", "(?i)yes|no"))("YES") == 1.0
 
 
 @pytest.mark.parametrize("pattern", ["(", "[a", "*", "(?P<a", "a{2,1}", "(?<=a+)b"])
@@ -132,13 +132,13 @@ def test_a_pattern_without_end_costs_its_own_answer(one: dict[str, Any]) -> None
     ],
 )
 def test_formats_are_checked(name: str, right: str, wrong: str) -> None:
-    judge = judge_for({"kind": "answer", "match": "schema", "answer": {"format": name}})
-    assert judge(f'"{right}"') == 1.0
-    assert judge(f'"{wrong}"') == 0.0
-    assert judge("5") == 1.0  # a format is about text
+    verifier = verifier_for({"kind": "answer", "match": "schema", "answer": {"format": name}})
+    assert verifier(f'"{right}"') == 1.0
+    assert verifier(f'"{wrong}"') == 0.0
+    assert verifier("5") == 1.0  # a format is about text
 
 
 def test_a_code_block_inside_the_mark() -> None:
-    judge = judge_for({"kind": "answer", "match": "schema", "answer": {"type": "object"}})
-    assert judge("<answer>\n```json\n{}\n```\n</answer>") == 1.0
-    assert judge("<answer>\n```json\n[]\n```\n</answer>") == 0.0
+    verifier = verifier_for({"kind": "answer", "match": "schema", "answer": {"type": "object"}})
+    assert verifier("<answer>\n```json\n{}\n```\n</answer>") == 1.0
+    assert verifier("<answer>\n```json\n[]\n```\n</answer>") == 0.0

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.sandbox import sandbox as module
-from keel.rewards.sandbox.processes import bury, usage
-from keel.rewards.sandbox.run import Limits, Outcome
+from keel.rewards.sandbox.processes import reap, usage
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from keel.rewards.sandbox.seccomp import DENIED, seccomp_filter
+from keel.rewards.sandbox.watch import Limits, Outcome
 
 ROOT = Path(__file__).parents[3]
 TRUSTING = "none-i-trust-the-answers"
@@ -163,7 +163,7 @@ def test_the_sandbox_dies_with_the_process_that_runs_it(box: Sandbox) -> None:
     mark = f"9{os.getpid()}"  # nobody else sleeps for exactly so long
     code = (
         "from keel.rewards.sandbox.sandbox import open_sandbox;"
-        "from keel.rewards.sandbox.run import Limits;"
+        "from keel.rewards.sandbox.watch import Limits;"
         "open_sandbox('bubblewrap')"
         f".run(['/bin/sleep', '{mark}'], files={{}}, limits=Limits(time_s=60))"
     )
@@ -253,7 +253,7 @@ def test_usage_counts_the_whole_tree() -> None:
         try:
             wait_for(lambda: usage(process.pid).processes == 3)
             assert usage(process.pid).resident > 0
-            assert not bury(process.pid, 0.01)
+            assert not reap(process.pid, 0.01)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     gone = usage(process.pid)

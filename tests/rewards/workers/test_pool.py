@@ -30,23 +30,23 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def judge(pool: WorkerPool, spec: dict[str, object], *answers: str) -> list[Verdict]:
+def verify(pool: WorkerPool, spec: dict[str, object], *answers: str) -> list[Verdict]:
     return pool.submit(spec, answers).result(60)
 
 
 def test_verdicts_come_in_the_order_of_the_answers(pool: WorkerPool) -> None:
-    verdicts = judge(pool, SUM, "3", "4", "3", "", "\ud800")
+    verdicts = verify(pool, SUM, "3", "4", "3", "", "\ud800")
     assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0, 0.0, 0.0]
-    assert judge(pool, SUM) == []
+    assert verify(pool, SUM) == []
 
 
 def test_a_hanging_verifier_costs_its_own_answer(pool: WorkerPool) -> None:
     started = time.monotonic()
-    right, hung, wrong, again = judge(pool, ROOT, "\\sqrt{2}", HANGS, "2", HANGS)
+    right, hung, wrong, again = verify(pool, ROOT, "\\sqrt{2}", HANGS, "2", HANGS)
     assert (right, wrong) == (Verdict(1.0), Verdict(0.0))
     assert hung == again == Verdict(0.0, "verifier ran past its deadline of 0.5 s")
     assert time.monotonic() - started < 30  # once a distinct answer; the rest is starting anew
-    assert judge(pool, SUM, "3") == [Verdict(1.0)]
+    assert verify(pool, SUM, "3") == [Verdict(1.0)]
 
 
 def test_a_worker_that_dies_is_replaced(pool: WorkerPool) -> None:
@@ -57,13 +57,13 @@ def test_a_worker_that_dies_is_replaced(pool: WorkerPool) -> None:
     os.kill(process.pid, signal.SIGKILL)
     verdicts = future.result(60)
     assert verdicts[1] == Verdict(1.0)
-    assert judge(pool, SUM, "3") == [Verdict(1.0)]
+    assert verify(pool, SUM, "3") == [Verdict(1.0)]
 
 
 def test_a_spec_that_no_rule_reads_is_an_error_and_not_a_verdict(pool: WorkerPool) -> None:
     with pytest.raises(ValueError, match="kind 'magic'"):
-        judge(pool, {"kind": "magic"}, "3")
-    assert judge(pool, SUM, "3") == [Verdict(1.0)]
+        verify(pool, {"kind": "magic"}, "3")
+    assert verify(pool, SUM, "3") == [Verdict(1.0)]
 
 
 def test_closing_ends_what_is_under_way() -> None:
@@ -78,15 +78,15 @@ def test_closing_ends_what_is_under_way() -> None:
         future.result(10)
 
 
-def test_without_workers_answers_are_judged_in_process() -> None:
+def test_without_workers_completions_are_verified_in_process() -> None:
     pool = WorkerPool(0, deadline_s=1.0)
-    assert judge(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]
-    right, wrong = judge(pool, FACTORS, "3 × 2", "three")
+    assert verify(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]
+    right, wrong = verify(pool, FACTORS, "3 × 2", "three")
     assert right == Verdict(1.0)
     assert wrong.score == 0.0
     assert wrong.error.startswith("ValueError: invalid literal")
     with pytest.raises(ValueError, match="kind 'magic'"):
-        judge(pool, {"kind": "magic"}, "3")
+        verify(pool, {"kind": "magic"}, "3")
     pool.close()
 
 

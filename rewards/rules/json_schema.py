@@ -1,34 +1,25 @@
-"""Whether an answer has the structure that was asked for: a JSON schema, a pattern."""
+"""Whether a completion's answer is JSON that a schema allows, by jsonschema.
+
+jsonschema checks the formats `iri` and `iri-reference` with a package that builds a parser when it
+is imported. That takes seconds, and every process of Ray imports jsonschema; so they are checked
+here, by what makes a URI of them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn, cast
+
+from rfc3986_validator import validate_rfc3986  # pyright: ignore
 
 from keel.rewards.code.spec import code_block
 from keel.rewards.text import answer_in
 
 MAX_CHARACTERS = 32_768
 """Longer answers are wrong."""
-
-
-def pattern(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """A test for whether the whole answer matches the regular expression `answer` (Python's `re`).
-
-    A pattern may take exponential time on some text. The deadline of `keel.rewards.workers.worker`
-    ends that. Raises ValueError for a pattern that does not compile.
-    """
-    try:
-        compiled = re.compile(str(spec["answer"]))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"answer {spec['answer']!r} is no regular expression: {error}") from error
-
-    def same(text: str) -> bool:
-        return len(text) <= MAX_CHARACTERS and compiled.fullmatch(answer_in(text)) is not None
-
-    return same
 
 
 def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -46,8 +37,6 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     from referencing import Registry, Resource  # noqa: PLC0415
     from referencing.exceptions import Unresolvable  # noqa: PLC0415
     from referencing.jsonschema import DRAFT202012  # noqa: PLC0415
-
-    from keel.rewards.rules.iri import is_iri, is_iri_reference  # noqa: PLC0415
 
     wanted = spec.get("answer")
     if not isinstance(wanted, dict):
@@ -74,8 +63,8 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     formats = FormatChecker(())
     formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
     if "idn-hostname" in formats.checkers:  # since draft 7, as these
-        formats.checks("iri")(is_iri)
-        formats.checks("iri-reference")(is_iri_reference)
+        formats.checks("iri")(partial(_is_iri, "URI"))
+        formats.checks("iri-reference")(partial(_is_iri, "URI_reference"))
     validator = kind(wanted, registry=registry, format_checker=formats)
 
     def same(text: str) -> bool:
@@ -104,3 +93,24 @@ def _references(value: Any) -> Iterator[str]:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+_PLANES = "".join(f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 14))
+_UCSCHAR = re.compile(f"[\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef{_PLANES}\U000e1000-\U000efffd]")
+_IPRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+"""Characters beyond ASCII that may stand in an IRI, and in its query alone. RFC 3987, 2.2."""
+
+
+def _is_iri(rule: str, value: object) -> bool:
+    """Whether a text is an IRI, or for the rule `URI_reference` a relative reference.
+
+    An IRI is what becomes a URI when what is beyond ASCII is percent-encoded (RFC 3987, 3.1): the
+    two grammars allow `ucschar` and `pct-encoded` in the same places.
+    """
+    if not isinstance(value, str):
+        return True  # a format is about texts alone
+    rest, hash_mark, fragment = value.partition("#")
+    path, question_mark, query = rest.partition("?")
+    given = path + question_mark + _IPRIVATE.sub("%20", query) + hash_mark + fragment
+    uri = _UCSCHAR.sub("%20", given)
+    return not uri.endswith("\n") and bool(validate_rfc3986(uri, rule))

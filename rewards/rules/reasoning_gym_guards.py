@@ -15,7 +15,7 @@ import ast
 import re
 from collections import Counter
 
-from keel.rewards.language.small_words import BINDING, KEYWORDS
+from keel.rewards.language.function_words import BINDING, KEYWORDS
 from keel.rewards.text import WRAPPED, normalise
 
 EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
@@ -101,7 +101,7 @@ _SIGNS = (ast.Load, ast.USub, ast.UAdd)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
-def may_be_judged(task: str, answer: str, right: str = "") -> bool:
+def may_be_verified(task: str, answer: str, right: str = "") -> bool:
     """Whether `task`'s verifier can be trusted with `answer`. It can with `right`, the known one.
 
     That is not to say with what stands in it: of an integral that sympy left as it was, the answer

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from keel.rewards.language.small_words import BINDING, COMMANDS
+from keel.rewards.language.function_words import BINDING, COMMANDS
 
 _TOKENS = re.compile(r"```|~~~|`|\$\$|\$|\\\[|\\\]|\\\(|\\\)|\n[ \t]*\n")
 _FENCES = ("```", "~~~")

@@ -26,8 +26,8 @@ from typing import Any, cast
 
 from keel.rewards.code.compare import least_output, same_text, same_value
 from keel.rewards.code.spec import Case, Task, code_block, read_task
-from keel.rewards.sandbox.run import Limits, Outcome
 from keel.rewards.sandbox.sandbox import Sandbox, open_sandbox
+from keel.rewards.sandbox.watch import Limits, Outcome
 from keel.rewards.text import outside_think
 
 MAX_CHARACTERS = 1 << 18
@@ -73,10 +73,10 @@ class CodeVerdict:
     """The first failure; "" if there is none."""
 
 
-def judge_code(
+def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> CodeVerdict:
-    """Judge the last code block of a final answer. Thinking is left out, if it is still there.
+    """Verify the last code block of a final text. Thinking is left out, if it is still there.
 
     Raises ValueError for a spec that cannot be read, and IsolationError (a ValueError) where this
     machine cannot hold an untrusted program; RuntimeError if the sandbox itself fails.
@@ -89,7 +89,7 @@ def judge_code(
         return _nothing(task, "no closed code block at the end of the answer")
     if len(code) > MAX_CHARACTERS:
         return _nothing(task, f"the program is longer than {MAX_CHARACTERS} characters")
-    return _Judgement(task, code, sandbox, settings).verdict()
+    return _Attempt(task, code, sandbox, settings).verdict()
 
 
 def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
@@ -121,7 +121,7 @@ def check_reference(
         return
     sandbox = open_sandbox(settings.isolation)
     # To the end, so that the message can name a test even if credit is partial.
-    verdict = _Judgement(task, task.reference, sandbox, settings).verdict()
+    verdict = _Attempt(task, task.reference, sandbox, settings).verdict()
     for index, result in enumerate(verdict.per_test):
         if not result.passed:
             raise ValueError(
@@ -134,7 +134,7 @@ def _nothing(task: Task, reason: str) -> CodeVerdict:
     return CodeVerdict(0.0, (CaseResult(False, reason),) * len(task.tests), reason)
 
 
-class _Judgement:
+class _Attempt:
     """One program's way through its tests."""
 
     def __init__(self, task: Task, code: str, sandbox: Sandbox, settings: CodeSettings) -> None:

@@ -1,7 +1,7 @@
 """Does the policy speak its prompt's language? The share of its words that do, 0 … 1.
 
 Code, formulas, links and single Latin letters (which are variables, mostly) are set aside, but for
-running text in them (`keel.rewards.language.set_aside`). What is left is cut into sentences. A
+running text in them (`keel.rewards.language.prose`). What is left is cut into sentences. A
 sentence counts by its letters in the prompt's script, and not at all if a language detector
 (py3langid) is sure that it is in another language than the prompt. It is seldom sure of a sentence
 of three words; those are judged by their script alone.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from keel.rewards.custom import SpokenTrajectory
-from keel.rewards.language.set_aside import said_and_in_code, words_of
+from keel.rewards.custom import TextTrajectory
+from keel.rewards.language.prose import said_and_in_code, words_of
 
 _SCRIPTS = {
     "latin": "A-Za-zªºÀ-ÖØ-öø-ʯḀ-ỿⱠ-ⱿꜢ-ꟿ",
@@ -75,19 +75,19 @@ _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Judges `SpokenTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
+    """Judges `TextTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
     or "both" for the mean of the two where both are there."""
     asked, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the clock of the first answer starts
 
-    def judge(text: str) -> float:
-        said = SpokenTrajectory.loads(text)
+    def verify(text: str) -> float:
+        said = TextTrajectory.loads(text)
         texts = {"answer": said.answer, "thinking": said.thinking}
         wanted = [part for name, part in texts.items() if of in (name, "both") and part]
         shares = [language_share(asked, part) for part in wanted]
         return sum(shares) / len(shares) if shares else 1.0
 
-    return judge
+    return verify
 
 
 def language_share(prompt: str, text: str) -> float:

@@ -1,0 +1,126 @@
+"""From a prompt's reward spec to the rule that says how correct a completion is: its verifier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keel.rewards.code.spec import read_task
+from keel.rewards.code.verifier import CodeSettings, verify_code
+from keel.rewards.custom import function
+from keel.rewards.language.share import language
+from keel.rewards.rules.choice import choice
+from keel.rewards.rules.json_schema import schema
+from keel.rewards.rules.maths import mathematical
+from keel.rewards.rules.reasoning_gym import reasoning_gym
+from keel.rewards.sandbox.sandbox import open_sandbox
+from keel.rewards.text import BOXED, THINK_CLOSE, THINK_OPEN, answer_in, normalise, outside_think
+
+Verifier = Callable[[str], float]
+"""From a final text (thinking removed) to how correct it is, 0 … 1. May raise, hang or crash on
+what a policy comes up with: `keel.rewards.workers.pool` is there to survive that."""
+
+MAX_CHARACTERS = 32_768
+"""A longer text is wrong, unless the right answer is that long."""
+
+
+def verifier_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> Verifier:
+    """The verifier for a prompt's reward spec (`Prompt.reward`), or for a part that looks at the
+    whole trajectory (`TRAJECTORY_KINDS`). code: how programs are run.
+
+    Raises ValueError for a spec that no rule reads.
+    """
+    kind = str(spec.get("kind"))
+    if kind in TRAJECTORY_KINDS:
+        return TRAJECTORY_KINDS[kind](spec)
+    if kind not in KINDS:
+        raise ValueError(f"reward spec has kind {spec.get('kind')!r}; there are {', '.join(KINDS)}")
+    verify = KINDS[kind](spec, code or CodeSettings())
+    return lambda text: verify(outside_think(text))
+
+
+def answer(spec: Mapping[str, Any]) -> Verifier:
+    """Comparison with a known answer. Spec: `answer`, `match` (one of MATCHES), and what else that
+    one reads.
+
+    Raises ValueError for an `answer` that `match` cannot compare with.
+    """
+    match, right = spec.get("match", "math"), spec.get("answer")
+    if not isinstance(match, str) or match not in MATCHES:
+        raise ValueError(f"reward spec has match {match!r}; there are {', '.join(MATCHES)}")
+    if match != "schema" and not isinstance(right, str):
+        raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
+    same = MATCHES[match](spec)
+    return lambda text: float(same(text))
+
+
+def code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
+    """A program against hidden tests; `rewards.code` shows the spec.
+
+    Raises ValueError for a bad spec, and where this machine cannot hold an untrusted program.
+    """
+    read_task(spec)
+    open_sandbox(settings.isolation)
+    return lambda text: verify_code(spec, text, settings).score
+
+
+def exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+    """The same text, up to Unicode form and white space; all of it, or what it marks as answer."""
+    wanted = normalise(spec["answer"])
+    longest = max(MAX_CHARACTERS, 4 * len(spec["answer"]))
+    return lambda text: len(text) <= longest and normalise(answer_in(text)) == wanted
+
+
+def regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+    """A test for whether the whole answer matches the regular expression `answer` (Python's `re`).
+
+    A pattern may take exponential time on some text. The deadline of `keel.rewards.workers.worker`
+    ends that. Raises ValueError for a pattern that does not compile.
+    """
+    try:
+        compiled = re.compile(str(spec["answer"]))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"answer {spec['answer']!r} is no regular expression: {error}") from error
+
+    def same(text: str) -> bool:
+        return len(text) <= MAX_CHARACTERS and compiled.fullmatch(answer_in(text)) is not None
+
+    return same
+
+
+MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
+    "math": lambda spec: mathematical(spec["answer"], tolerance=spec.get("tolerance")),
+    "exact": exact,
+    "choice": choice,
+    "schema": schema,
+    "regex": regex,
+}
+KINDS: dict[str, Callable[[Mapping[str, Any], CodeSettings], Verifier]] = {
+    "reasoning_gym": lambda spec, _: reasoning_gym(spec),
+    "answer": lambda spec, _: answer(spec),
+    "code": code,
+}
+"""What a prompt's reward spec may be; those that a model judges are in
+`keel.rewards.judge.specs`."""
+TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
+    "function": function,
+    "language": language,
+}
+"""Parts that look at `TextTrajectory.dumps()`. Never in a prompt: data must not name code."""
+
+
+def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
+    """One closed think block before the answer when thinking is on, none when it is off, and an
+    answer that is not blank, ends by itself, and marks no second answer.
+
+    raw: the sampled text. Its `<think>` may be missing: many chat templates end with it.
+    """
+    said = outside_think(raw)
+    if not finished or not said or max(said.count(BOXED), said.count("</answer>")) > 1:
+        return False
+    opened, closed = raw.count(THINK_OPEN), raw.count(THINK_CLOSE)
+    if not thinking:
+        return opened == closed == 0
+    starts = raw.lstrip().startswith(THINK_OPEN)
+    return closed == 1 and (opened == 0 or (opened == 1 and starts))
