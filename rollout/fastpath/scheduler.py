@@ -106,6 +106,10 @@ class _Short(Scheduler):
             and not self.enable_kv_cache_events
         )
 
+    def leave_routes(self) -> None:
+        """To the workers: the scheduler has no part in them."""
+        self.aux_output_connector = None
+
     # What vLLM calls.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -115,7 +119,7 @@ class _Short(Scheduler):
             if (output := self._extend(self._run)) is not None:
                 self.short_steps += 1
                 return output
-            self._settle()
+            self.keel_flush()
         self.finished_blocks.clear()
         output = super().schedule(throttle_prefills)
         self._stuck = (
@@ -135,7 +139,7 @@ class _Short(Scheduler):
         if run is not None and run.flying and run.flying[0] is scheduler_output:
             if self._receive(run, model_runner_output):
                 return {}
-            self._settle()
+            self.keel_flush()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for batch in outputs.values():
             for output in batch.outputs:
@@ -148,14 +152,14 @@ class _Short(Scheduler):
                 for name in list(self._late)
             )
         if self.finished_req_ids:
-            self._settle()
+            self.keel_flush()
             self._stuck = False
         return outputs
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        self._settle()
+        self.keel_flush()
         self._stuck = False
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
@@ -163,7 +167,7 @@ class _Short(Scheduler):
         return finished
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._settle()
+        self.keel_flush()
         self._stuck = False
         return super().reset_prefix_cache(*args, **kwargs)
 
@@ -328,7 +332,7 @@ class _Short(Scheduler):
         run.flying.pop(0)
         return True
 
-    def _settle(self) -> None:
+    def keel_flush(self) -> None:
         """Write the run back into its requests; they are as after vLLM's own steps."""
         run, self._run = self._run, None
         if run is None or not run.scheduled:
@@ -380,21 +384,6 @@ class _Short(Scheduler):
                 output.new_sampling_mask = None
         if late := self._late.pop(output.request_id, None):
             output.new_token_ids = late + output.new_token_ids
-
-
-def cut_short(scheduler: Scheduler, request_id: str) -> bool:
-    """Have a request end with its next token, or with those on their way: as if these were as many
-    as it may have, so that all that a recorder reads at an end is there. False, and nothing is
-    done, where no token of it has been sampled yet."""
-    if isinstance(scheduler, _Short):
-        scheduler._settle()
-    request = scheduler.requests[request_id]
-    flying = request.num_output_placeholders
-    if request.num_output_tokens + flying == 0:
-        return False
-    limit = request.num_output_tokens + max(1, flying)
-    request.max_tokens = min(request.max_tokens, limit)
-    return True
 
 
 class ShortScheduler(_Short):

@@ -25,9 +25,10 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from keel.rollout.fastpath.scheduler import AsyncShortScheduler, ShortScheduler, cut_short
+from keel.rollout.fastpath.scheduler import AsyncShortScheduler, ShortScheduler
 from keel.rollout.fastpath.step_arrays import Packed
 from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
+from keel.rollout.vllm_internals import cut_short
 from tests.recorders.tiny_model import make_model
 
 BLOCK = 16
