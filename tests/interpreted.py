@@ -46,13 +46,13 @@ def install(recorder: str) -> None:
     lend_triton()
 
     from keel.rollout.engine import fallbacks  # noqa: PLC0415
-    from keel.rollout.fastpath.scheduler import ShortScheduler  # noqa: PLC0415
+    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
     from keel.rollout.recording import packed as recorder_packed  # noqa: PLC0415
 
     fallbacks.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
     arguments = recorder_packed.PackedRecorder.engine_args
 
     def one_after_the_other(self: Any) -> dict[str, Any]:
-        return {**arguments(self), "scheduler_cls": ShortScheduler, "async_scheduling": False}
+        return {**arguments(self), "scheduler_cls": FastScheduler, "async_scheduling": False}
 
     recorder_packed.PackedRecorder.engine_args = one_after_the_other  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rollout.fastpath.scheduler import AsyncShortScheduler
+from keel.rollout.fastpath.scheduler import AsyncFastScheduler
 from keel.rollout.fastpath.step_arrays import Packed
 from keel.rollout.recording.base import (
     Recording,
@@ -48,7 +48,7 @@ class PackedRecorder:
         return {
             "enable_return_routed_experts": self._routes,
             "return_sampling_mask": self._kept,
-            "scheduler_cls": AsyncShortScheduler,
+            "scheduler_cls": AsyncFastScheduler,
             "async_scheduling": True,
             "worker_extension_cls": "keel.rollout.fastpath.routed_experts.RoutesExtension",
         }

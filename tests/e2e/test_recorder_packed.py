@@ -47,7 +47,7 @@ def reference(folder: Path) -> Reference:
 def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
     with running_engine(engine_spec(folder), gpu=False, kind="packed") as engine:
         yield engine
-        assert engine.watch().short_steps > 10
+        assert engine.watch().fast_steps > 10
 
 
 @pytest.fixture(scope="module")
@@ -79,4 +79,4 @@ def test_where_vllm_has_changed_under_it_the_engine_is_native(
         assert "Scheduler.finish_requests takes" in said and "takes native" in said
         groups = engine.sample(prompts(2, shared=0, own=9, tag="n"), group_size=2)
         check_groups(groups, reference, TRUNCATED, tolerance)
-        assert engine.watch().short_steps == 0
+        assert engine.watch().fast_steps == 0

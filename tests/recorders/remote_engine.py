@@ -25,7 +25,7 @@ from keel.rollout.vllm_internals import scheduler_of
 from tests import interpreted, plain_weights, vllm_changes
 
 DEADLINE_S = 240
-Kind = Literal["", "short", "native", "packed", "plain"]
+Kind = Literal["", "fast", "native", "packed", "plain"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool]
 """A prompt, its group size, its sampling (None: the engine's) and whether to record."""
 TRUNCATED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40)
@@ -79,7 +79,7 @@ class Watch:
     thrown_away: int = 0
     """Tokens drawn from unfinished prefills."""
     steps: int = 0
-    short_steps: int = 0
+    fast_steps: int = 0
     """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""
 
 
@@ -112,7 +112,7 @@ def _start(
     # vLLM stays out of pytest's process.
     from keel.rollout.engine import fallbacks, shims  # noqa: PLC0415
     from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
-    from keel.rollout.fastpath.scheduler import ShortScheduler  # noqa: PLC0415
+    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
 
     logging.getLogger(fallbacks.__name__).addHandler(Heard())
     if without:
@@ -131,7 +131,7 @@ def _start(
             def counted_step() -> Any:
                 outputs = step()
                 _WATCH.steps += 1
-                _WATCH.short_steps = getattr(scheduler, "short_steps", 0)
+                _WATCH.fast_steps = getattr(scheduler, "fast_steps", 0)
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                 waiting = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
                 _WATCH.thrown_away += len(waiting)
@@ -144,8 +144,8 @@ def _start(
     def few_blocks(*args: Any) -> Any:
         built = arguments(*args)
         built.num_gpu_blocks_override = blocks
-        if kind == "short":
-            built.scheduler_cls = ShortScheduler
+        if kind == "fast":
+            built.scheduler_cls = FastScheduler
         return built
 
     sampler.engine_args = few_blocks
@@ -242,7 +242,7 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, Watch(short_steps=_WATCH.short_steps)
+    watch, _WATCH = _WATCH, Watch(fast_steps=_WATCH.fast_steps)
     return watch
 
 
@@ -357,7 +357,7 @@ def running_engine(
     """An engine in a process of its own.
 
     `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
-    added to the environment. On a CPU, `kind` may be "short" (the V1 recorder with the scheduler
+    added to the environment. On a CPU, `kind` may be "fast" (the V1 recorder with the scheduler
     of the packed one), the name of a recorder for GPUs, whose kernels are then interpreted, or
     "plain" (tests/plain_weights.py). `amx`: whether vLLM is told that the CPU has AMX; None: the
     truth. `changes`: how vLLM is another one than Keel was written for (tests/vllm_changes.py).
