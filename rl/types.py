@@ -29,8 +29,6 @@ Purpose = Literal["train", "eval"]
 """What trajectories are sampled and scored for."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
-Purpose = Literal["train", "eval"]
-"""What a group is sampled and scored for."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
 """Why an answer is missing that was as long as it may be, or took as long."""
 

@@ -211,12 +211,12 @@ class Keel:
         from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
         from keel.rollout.engine.thread import Engine  # noqa: PLC0415
 
-        built = sampler._engine_args
+        built = sampler.engine_args
 
         def bounded(*args: Any) -> Any:
             return replace(built(*args), **engine_args(arm, folder, size))
 
-        sampler._engine_args = bounded
+        sampler.engine_args = bounded
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.answer),

@@ -13,7 +13,7 @@ import os
 import sys
 
 
-def from_jsonable(value):
+def from_jsonable(value: object) -> object:
     """The Python value that `keel.data.jsonable.to_jsonable` was given. For verifiers, too."""
     if isinstance(value, list):
         return [from_jsonable(item) for item in value]
@@ -85,7 +85,7 @@ def main(path):
         return
     for name, args, kwargs in calls:
         try:
-            value = found(name, module.__dict__)(*from_jsonable(args), **from_jsonable(kwargs))
+            value = found(name, module.__dict__)(*from_jsonable(args), **from_jsonable(kwargs))  # pyright: ignore[reportCallIssue]
             say("returned", to_jsonable(value))
         except BaseException as error:
             say("raised", f"{type(error).__name__}: {error}"[:200])

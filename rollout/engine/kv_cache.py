@@ -1,14 +1,20 @@
-"""No larger a KV cache than an engine's answers can fill.
+"""No larger a KV cache than an engine's completions can fill.
 
-vLLM takes all the memory that it is allowed. What `rollout.max_num_seqs` answers of full length
-cannot fill is of no use, and with `rollout.sleep` it costs time: a GPU gives out some 100 GiB a
-second, at each update.
+vLLM takes all the memory that it is allowed. What `rollout.max_num_seqs` completions of full
+length cannot fill is of no use, and with `rollout.sleep` it costs time: a GPU gives out some
+100 GiB a second, at each update.
+
+It is done by a patch. A `worker_cls` whose `determine_available_memory` returns less would be
+official, but stands in for the worker that vLLM chooses for a platform (two classes here, and a
+third one elsewhere), for the sake of one number. `kv_cache_memory_bytes` would leave out vLLM's
+profiling of the memory, and `num_gpu_blocks_override` the memory that there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.engine import core as engine_core
@@ -16,39 +22,46 @@ from vllm.v1.engine import core as engine_core
 core: Any = engine_core
 
 SPARE = 1.25
-"""For prompts of answers that have ended, which the next ones may share."""
+"""For prompts of completions that have ended, which the next ones may share."""
 SPARE_PAGES = 16
-"""Of each answer: Keel's scheduler takes several at once where there are plenty."""
+"""Of each completion: Keel's scheduler takes several at once where there are plenty."""
+
+
+@dataclass(slots=True)
+class Bound:
+    asked: bool = False
+    """Whether vLLM has asked for a size, and so was told ours."""
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded() -> Iterator[Bound]:
     """For engines that are built in here, in this process."""
-    original = core.get_kv_cache_configs
+    original, bound = core.get_kv_cache_configs, Bound()
 
     def get_kv_cache_configs(
-        vllm_config: Any, specs: list[dict[str, Any]], available: list[int]
+        vllm_config: Any, kv_cache_specs: list[dict[str, Any]], available_memory: list[int]
     ) -> Any:
+        bound.asked = True
         wanted = [
             min(memory, needed(vllm_config, spec))
-            for spec, memory in zip(specs, available, strict=True)
+            for spec, memory in zip(kv_cache_specs, available_memory, strict=True)
         ]
-        return original(vllm_config, specs, wanted)
+        return original(vllm_config, kv_cache_specs, wanted)
 
     core.get_kv_cache_configs = get_kv_cache_configs
     try:
-        yield
+        yield bound
     finally:
         core.get_kv_cache_configs = original
 
 
 def needed(vllm_config: Any, layers: Mapping[str, Any]) -> float | int:
-    """Bytes for all answers that one worker may have at once; infinite where layers differ, so that
-    vLLM shares out pages in ways of its own. `layers`: vLLM's KV cache specs."""
+    """Bytes for all completions that one worker may have at once; infinite where layers differ, so
+    that vLLM shares out pages in ways of its own. `layers`: vLLM's KV cache specs."""
     if len({(type(layer), layer.page_size_bytes) for layer in layers.values()}) != 1:
         return float("inf")
-    answer = sum(
+    completion = sum(
         layer.max_memory_usage_bytes(vllm_config) + SPARE_PAGES * layer.page_size_bytes
         for layer in layers.values()
     )
-    return int(SPARE * vllm_config.scheduler_config.max_num_seqs * answer)
+    return int(SPARE * vllm_config.scheduler_config.max_num_seqs * completion)

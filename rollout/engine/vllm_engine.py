@@ -6,20 +6,16 @@ groups are batched together as they come and go. Importing this module imports v
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
-from vllm import EngineArgs, SamplingParams
+from transformers import AutoConfig, AutoTokenizer
+from vllm import EngineArgs, LLMEngine
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from keel.configs.schema import SamplingConfig
 from keel.model.load import full_attention
@@ -27,8 +23,6 @@ from keel.model.routing.routers import is_moe
 from keel.model.weight_transfer.buckets import Bucket
 from keel.model.weight_transfer.channel import Meeting
 from keel.rl.types import FinishReason, Group, Prompt, Trajectory
-from keel.rollout.engine import kv_cache as cache
-from keel.rollout.engine import shims
 from keel.rollout.engine.conversion import (
     RenderedPrompt,
     build_segment,
@@ -38,26 +32,23 @@ from keel.rollout.engine.conversion import (
     render_prompt,
     sibling_seed,
 )
-from keel.rollout.fastpath.scheduler import cut_short
-from keel.rollout.recording.base import Recorder, Wanted, recorder_name
-from keel.rollout.recording.native import NativeRecorder
-from keel.rollout.recording.packed import PackedRecorder
-from keel.rollout.recording.v1 import V1Recorder
-from keel.rollout.spec import EngineSpec, RecordingError, parallel_args
+from keel.rollout.engine.fallbacks import (
+    bounds_kv_cache,
+    choose_recorder,
+    no_copies,
+    require,
+    warn_of_large_cache,
+)
+from keel.rollout.engine.vllm_args import engine_args, sampling_params
+from keel.rollout.recording.base import Recorder, RecorderName, Wanted
+from keel.rollout.spec import EngineSpec, RecordingError
+from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
 from keel.rollout.weight_loading.manifest import Manifest, checkpoint_names
 
-MAX_AHEAD = 64
-"""Steps that vLLM may need to settle when it is paused; it schedules one or two ahead."""
-CPU_BLOCK = 32
-"""Tokens in a KV-cache block on CPUs; vLLM's default of 128 would hardly ever share a prefix."""
 DISCARD = 2
 """vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
-GIB = 2**30
 NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.deadline_s)"
 NOT_CUT = "late: had no further token after the time of its group was up (rollout.deadline_s)"
-
-# Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass(slots=True)
@@ -87,7 +78,9 @@ class Sampler:
     def __init__(self, spec: EngineSpec) -> None:
         """Loads the model. Raises `ValueError` for what cannot be recorded."""
         self.spec = spec
-        self.shims = shims.install()
+        cpu = current_platform.is_cpu()
+        require("engine", "updates", *(("shims", "v1") if cpu else ()))
+        self.shims = _install_shims() if cpu else ()
         self.version = 0
         self.sampled_tokens = 0
         self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.tokenizer)
@@ -102,16 +95,12 @@ class Sampler:
         moe = is_moe(text)
         self._routes = spec.keep_routing and moe
         self._kept = spec.keep_sampling_mask
-        kinds = {"native": NativeRecorder, "packed": PackedRecorder, "v1": V1Recorder}
-        self._recorder: Recorder = kinds[
-            recorder_name(
-                spec.config,
-                gpu=not current_platform.is_cpu(),
-                full_attention=full_attention(text),
-            )
-        ](routes=self._routes, kept=self._kept and spec.config.sampling.truncated)
-        with cache.bounded():
-            self._llm = LLMEngine.from_engine_args(_engine_args(spec, self._recorder, text))
+        name = choose_recorder(spec.config, gpu=not cpu, full_attention=full_attention(text))
+        self._recorder = build_recorder(
+            name, routes=self._routes, kept=self._kept and spec.config.sampling.truncated
+        )
+        self._no_copies = no_copies(spec.config)
+        self._llm = _build(engine_args(spec, self._recorder, text))
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         self._manifest = Manifest(
@@ -119,7 +108,7 @@ class Sampler:
             layers=text.num_hidden_layers,
             tied=bool(getattr(text, "tie_word_embeddings", False)),
         )
-        if current_platform.is_cpu() and moe:
+        if cpu and moe:
             self._check_reload()
         if spec.config.sleep:
             self.sleep()
@@ -170,7 +159,7 @@ class Sampler:
         for sibling in range(group_size):
             name = f"{job}.{sibling}"
             seed = sibling_seed(self.spec.seed, prompt.prompt_id, self.version, draw, sibling)
-            params = self._params(sampling, wanted, seed)
+            params = sampling_params(sampling, self._recorder, wanted, seed)
             internal = self._llm.add_request(name, {"prompt_token_ids": rendered.token_ids}, params)
             self._recorder.expect(internal, wanted)
             entry.requests[name], self._owner[name] = sibling, job
@@ -202,7 +191,8 @@ class Sampler:
         """
         entry = self._jobs[job]
         entry.cut = True
-        begun = {name: cut_short(self._scheduler, self._internal[name]) for name in entry.requests}
+        scheduler = scheduler_of(self._llm)
+        begun = {name: cut_short(scheduler, self._internal[name]) for name in entry.requests}
         return self._leave(job, [name for name in begun if not begun[name]], NEVER_BEGUN)
 
     def give_up(self, job: int) -> list[tuple[int, Group]]:
@@ -252,7 +242,7 @@ class Sampler:
             completed = self._pause()
         self._updating = True
         self._manifest.begin()
-        self._llm.collective_rpc("keel_begin_update", args=(self.spec.config.copy_weights,))
+        self._llm.collective_rpc("keel_begin_update", args=(self._no_copies,))
         return completed
 
     def gpus(self) -> list[str]:
@@ -286,44 +276,14 @@ class Sampler:
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
         self._llm.set_weight_version(str(version))
-        self._scheduler.set_pause_state(PauseState.UNPAUSED)
+        resume(self._llm)
         self.version, self._updating = version, False
 
-    @property
-    def _core(self) -> Any:
-        client: Any = self._llm.engine_core  # of the kind that runs in this process
-        return client.engine_core
-
-    @property
-    def _scheduler(self) -> Any:
-        return self._core.scheduler
-
     def _pause(self) -> list[tuple[int, Group]]:
-        """Schedule nothing more, and finish what asynchronous scheduling has sent ahead: vLLM does
-        not let its caches be reset while a batch is in flight."""
+        """Returns groups that were completed by what was in flight."""
         completed: list[tuple[int, Group]] = []
-        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        for _ in range(MAX_AHEAD):
-            if not self._scheduler.has_requests() and not self._core.batch_queue:
-                return completed
-            completed += self.step()
-        raise RuntimeError(f"vLLM still has work {MAX_AHEAD} steps after it was paused")
-
-    def _params(self, sampling: SamplingConfig, wanted: Wanted, seed: int) -> SamplingParams:
-        args = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_tokens": sampling.max_tokens,
-            "seed": seed,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            # The text is decoded once, at the end, unless vLLM has to look for stop strings.
-            "detokenize": bool(sampling.stop),
-            "stop": list(sampling.stop),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-        }
-        return SamplingParams(**{**args, **self._recorder.sampling_args(sampling, wanted)})
+        pause(self._llm, lambda: completed.extend(self.step()))
+        return completed
 
     def _trajectory(
         self, entry: _Job, sibling: int, internal: str, output: CompletionOutput, text: str
@@ -379,43 +339,33 @@ def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
     return versions
 
 
-def _engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
-    config = spec.config
-    args: dict[str, Any] = {
-        "model": spec.model_path,
-        "tokenizer": spec.tokenizer,
-        "dtype": spec.dtype,
-        "hf_overrides": {"head_dtype": config.head_dtype},
-        "max_model_len": spec.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "keel.rollout.fastpath.routed_experts.RoutesExtension",
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "seed": spec.seed,
-    }
-    if current_platform.is_cpu():
-        if config.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.tensor_parallel = {config.tensor_parallel}: on a CPU an engine is one "
-                "process, so it must be 1"
-            )
-        args |= {
-            "enforce_eager": True,  # compiling takes longer than small models run
-            "block_size": CPU_BLOCK,
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
-        }
-        if getattr(text, "kv_lora_rank", None) is not None:
-            # On a CPU with AMX vLLM would choose its backend for bfloat16 alone.
-            args["attention_backend"] = "CPU_MLA"
+# Each part is imported where it is used: vLLM need not have what the others lean on.
+
+
+def _install_shims() -> tuple[str, ...]:
+    from keel.rollout.engine import shims  # noqa: PLC0415
+
+    return shims.install()
+
+
+def build_recorder(name: RecorderName, *, routes: bool, kept: bool) -> Recorder:
+    if name == "native":
+        from keel.rollout.recording.native import NativeRecorder as Kind  # noqa: PLC0415
+    elif name == "packed":
+        from keel.rollout.recording.packed import PackedRecorder as Kind  # noqa: PLC0415
     else:
-        args |= {
-            "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_sleep_mode": config.sleep,
-            **parallel_args(config),
-        }
-    return EngineArgs(**{**args, **recorder.engine_args()})
+        from keel.rollout.recording.v1 import V1Recorder as Kind  # noqa: PLC0415
+    return Kind(routes=routes, kept=kept)
+
+
+def _build(args: EngineArgs) -> LLMEngine:
+    """With a KV cache that is no larger than it can use, if vLLM lets us."""
+    if not bounds_kv_cache():
+        return LLMEngine.from_engine_args(args)
+    from keel.rollout.engine.kv_cache import bounded  # noqa: PLC0415
+
+    with bounded() as bound:
+        engine = LLMEngine.from_engine_args(args)
+    if not bound.asked:
+        warn_of_large_cache("vLLM did not ask for the size of its KV cache where it used to")
+    return engine

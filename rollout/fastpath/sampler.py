@@ -7,7 +7,6 @@ vLLM's, as the logits processors do. Batches that it does not cover go vLLM's wh
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import Any, NamedTuple, cast
 
@@ -27,26 +26,6 @@ from keel.rollout.fastpath.sample_kernels import Cuts, draw
 from keel.rollout.fastpath.truncate_kernels import WIDEST_TOP_K
 
 logger = logging.getLogger(__name__)
-
-SIGNATURES: tuple[tuple[Any, str], ...] = (
-    (Sampler.__call__, "self logits input_batch"),
-    (Sampler.get_logprobs_dims, "self idx_mapping_np include_token_ids"),
-    (
-        Sampler.apply_sampling_params,
-        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids "
-        "expanded_local_pos seq_lens_upper_bound_np skip_top_k_top_p",
-    ),
-    (
-        get_num_sampled_and_rejected,
-        "num_sampled seq_lens cu_num_logits idx_mapping prefill_len",
-    ),
-    (
-        SamplerOutput,
-        "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected "
-        "sampling_mask_tensors",
-    ),
-)
-"""What is relied on, with its parameters in vLLM 0.32."""
 
 PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 """vLLM's own, of which `KeptSampler.only_truncates` can tell whether they have anything to do."""
@@ -148,16 +127,7 @@ class KeptSampler(Sampler):
 
 
 def install(runner: Any) -> bool:
-    """Have the model runner's sampler be a `KeptSampler`, if it is one that this covers.
-
-    Raises RuntimeError for another vLLM than this was written for.
-    """
-    for function, parameters in SIGNATURES:
-        if list(inspect.signature(function).parameters) != parameters.split():
-            raise RuntimeError(
-                f"rollout.recorder = 'packed': vLLM's {function.__qualname__} has other parameters "
-                "than it had. Use native, or vLLM 0.32"
-            )
+    """Have the model runner's sampler be a `KeptSampler`, if it is one that this covers."""
     sampler: Any = runner.sampler
     if (
         type(sampler) is not Sampler  # one with a watermark, or none in this process

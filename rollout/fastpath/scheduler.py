@@ -1,24 +1,22 @@
-"""vLLM's scheduler with a short way for steps in which nothing happens.
+"""vLLM's scheduler with a fast path for steps in which nothing happens.
 
 Most steps sample one token for each running request and neither begin nor end one. vLLM walks over
 all requests three times in such a step (to schedule it, to take its tokens, to pass them on), which
-at 256 requests takes longer than the GPU needs. Here a run of such steps is a `_Run`: counters for
-all requests together and the arrays that the steps returned. Whenever anything else is due (a
-request to begin, to end, to abort, to preempt; a pause), the run is settled, that is written back
-into the requests, and vLLM's own code does the step. Tokens of settled steps reach the output
-processor together with the request's next one, as those of speculative decoding do.
+at 256 requests takes longer than the GPU needs. Here such steps are a `DecodeRun`. Whenever
+anything else is due (a request to begin, to end, to abort, to preempt; a pause), the run is
+flushed, that is written back into the requests, and vLLM's own code does the step. Flushed tokens
+reach the output processor together with the request's next one, as those of speculative decoding
+do.
 
-`_Short` is mixed into the scheduler that vLLM would use itself, so all decisions stay vLLM's.
+`_FastPath` is mixed into the scheduler that vLLM would use itself, so all decisions stay vLLM's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -28,7 +26,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from keel.rollout.fastpath.step_arrays import Packed, StepMasks, transpose_masks
+from keel.rollout.fastpath.decode_run import DecodeRun
+from keel.rollout.fastpath.step_arrays import Packed
 
 SHORTEST_RUN = 2
 """Steps that a run must have before it, or it is not worth beginning."""
@@ -36,48 +35,7 @@ AHEAD = 4
 """KV blocks that a request is given at once, where twice as many are free for every one of them."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """R requests that all sample one token a step, from some step on."""
-
-    requests: list[Request]
-    ids: list[str]
-    computed: NDArray[np.int64]
-    """[R] tokens that were scheduled before the run."""
-    outputs: NDArray[np.int64]
-    """[R] tokens sampled before the run, those on their way included."""
-    room: int
-    """Steps until the first request reaches its limit."""
-    stops: frozenset[int]
-    """Tokens that end any of them."""
-    due: dict[int, list[int]]
-    """Requests that may need a KV block at a step."""
-    one_each: dict[str, int]
-    blocked: bool
-    """Requests are waiting, and nothing but the end of another lets them begin."""
-    scheduled: int = 0
-    flying: list[SchedulerOutput] = field(default_factory=list)
-    """Steps whose tokens have not come yet, oldest first."""
-    tokens: list[NDArray[np.int64]] = field(default_factory=list)
-    """[R] of each step that was received, in the order of `requests`."""
-    rows: list[NDArray[np.int64]] = field(default_factory=list)
-    """[R] row of each request in the step's output."""
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    masks: list[StepMasks] = field(default_factory=list)
-    order: tuple[list[str], NDArray[np.int64]] | None = None
-
-    @property
-    def received(self) -> int:
-        return len(self.tokens)
-
-    def rows_of(self, output: ModelRunnerOutput) -> NDArray[np.int64]:
-        if self.order is None or self.order[0] != output.req_ids:
-            index = output.req_id_to_index
-            self.order = output.req_ids, np.array([index[name] for name in self.ids], np.int64)
-        return self.order[1]
-
-
-class _Short(Scheduler):
+class _FastPath(Scheduler):
     """See the module. `recordings` and `finished_blocks` belong to the recorder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,10 +44,10 @@ class _Short(Scheduler):
         """Requests whose log-probabilities and kept sets are kept here instead of passed on."""
         self.finished_blocks: dict[str, list[int]] = {}
         """KV blocks of finished requests that are recorded; valid until the next step."""
-        self.short_steps = 0
-        self._run: _Run | None = None
-        self._late: dict[str, list[int]] = {}
-        """Settled tokens that the output processor has not seen."""
+        self.fast_steps = 0
+        self._run: DecodeRun | None = None
+        self._undelivered: dict[str, list[int]] = {}
+        """Flushed tokens that the output processor has not seen."""
         self._stuck = False
         """Requests wait, and vLLM's last step could begin none: not for want of a token budget."""
         groups = self.kv_cache_config.kv_cache_groups
@@ -106,6 +64,10 @@ class _Short(Scheduler):
             and not self.enable_kv_cache_events
         )
 
+    def leave_routes(self) -> None:
+        """To the workers: the scheduler has no part in them."""
+        self.aux_output_connector = None
+
     # What vLLM calls.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -113,9 +75,9 @@ class _Short(Scheduler):
             self._run = self._begin()
         if self._run is not None:
             if (output := self._extend(self._run)) is not None:
-                self.short_steps += 1
+                self.fast_steps += 1
                 return output
-            self._settle()
+            self.keel_flush()
         self.finished_blocks.clear()
         output = super().schedule(throttle_prefills)
         self._stuck = (
@@ -131,45 +93,45 @@ class _Short(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        run = self._run
-        if run is not None and run.flying and run.flying[0] is scheduler_output:
-            if self._receive(run, model_runner_output):
+        run, unpaused = self._run, self._pause_state == PauseState.UNPAUSED
+        if run is not None and run.in_flight and run.in_flight[0] is scheduler_output:
+            if unpaused and run.receive(model_runner_output):
                 return {}
-            self._settle()
+            self.keel_flush()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for batch in outputs.values():
             for output in batch.outputs:
                 self._complete(output)
-        if self._late and self._pause_state != PauseState.UNPAUSED:
+        if self._undelivered and not unpaused:
             # No step may come for them before the weights, and so their version, change.
             mine = outputs.setdefault(0, EngineCoreOutputs(outputs=[]))
             mine.outputs.extend(
-                EngineCoreOutput(request_id=name, new_token_ids=self._late.pop(name))
-                for name in list(self._late)
+                EngineCoreOutput(request_id=name, new_token_ids=self._undelivered.pop(name))
+                for name in list(self._undelivered)
             )
         if self.finished_req_ids:
-            self._settle()
+            self.keel_flush()
             self._stuck = False
         return outputs
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        self._settle()
+        self.keel_flush()
         self._stuck = False
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
-            self._late.pop(request.request_id, None)
+            self._undelivered.pop(request.request_id, None)
         return finished
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._settle()
+        self.keel_flush()
         self._stuck = False
         return super().reset_prefix_cache(*args, **kwargs)
 
     def has_finished_requests(self) -> bool:
         """Undelivered tokens of a paused engine ask for one more (empty) step."""
-        waiting = self._late or (self._run is not None and self._run.received)
+        waiting = self._undelivered or (self._run is not None and self._run.received)
         paused = self._pause_state != PauseState.UNPAUSED
         return bool(paused and waiting) or super().has_finished_requests()
 
@@ -181,7 +143,7 @@ class _Short(Scheduler):
 
     # A run.
 
-    def _begin(self) -> _Run | None:
+    def _begin(self) -> DecodeRun | None:
         """A run of what is running now, if all of it only decodes."""
         waiting = bool(self.waiting or self.kv_holding_waiting)
         if (
@@ -227,7 +189,7 @@ class _Short(Scheduler):
             due.setdefault(step, []).append(row)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(ids)
-        return _Run(
+        return DecodeRun(
             requests=requests,
             ids=ids,
             computed=computed,
@@ -239,7 +201,7 @@ class _Short(Scheduler):
             blocked=waiting,
         )
 
-    def _extend(self, run: _Run) -> SchedulerOutput | None:
+    def _extend(self, run: DecodeRun) -> SchedulerOutput | None:
         """The run's next step; None if vLLM has to decide about it."""
         step = run.scheduled
         waiting = bool(self.waiting or self.kv_holding_waiting)
@@ -286,13 +248,13 @@ class _Short(Scheduler):
         self.reset_preempted_req_ids = set()
         self.finished_blocks.clear()
         run.scheduled += 1
-        run.flying.append(output)
+        run.in_flight.append(output)
         return output
 
     def _new_blocks(
-        self, run: _Run, row: int, step: int, tokens: int
+        self, run: DecodeRun, row: int, step: int, tokens: int
     ) -> tuple[list[int], ...] | None:
-        """For so many tokens; None if the request has blocks for them."""
+        """For this many tokens; None if the request has blocks for them."""
         request = run.requests[row]
         before = request.num_computed_tokens
         request.num_computed_tokens = int(run.computed[row]) + step
@@ -302,69 +264,26 @@ class _Short(Scheduler):
             raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
         return new.get_block_ids(allow_none=True)
 
-    def _receive(self, run: _Run, output: ModelRunnerOutput) -> bool:
-        """Take a step's tokens, unless one of them ends its request."""
-        sampled = output.sampled_token_ids
-        if (
-            run.received + 1 >= run.room
-            or self._pause_state != PauseState.UNPAUSED
-            or len(sampled) != len(run.ids)
-            or output.num_nans_in_logits
-            or any(len(row) != 1 for row in sampled)
-        ):
-            return False
-        flat = [row[0] for row in sampled]
-        if not run.stops.isdisjoint(flat):
-            return False
-        rows = run.rows_of(output)
-        run.rows.append(rows)
-        run.tokens.append(np.array(flat, np.int64)[rows])
-        if output.logprobs is not None:
-            run.logprobs.append(output.logprobs.logprobs[:, 0][rows])
-        if output.sampling_masks is not None:
-            masks = output.sampling_masks
-            assert masks.offsets is not None
-            run.masks.append(StepMasks(masks.token_ids, masks.offsets))
-        run.flying.pop(0)
-        return True
-
-    def _settle(self) -> None:
+    def keel_flush(self) -> None:
         """Write the run back into its requests; they are as after vLLM's own steps."""
         run, self._run = self._run, None
         if run is None or not run.scheduled:
             return
-        flying = len(run.flying)
+        in_flight = len(run.in_flight)
         tokens = np.stack(run.tokens, 1).tolist() if run.tokens else [[] for _ in run.ids]
         for row, request in enumerate(run.requests):
             request.num_computed_tokens = int(run.computed[row]) + run.scheduled
-            request.num_in_flight_tokens += flying
+            request.num_in_flight_tokens += in_flight
             if isinstance(self, AsyncScheduler):
-                request.num_output_placeholders += flying
+                request.num_output_placeholders += in_flight
                 request.next_decode_eligible_step = self.current_step + 1
             if new := tokens[row]:
                 request.append_output_token_ids(new)
-                self._late.setdefault(request.request_id, []).extend(new)
-        if run.tokens:
-            self._file(run)
-
-    def _file(self, run: _Run) -> None:
-        """Give each request its share of what the run recorded."""
-        wanted = [(row, self.recordings.get(name)) for row, name in enumerate(run.ids)]
-        if run.logprobs:
-            logp = np.stack(run.logprobs, 1)
-            for row, packed in wanted:
-                if packed is not None:
-                    packed.logp.append(logp[row].copy())
-        if run.masks and any(packed is not None and packed.kept_wanted for _, packed in wanted):
-            ids, sizes = transpose_masks(run.masks, run.rows)
-            ends = np.cumsum(sizes.sum(1)).tolist()
-            for row, packed in wanted:
-                if packed is not None and packed.kept_wanted:
-                    packed.ids.append(ids[ends[row - 1] if row else 0 : ends[row]].copy())
-                    packed.sizes.append(sizes[row].copy())
+                self._undelivered.setdefault(request.request_id, []).extend(new)
+        run.file(self.recordings)
 
     def _complete(self, output: EngineCoreOutput) -> None:
-        """Settled tokens go before the new one; what is recorded stays here."""
+        """Flushed tokens go before the new one; what is recorded stays here."""
         packed = self.recordings.get(output.request_id)
         if packed is not None:
             if output.new_logprobs is not None:
@@ -378,28 +297,13 @@ class _Short(Scheduler):
                         np.array([len(ids)]) if offsets is None else np.diff(offsets)
                     )
                 output.new_sampling_mask = None
-        if late := self._late.pop(output.request_id, None):
-            output.new_token_ids = late + output.new_token_ids
+        if before := self._undelivered.pop(output.request_id, None):
+            output.new_token_ids = before + output.new_token_ids
 
 
-def cut_short(scheduler: Scheduler, request_id: str) -> bool:
-    """Have a request end with its next token, or with those on their way: as if these were as many
-    as it may have, so that all that a recorder reads at an end is there. False, and nothing is
-    done, where no token of it has been sampled yet."""
-    if isinstance(scheduler, _Short):
-        scheduler._settle()
-    request = scheduler.requests[request_id]
-    flying = request.num_output_placeholders
-    if request.num_output_tokens + flying == 0:
-        return False
-    limit = request.num_output_tokens + max(1, flying)
-    request.max_tokens = min(request.max_tokens, limit)
-    return True
-
-
-class ShortScheduler(_Short):
+class FastScheduler(_FastPath):
     """Steps one after the other."""
 
 
-class AsyncShortScheduler(_Short, AsyncScheduler):
+class AsyncFastScheduler(_FastPath, AsyncScheduler):
     """A step is scheduled while the one before it runs."""

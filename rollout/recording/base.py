@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import NO_ROUTE, KeptSets
 from keel.rollout.spec import RecordingError
+from keel.rollout.vllm_internals import before_preemption
 
 if TYPE_CHECKING:
+    from vllm import LLMEngine
     from vllm.outputs import CompletionOutput
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 RecorderName = Literal["native", "packed", "v1"]
 
@@ -117,22 +118,13 @@ class RoutesBeforePreemption:
     ) -> None:
         """`read(blocks, tokens)`: rows [tokens, L, K] of a request with these cache blocks."""
         self._rows: dict[str, NDArray[np.int16]] = {}
-        self._scheduler, self._wanted, self._read = scheduler, wanted, read
-        self._preempt = scheduler._preempt_request
-        scheduler._preempt_request = self._preempted
+        self._wanted, self._read = wanted, read
+        before_preemption(scheduler, self._preempted)
 
-    def _preempted(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        wanted = self._wanted.get(request.request_id)
-        # A first token that is on its way counts: it is delivered after the preemption.
-        begun = request.num_output_tokens + request.num_output_placeholders
-        if wanted is not None and wanted.routes and begun:
-            before = len(self._rows.get(request.request_id, ()))
-            # Of every token whose next one has been sampled, or is on its way.
-            if (tokens := request.num_computed_tokens) > before:
-                blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-                rows = self.rows(request.request_id, blocks, tokens)
-                self._rows[request.request_id] = rows
-        self._preempt(request, *args, **kwargs)
+    def _preempted(self, request: str, blocks: Callable[[], Sequence[int]], tokens: int) -> None:
+        wanted = self._wanted.get(request)
+        if wanted is not None and wanted.routes and tokens > len(self._rows.get(request, ())):
+            self._rows[request] = self.rows(request, blocks(), tokens)
 
     def rows(
         self,

@@ -12,11 +12,12 @@ from keel.configs.schema import SamplingConfig
 from keel.rl.types import KeptSets
 from keel.rollout.recording.base import Recording, Wanted, check_routed, check_tokens
 from keel.rollout.spec import RecordingError
+from keel.rollout.vllm_internals import runs_v2
 
 if TYPE_CHECKING:
+    from vllm import LLMEngine
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 WIDEST_MASK = 2048
 """An engine that returns masks refuses requests without top_k. Evaluation with top_k: 0 then draws
@@ -38,7 +39,7 @@ class NativeRecorder:
         }
 
     def attach(self, engine: LLMEngine) -> None:
-        if not engine.vllm_config.use_v2_model_runner:
+        if not runs_v2(engine):
             raise ValueError(
                 "rollout.recorder = 'native' needs Model Runner V2, and vLLM chose the V1 runner "
                 "for this model. Set VLLM_USE_V2_MODEL_RUNNER=1 where the engine starts"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rollout.fastpath.scheduler import AsyncShortScheduler
+from keel.rollout.fastpath.scheduler import AsyncFastScheduler
 from keel.rollout.fastpath.step_arrays import Packed
 from keel.rollout.recording.base import (
     Recording,
@@ -24,10 +24,11 @@ from keel.rollout.recording.base import (
     check_tokens,
 )
 from keel.rollout.recording.native import bounded_top_k, checked_sets
+from keel.rollout.vllm_internals import runs_v2, scheduler_of
 
 if TYPE_CHECKING:
+    from vllm import LLMEngine
     from vllm.outputs import CompletionOutput
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 
 READ_AHEAD = 16
@@ -47,22 +48,22 @@ class PackedRecorder:
         return {
             "enable_return_routed_experts": self._routes,
             "return_sampling_mask": self._kept,
-            "scheduler_cls": AsyncShortScheduler,
+            "scheduler_cls": AsyncFastScheduler,
             "async_scheduling": True,
+            "worker_extension_cls": "keel.rollout.fastpath.routed_experts.RoutesExtension",
         }
 
     def attach(self, engine: LLMEngine) -> None:
-        if not engine.vllm_config.use_v2_model_runner:
+        if not runs_v2(engine):
             raise ValueError(
                 "rollout.recorder = 'packed' needs Model Runner V2, and vLLM chose the V1 runner "
                 "for this model. Set VLLM_USE_V2_MODEL_RUNNER=1 where the engine starts"
             )
-        core: Any = engine.engine_core
-        self._engine, self._scheduler = engine, core.engine_core.scheduler
+        self._engine, self._scheduler = engine, scheduler_of(engine)
         engine.collective_rpc("keel_sampler")
         if self._routes:
             engine.collective_rpc("keel_file_routes")
-            self._scheduler.aux_output_connector = None
+            self._scheduler.leave_routes()
             self._before = RoutesBeforePreemption(self._scheduler, self._wanted, self._rows)
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:

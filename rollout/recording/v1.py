@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from vllm import LLMEngine
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.outputs import CompletionOutput
-from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from keel.configs.schema import SamplingConfig
@@ -30,6 +30,7 @@ from keel.rollout.recording.base import (
     check_tokens,
 )
 from keel.rollout.spec import RecordingError
+from keel.rollout.vllm_internals import scheduler_of
 from keel.rollout.weight_loading.extension import moe_runners
 
 
@@ -165,13 +166,12 @@ class V1Recorder:
         return {}
 
     def attach(self, engine: LLMEngine) -> None:
-        core: Any = engine.engine_core
         runner = engine.model_executor.driver_worker.model_runner
         self._draws = DrawLog(runner)
         if self._with_routes:
             self._routes = RouteTable(runner)
             self._before = RoutesBeforePreemption(
-                core.engine_core.scheduler, self._wanted, self._routes.rows
+                scheduler_of(engine), self._wanted, self._routes.rows
             )
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -42,6 +41,11 @@ from keel.rollout.weight_loading.copy_plan import Plan
 from keel.rollout.weight_loading.trace import Recorder
 
 _LOG = logging.getLogger(__name__)
+# Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
+# A filter: vLLM sets the levels of its loggers anew when an engine is built.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: record.levelno >= logging.ERROR
+)
 
 
 def moe_runners(model: nn.Module) -> list[Any]:
@@ -103,8 +107,9 @@ class WeightsExtension:
             deadline_s=deadline_s,
         )
 
-    def keel_begin_update(self, copies: bool = True) -> None:
-        """`copies`: do without vLLM's loader, once it is known what it does."""
+    def keel_begin_update(self, no_copies: str = "") -> None:
+        """`no_copies`: why vLLM's loader is to do every update; empty: until it is known what it
+        does."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -112,9 +117,9 @@ class WeightsExtension:
             return
         model = self.model_runner.get_model()
         if self.keel_recorder is None:
-            self.keel_recorder = Recorder(model, self._keel_deferred())
-            if not copies:
-                self.keel_recorder.refuse("it is switched off")
+            self.keel_recorder = Recorder(model, [] if no_copies else self._keel_deferred())
+            if no_copies:
+                self.keel_recorder.refuse(no_copies)
             elif self.vllm_config.quant_config is not None:
                 self.keel_recorder.refuse("weights are quantized")
             elif self.vllm_config.parallel_config.enable_eplb:
@@ -193,6 +198,10 @@ class WeightsExtension:
 
     def _keel_deferred(self) -> list[Any]:
         """Layers of attention, whose work after loading comes last: MLA's absorbed products."""
+        from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (copies alone need it)
+            is_deferred_attention_layer,
+        )
+
         modules = self.model_runner.get_model().modules()
         return [module for module in modules if is_deferred_attention_layer(module)]
 

@@ -244,14 +244,3 @@ def test_samplers_that_are_not_covered_stay_vllms() -> None:
         setattr(runner.sampler, name, value)
         assert not kept_sampler.install(runner)
         assert type(runner.sampler) is Sampler
-
-
-def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
-    from keel.rollout.fastpath import sampler as kept_sampler
-
-    changed = ((Sampler.get_logprobs_dims, "self requests"),)
-    monkeypatch.setattr(kept_sampler, "SIGNATURES", changed)
-    with pytest.raises(RuntimeError, match=r"Sampler\.get_logprobs_dims has other parameters"):
-        kept_sampler.install(None)

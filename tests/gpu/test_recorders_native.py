@@ -70,7 +70,7 @@ def test_preempted_twice_and_resumed(
     check_groups(groups, reference, sampling, tolerance)
     watch = engine.watch()
     assert watch.preempted > 8, "hardly anything was preempted"
-    assert (watch.short_steps > 0) == (recorder == "packed")
+    assert (watch.fast_steps > 0) == (recorder == "packed")
 
 
 class TestRecorder(RecorderContract):

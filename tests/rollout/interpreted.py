@@ -41,18 +41,18 @@ def _sort_by_numpy() -> None:
 
 
 def install(recorder: str) -> None:
-    """Let vLLM use Triton here, and `keel.rollout.engine.vllm_engine` the recorder of that name.
+    """Let vLLM use Triton here, and the engine want the recorder of that name.
     Call it before vLLM is imported."""
     lend_triton()
 
-    from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
-    from keel.rollout.fastpath.scheduler import ShortScheduler  # noqa: PLC0415
+    from keel.rollout.engine import fallbacks  # noqa: PLC0415
+    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
     from keel.rollout.recording import packed as recorder_packed  # noqa: PLC0415
 
-    sampler.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
+    fallbacks.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
     arguments = recorder_packed.PackedRecorder.engine_args
 
     def one_after_the_other(self: Any) -> dict[str, Any]:
-        return {**arguments(self), "scheduler_cls": ShortScheduler, "async_scheduling": False}
+        return {**arguments(self), "scheduler_cls": FastScheduler, "async_scheduling": False}
 
     recorder_packed.PackedRecorder.engine_args = one_after_the_other  # type: ignore[method-assign]

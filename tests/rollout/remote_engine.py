@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import time
@@ -20,10 +21,12 @@ from keel.model.weight_transfer.channel import SharedMemory
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import Engine
 from keel.rollout.spec import EngineSpec, environment
+from keel.rollout.vllm_internals import scheduler_of
+from tests import vllm_changes
 from tests.rollout import interpreted, plain_weights
 
 DEADLINE_S = 240
-Kind = Literal["", "short", "native", "packed", "plain"]
+Kind = Literal["", "fast", "native", "packed", "plain"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool]
 """A prompt, its group size, its sampling (None: the engine's) and whether to record."""
 TRUNCATED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40)
@@ -77,16 +80,27 @@ class Watch:
     thrown_away: int = 0
     """Tokens drawn from unfinished prefills."""
     steps: int = 0
-    short_steps: int = 0
+    fast_steps: int = 0
     """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""
 
 
+class Heard(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _WARNINGS.append(record.getMessage())
+
+
 _ENGINE: Any = None
+_WARNINGS: list[str] = []
 _WATCH = Watch()
 
 
 def _start(
-    spec: EngineSpec, without: str, blocks: int | None, kind: Kind, amx: bool | None
+    spec: EngineSpec,
+    without: str,
+    blocks: int | None,
+    kind: Kind,
+    amx: bool | None,
+    changes: Sequence[vllm_changes.Change],
 ) -> tuple[str, ...]:
     global _ENGINE
     if amx is not None:
@@ -95,18 +109,20 @@ def _start(
         interpreted.install(kind)
     if kind == "plain":
         plain_weights.install()
+    vllm_changes.make(changes)
     # vLLM stays out of pytest's process.
-    from keel.rollout.engine import shims  # noqa: PLC0415
+    from keel.rollout.engine import fallbacks, shims  # noqa: PLC0415
     from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
-    from keel.rollout.fastpath.scheduler import ShortScheduler  # noqa: PLC0415
+    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
 
+    logging.getLogger(fallbacks.__name__).addHandler(Heard())
     if without:
         setattr(shims, without, lambda: False)
 
     class Watched(sampler.Sampler):
         def __init__(self, spec: EngineSpec) -> None:
             super().__init__(spec)
-            scheduler = self._llm.engine_core.engine_core.scheduler
+            scheduler = scheduler_of(self._llm)
             preempt, step = scheduler._preempt_request, self._llm.step
 
             def counted_preempt(*args: Any, **kwargs: Any) -> None:
@@ -116,7 +132,7 @@ def _start(
             def counted_step() -> Any:
                 outputs = step()
                 _WATCH.steps += 1
-                _WATCH.short_steps = getattr(scheduler, "short_steps", 0)
+                _WATCH.fast_steps = getattr(scheduler, "fast_steps", 0)
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                 waiting = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
                 _WATCH.thrown_away += len(waiting)
@@ -124,18 +140,22 @@ def _start(
 
             scheduler._preempt_request, self._llm.step = counted_preempt, counted_step
 
-    arguments = sampler._engine_args
+    arguments = sampler.engine_args
 
     def few_blocks(*args: Any) -> Any:
         built = arguments(*args)
         built.num_gpu_blocks_override = blocks
-        if kind == "short":
-            built.scheduler_cls = ShortScheduler
+        if kind == "fast":
+            built.scheduler_cls = FastScheduler
         return built
 
-    sampler._engine_args = few_blocks
+    sampler.engine_args = few_blocks
     _ENGINE = Engine(lambda: Watched(spec), spec.config)
     return shims.install()
+
+
+def _warnings() -> list[str]:
+    return _WARNINGS
 
 
 def _submitted(items: Sequence[Item]) -> list[Future[Group]]:
@@ -161,7 +181,8 @@ def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -
 
 
 def _updates() -> list[str]:
-    return _ENGINE.updates()
+    asked = _ENGINE._ask(lambda sampler: sampler._llm.collective_rpc("keel_way"))
+    return asked.result(timeout=DEADLINE_S)
 
 
 def _fingerprint() -> dict[str, str]:
@@ -208,7 +229,7 @@ def _sample_cut(items: Sequence[Item]) -> list[Group]:
 
 
 def _blocks() -> int:
-    asked = _ENGINE._ask(lambda sampler: sampler._scheduler.kv_cache_manager.block_pool)
+    asked = _ENGINE._ask(lambda sampler: scheduler_of(sampler._llm).kv_cache_manager.block_pool)
     return asked.result(timeout=DEADLINE_S).num_gpu_blocks
 
 
@@ -222,7 +243,7 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, Watch(short_steps=_WATCH.short_steps)
+    watch, _WATCH = _WATCH, Watch(fast_steps=_WATCH.fast_steps)
     return watch
 
 
@@ -275,7 +296,12 @@ class RemoteEngine:
         done = self.process.submit(_update, version, buckets, checksum.value())
         done.result(timeout=DEADLINE_S)
 
+    def warnings(self) -> list[str]:
+        """What the engine said that it does without."""
+        return self.process.submit(_warnings).result(timeout=DEADLINE_S)
+
     def updates(self) -> list[str]:
+        """How each worker does updates; see `WeightsExtension.keel_way`."""
         return self.process.submit(_updates).result(timeout=DEADLINE_S)
 
     def blocks(self) -> int:
@@ -327,14 +353,15 @@ def running_engine(
     variables: Mapping[str, str] | None = None,
     kind: Kind = "",
     amx: bool | None = None,
+    changes: Sequence[vllm_changes.Change] = (),
 ) -> Iterator[RemoteEngine]:
     """An engine in a process of its own.
 
     `without` names a shim to leave out, `blocks` bounds the KV cache (on a GPU), `variables` are
-    added to the environment. On a CPU, `kind` may be "short" (the V1 recorder with the scheduler
+    added to the environment. On a CPU, `kind` may be "fast" (the V1 recorder with the scheduler
     of the packed one), the name of a recorder for GPUs, whose kernels are then interpreted, or
-    "plain" (tests/rollout/plain_weights.py). `amx`: whether vLLM is told that the CPU has AMX;
-    None: the truth.
+    "plain" (tests/plain_weights.py). `amx`: whether vLLM is told that the CPU has AMX; None: the
+    truth. `changes`: how vLLM is another one than Keel was written for (tests/vllm_changes.py).
     """
     saved = dict(os.environ)
     # Read by torch and vLLM when they are imported there.
@@ -342,7 +369,7 @@ def running_engine(
     os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}) | special)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        started = process.submit(_start, spec, without, blocks, kind, amx)
+        started = process.submit(_start, spec, without, blocks, kind, amx, changes)
         os.environ.clear()
         os.environ.update(saved)
         sleeps = spec.config.sleep or not gpu

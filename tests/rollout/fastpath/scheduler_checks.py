@@ -1,4 +1,4 @@
-"""The short scheduler makes the same decisions as vLLM's own, step by step, both ways of stepping.
+"""The fast scheduler makes the same decisions as vLLM's own, step by step, both ways of stepping.
 
 The model is a function of a request's name and a token's place, so any two schedules that are right
 deliver the same answers with the same recordings.
@@ -25,9 +25,10 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from keel.rollout.fastpath.scheduler import AsyncShortScheduler, ShortScheduler, cut_short
+from keel.rollout.fastpath.scheduler import AsyncFastScheduler, FastScheduler
 from keel.rollout.fastpath.step_arrays import Packed
 from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
+from keel.rollout.vllm_internals import cut_short
 from tests.rollout.tiny_model import make_model
 
 BLOCK = 16
@@ -236,18 +237,18 @@ class Play:
 def answers_and_recordings_are_whole(
     config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool
 ) -> None:
-    plain_kind, short_kind = (
-        (AsyncScheduler, AsyncShortScheduler) if ahead else (Scheduler, ShortScheduler)
+    plain_kind, fast_kind = (
+        (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
     )
     for seed in range(2):
         plain = Play(config, plain_kind, ahead=ahead, blocks=blocks)
-        short = Play(config, short_kind, ahead=ahead, blocks=blocks)
+        short = Play(config, fast_kind, ahead=ahead, blocks=blocks)
         plain.run(seed, updates=updates, cuts=cuts)
         short.run(seed, updates=updates, cuts=cuts)
         assert short.longest == plain.longest and bool(short.longest) == cuts
         assert all(len(short.answers[name]) <= most for name, most in short.longest.items())
-        assert isinstance(short.scheduler, ShortScheduler | AsyncShortScheduler)
-        assert short.scheduler.short_steps > 50
+        assert isinstance(short.scheduler, FastScheduler | AsyncFastScheduler)
+        assert short.scheduler.fast_steps > 50
         assert (short.preempted > 0) == (updates or blocks == 30)
         whole = [name for name, reason in short.ended.items() if reason != "aborted"]
         assert whole and set(whole) == {n for n, r in plain.ended.items() if r != "aborted"}
@@ -271,21 +272,21 @@ def answers_and_recordings_are_whole(
         assert free == blocks - 1, "blocks were lost"
 
 
-def most_steps_of_a_quiet_engine_are_short(config: Any) -> None:
-    play = Play(config, AsyncShortScheduler, ahead=True, blocks=400)
+def most_steps_of_a_quiet_engine_are_fast(config: Any) -> None:
+    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
     for index in range(12):
         play.add(f"quiet{index}", 20, 120)
     steps = 0
     while play.scheduler.has_requests() or play.queue:
         play.step()
         steps += 1
-    assert isinstance(play.scheduler, AsyncShortScheduler)
-    assert play.scheduler.short_steps > 0.5 * steps
+    assert isinstance(play.scheduler, AsyncFastScheduler)
+    assert play.scheduler.fast_steps > 0.5 * steps
 
 
 def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: bool) -> None:
     """A request comes while the prompt of another is read in parts, which may fill whole steps."""
-    kinds = (AsyncScheduler, AsyncShortScheduler) if ahead else (Scheduler, ShortScheduler)
+    kinds = (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
     for prompt in (64, 100, 128):
         for before in range(6):
             waited: list[int] = []
@@ -373,7 +374,7 @@ def every_row_is_of_the_weights_that_sampled_the_next_token(
 ) -> None:
     """Requests are preempted all the time, and weights change every 17 steps."""
     for seed in range(6):
-        kind = AsyncShortScheduler if ahead else ShortScheduler
+        kind = AsyncFastScheduler if ahead else FastScheduler
         play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
         draw = np.random.default_rng(seed)
         for index in range(400):

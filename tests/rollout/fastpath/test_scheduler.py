@@ -1,4 +1,4 @@
-"""The short scheduler beside vLLM's own, by `scheduler_checks.py`, which imports vLLM."""
+"""The fast scheduler beside vLLM's own, by `scheduler_checks.py`, which imports vLLM."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_answers_and_recordings_are_whole(
     checks.answers_and_recordings_are_whole(config, ahead, blocks, updates, cuts)
 
 
-def test_most_steps_of_a_quiet_engine_are_short(checks: Any, config: Any) -> None:
-    checks.most_steps_of_a_quiet_engine_are_short(config)
+def test_most_steps_of_a_quiet_engine_are_fast(checks: Any, config: Any) -> None:
+    checks.most_steps_of_a_quiet_engine_are_fast(config)
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -14,8 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.recording.contract import RecorderContract
-from tests.rollout.recording.reference import Reference, Tolerance
-from tests.rollout.remote_engine import RemoteEngine, engine_spec, running_engine
+from tests.rollout.recording.reference import Reference, Tolerance, check_groups
+from tests.rollout.remote_engine import (
+    TRUNCATED,
+    RemoteEngine,
+    engine_spec,
+    prompts,
+    running_engine,
+)
 from tests.rollout.tiny_model import make_model
 
 pytestmark = [
@@ -41,7 +47,7 @@ def reference(folder: Path) -> Reference:
 def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
     with running_engine(engine_spec(folder), gpu=False, kind="packed") as engine:
         yield engine
-        assert engine.watch().short_steps > 10
+        assert engine.watch().fast_steps > 10
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +67,16 @@ class TestPackedRecorder:
     test_weights_change = RecorderContract.test_weights_change_while_answers_are_sampled
     test_cut_across = RecorderContract.test_answers_are_cut_while_weights_change
     test_weight_update = RecorderContract.test_weight_update
+
+
+def test_where_vllm_has_changed_under_it_the_engine_is_native(
+    folder: Path, reference: Reference, tolerance: Tolerance
+) -> None:
+    changes = [("vllm.v1.core.sched.scheduler:Scheduler.finish_requests", "another signature")]
+    spec = engine_spec(folder)
+    with running_engine(spec, gpu=False, kind="packed", changes=changes) as engine:
+        (said,) = engine.warnings()
+        assert "Scheduler.finish_requests takes" in said and "takes native" in said
+        groups = engine.sample(prompts(2, shared=0, own=9, tag="n"), group_size=2)
+        check_groups(groups, reference, TRUNCATED, tolerance)
+        assert engine.watch().fast_steps == 0

@@ -1,0 +1,85 @@
+"""What an engine does without when vLLM has changed under it: decided before it is built, each with
+one loud line. `keel.rollout.vllm_contract` knows what each part leans on."""
+
+from __future__ import annotations
+
+import logging
+
+import vllm
+
+from keel.configs.schema import RolloutConfig
+from keel.rollout.recording.base import RecorderName, recorder_name
+from keel.rollout.vllm_contract import WRITTEN_FOR, Part, changes
+
+_LOG = logging.getLogger(__name__)
+SWITCHED_OFF = "it is switched off"
+
+
+def require(*parts: Part) -> None:
+    """Raises RuntimeError where vLLM lacks what an engine cannot do without."""
+    if lost := [change for part in parts for change in changes(part)]:
+        raise RuntimeError(f"{_changed(lost)}. There is no way around it: install {_right()}")
+
+
+def choose_recorder(
+    config: RolloutConfig, *, gpu: bool, full_attention: bool = True
+) -> RecorderName:
+    """As `recorder_name`, and native in place of packed where vLLM has changed under that. One that
+    the recipe names is never replaced: that is a `ValueError`."""
+    name = recorder_name(config, gpu=gpu, full_attention=full_attention)
+    lost = changes("packed") if name == "packed" else []
+    if not lost:
+        return name
+    if config.recorder == "packed":
+        raise ValueError(
+            f"rollout.recorder = 'packed': {_changed(lost)}. Set rollout.recorder to auto, which "
+            f"then takes native, or install {_right()}"
+        )
+    _LOG.warning(
+        "%s. rollout.recorder = 'auto' takes native in place of packed, with vLLM's own scheduler "
+        "and sampler: completions are the same in kind, and come more slowly. Install %s, or set "
+        "rollout.recorder to native to have it said no more",
+        _changed(lost),
+        _right(),
+    )
+    return "native"
+
+
+def no_copies(config: RolloutConfig) -> str:
+    """Why weights are not to be copied past vLLM's loader; empty if they are."""
+    if not config.copy_weights:
+        return SWITCHED_OFF
+    if lost := changes("copies"):
+        _LOG.warning(
+            "%s. Weight updates go through vLLM's loader, tensor by tensor, which is slower. "
+            "Install %s, or set rollout.copy_weights to false to have it said no more",
+            _changed(lost),
+            _right(),
+        )
+        return _changed(lost)
+    return ""
+
+
+def bounds_kv_cache() -> bool:
+    """Whether the KV cache can be kept to what an engine's completions can fill."""
+    if lost := changes("kv_cache"):
+        warn_of_large_cache(_changed(lost))
+    return not lost
+
+
+def warn_of_large_cache(why: str) -> None:
+    _LOG.warning(
+        "%s. The KV cache has vLLM's own size, all of rollout.gpu_memory_utilization, and not what "
+        "rollout.max_num_seqs completions can fill; with rollout.sleep each update takes longer. "
+        "Install %s, or lower rollout.gpu_memory_utilization",
+        why,
+        _right(),
+    )
+
+
+def _changed(lost: list[str]) -> str:
+    return f"vLLM {vllm.__version__} has changed: {'; '.join(lost)}"
+
+
+def _right() -> str:
+    return f"vLLM {WRITTEN_FOR}"

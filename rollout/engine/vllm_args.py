@@ -1,0 +1,81 @@
+"""Arguments of vLLM's engine and of its requests, from the recipe's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from vllm import EngineArgs, SamplingParams
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+from keel.configs.schema import SamplingConfig
+from keel.rollout.recording.base import Recorder, Wanted
+from keel.rollout.spec import EngineSpec, parallel_args
+
+CPU_BLOCK = 32
+"""Tokens in a KV-cache block on CPUs; vLLM's default of 128 would hardly ever share a prefix."""
+GIB = 2**30
+
+
+def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
+    """`text`: the model's configuration, of its language part."""
+    config = spec.config
+    args: dict[str, Any] = {
+        "model": spec.model_path,
+        "tokenizer": spec.tokenizer,
+        "dtype": spec.dtype,
+        "hf_overrides": {"head_dtype": config.head_dtype},
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "keel.rollout.weight_loading.extension.WeightsExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": spec.seed,
+    }
+    if current_platform.is_cpu():
+        if config.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel = {config.tensor_parallel}: on a CPU an engine is one "
+                "process, so it must be 1"
+            )
+        args |= {
+            "enforce_eager": True,  # compiling takes longer than small models run
+            "block_size": CPU_BLOCK,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
+        }
+        if getattr(text, "kv_lora_rank", None) is not None:
+            # On a CPU with AMX vLLM would choose its backend for bfloat16 alone.
+            args["attention_backend"] = "CPU_MLA"
+    else:
+        args |= {
+            "enforce_eager": config.enforce_eager,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": config.sleep,
+            **parallel_args(config),
+        }
+    return EngineArgs(**{**args, **recorder.engine_args()})
+
+
+def sampling_params(
+    sampling: SamplingConfig, recorder: Recorder, wanted: Wanted, seed: int
+) -> SamplingParams:
+    """Of one completion."""
+    args = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "seed": seed,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        # The text is decoded once, at the end, unless vLLM has to look for stop strings.
+        "detokenize": bool(sampling.stop),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    return SamplingParams(**{**args, **recorder.sampling_args(sampling, wanted)})

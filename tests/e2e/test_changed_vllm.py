@@ -1,0 +1,43 @@
+"""Real engines on another vLLM than Keel was written for: they do without, and say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.remote_engine import OPEN, engine_spec, prompts, running_engine
+from tests.rollout.weight_loading.updates import CACHE_GIB, change, check_probabilities, make
+
+pytestmark = pytest.mark.e2e
+DEFERRED = "vllm.model_executor.layers.attention:is_deferred_attention_layer"
+CONFIGS = "vllm.v1.engine.core:get_kv_cache_configs"
+
+
+def test_updates_by_the_loader_and_a_cache_of_vllms_size(tmp_path: Path) -> None:
+    model = make(tmp_path, "experts")
+    spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=CACHE_GIB / 8)
+    changes = [(DEFERRED, "renamed"), (CONFIGS, "another signature")]
+    with running_engine(spec, gpu=False) as engine:
+        bounded = engine.blocks()
+        assert engine.warnings() == []
+    with running_engine(spec, gpu=False, kind="plain", changes=changes) as engine:
+        cache, copies = sorted(engine.warnings(), key=lambda line: "cache" not in line)
+        assert CONFIGS in cache and "rollout.gpu_memory_utilization" in cache
+        assert DEFERRED in copies and "rollout.copy_weights" in copies
+        assert engine.blocks() > bounded
+        for version in (1, 2):
+            engine.update(version, change(model, version))
+            groups = engine.sample(prompts(3, shared=30, own=9, tag=f"u{version}"), group_size=2)
+            check_probabilities(model, groups, version)
+        assert DEFERRED in engine.updates()[0]
+
+
+def test_what_cannot_be_recorded_is_an_error_before_the_engine_starts(tmp_path: Path) -> None:
+    make(tmp_path, "experts")
+    changes = [("vllm.v1.worker.block_table:BlockTable.get_numpy_array", "renamed")]
+    with (
+        pytest.raises(RuntimeError, match=r"has changed: .*BlockTable has no get_numpy_array"),
+        running_engine(engine_spec(tmp_path), gpu=False, changes=changes),
+    ):
+        pass

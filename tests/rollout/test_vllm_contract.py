@@ -1,0 +1,143 @@
+"""What is said of vLLM holds of the one that is installed; what has changed is named, and done
+without. The tests load vLLM, not this module."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import RolloutConfig
+from keel.rollout import vllm_contract
+from keel.rollout.vllm_contract import NEEDS, Part, changes
+from tests import vllm_changes
+
+pytestmark = pytest.mark.e2e
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+
+@pytest.fixture(autouse=True)
+def read_again() -> Iterator[None]:
+    yield
+    vllm_contract.assigned.cache_clear()
+
+
+@pytest.fixture
+def doctored(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def change(where: str, how: str) -> None:
+        owner, name = vllm_changes.parent(where)
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, original)  # so that it is put back
+        vllm_changes.make([(where, how)])
+
+    return change
+
+
+@pytest.mark.parametrize("part", NEEDS)
+def test_the_installed_vllm_has_what_is_needed(part: Part) -> None:
+    assert changes(part) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "where", "how", "named"),
+    [
+        ("packed", f"{SCHEDULER}._free_request", "renamed", f"{SCHEDULER} has no _free_request"),
+        ("packed", f"{SCHEDULER}._preempt_request", "renamed", "_preempt_request is gone"),
+        ("packed", f"{SCHEDULER}.schedule", "another signature", r"takes \(args, something_new, k"),
+        ("v1", f"{SCHEDULER}.schedule", "another signature", "does not use _preempt_request"),
+        (
+            "packed",
+            "vllm.v1.worker.gpu.sample.sampler:Sampler.get_logprobs_dims",
+            "another signature",
+            r"Sampler.get_logprobs_dims takes",
+        ),
+        ("packed", "vllm.v1.request:Request.num_tokens", "renamed", "Request has no num_tokens"),
+        (
+            "copies",
+            "vllm.model_executor.layers.attention:is_deferred_attention_layer",
+            "renamed",
+            "is_deferred_attention_layer is gone",
+        ),
+        (
+            "kv_cache",
+            "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+            "another signature",
+            "does not use get_kv_cache_configs",
+        ),
+    ],
+)
+def test_what_has_changed_is_named(
+    doctored: Any, part: Part, where: str, how: str, named: str
+) -> None:
+    changes(part)  # has imported it
+    doctored(where, how)
+    with pytest.raises(AssertionError, match=named):
+        assert changes(part) == [], "; ".join(changes(part))
+
+
+def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.async_scheduler", None)
+    assert "vllm.v1.core.sched.async_scheduler cannot be imported" in "; ".join(changes("packed"))
+
+
+def test_an_attribute_of_instances_that_is_renamed_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = inspect.getsource
+    monkeypatch.setattr(
+        inspect, "getsource", lambda it: read(it).replace("self.kv_holding_waiting", "self.held")
+    )
+    vllm_contract.assigned.cache_clear()
+    assert changes("packed") == [f"{SCHEDULER} has no kv_holding_waiting"]
+
+
+def test_without_the_fast_path_auto_is_native_and_says_so_once(
+    doctored: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from keel.rollout.engine.fallbacks import choose_recorder  # noqa: PLC0415
+
+    assert choose_recorder(RolloutConfig(), gpu=True) == "packed"
+    assert not caplog.records
+    doctored(f"{SCHEDULER}._free_request", "renamed")
+    assert choose_recorder(RolloutConfig(), gpu=True) == "native"
+    (line,) = caplog.records
+    assert line.levelno == logging.WARNING
+    for part in ("vLLM 0.32", "has no _free_request", "vLLM's own scheduler", "rollout.recorder"):
+        assert part in line.getMessage()
+    assert choose_recorder(RolloutConfig(recorder="native"), gpu=True) == "native"
+    assert choose_recorder(RolloutConfig(), gpu=False) == "v1"
+    assert len(caplog.records) == 1, "a recorder that is not used is of no interest"
+
+
+def test_a_recorder_that_the_recipe_names_is_not_replaced(doctored: Any) -> None:
+    from keel.rollout.engine.fallbacks import choose_recorder  # noqa: PLC0415
+
+    doctored(f"{SCHEDULER}._free_request", "renamed")
+    with pytest.raises(ValueError, match=r"rollout.recorder = 'packed': .*_free_request.* auto"):
+        choose_recorder(RolloutConfig(recorder="packed"), gpu=True)
+
+
+def test_what_nothing_stands_in_for_ends_in_one_error(doctored: Any) -> None:
+    from keel.rollout.engine.fallbacks import require  # noqa: PLC0415
+
+    require("engine", "v1")
+    doctored("vllm.forward_context:get_forward_context", "renamed")
+    with pytest.raises(RuntimeError, match=r"get_forward_context is gone.* install vLLM 0\.32"):
+        require("engine", "v1")
+
+
+def test_copies_that_are_switched_off_are_not_looked_at(
+    doctored: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from keel.rollout.engine.fallbacks import SWITCHED_OFF, no_copies  # noqa: PLC0415
+
+    assert no_copies(RolloutConfig()) == ""
+    doctored("vllm.model_executor.layers.attention:is_deferred_attention_layer", "renamed")
+    assert no_copies(RolloutConfig(copy_weights=False)) == SWITCHED_OFF
+    assert not caplog.records
+    assert "is_deferred_attention_layer" in no_copies(RolloutConfig())
+    assert "rollout.copy_weights" in caplog.records[0].getMessage()
