@@ -1,4 +1,4 @@
-"""How much better an answer is than its siblings."""
+"""How much better a completion is than its siblings."""
 
 from __future__ import annotations
 

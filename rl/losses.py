@@ -92,7 +92,7 @@ def grpo_loss(
         total_sequences                       B, sequences in the whole optimizer step
         kl_coef                               β, a number, a scalar tensor or [N]; `logp_ref` may be
                                               None iff it is 0
-        mask_delta                            δ in nats a token; None: M = 1
+        mask_delta                            δ in nats per token; None: M = 1
         sequence_weight                       [S] w, 1 on average over the B sequences of the step;
                                               None: 1 for each
 

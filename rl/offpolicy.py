@@ -1,4 +1,4 @@
-"""Which answers are too far from the policy to learn from."""
+"""Which completions are too far from the policy to learn from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def off_policy_sequence_mask(
 
         M_i = 0  iff  Â_i < 0  and  mean_t(log π_old − log π_θ) > δ
 
-    A bad answer that the policy has already left (or that the trainer sees otherwise than the
+    A bad completion that the policy has already left (or that the trainer sees otherwise than the
     engine did) is dropped; a good one never is. The comparison is strict and carries no gradient.
 
     Shapes: `logp`, `logp_old`, `advantage` [N] over sampled tokens; `sequence` [N] int64 says whose
@@ -30,14 +30,14 @@ def off_policy_sequence_mask(
     below 0 are dropped. The mean runs over all tokens given, so a trajectory of several segments
     must come whole. It is summed in float64 and compared in the dtype of the gap.
 
-    An infinite gap (π_θ = 0 at a sampled token) drops a bad answer like any gap above δ. A NaN gap
-    never does, so that it reaches the loss and is seen there.
+    An infinite gap (π_θ = 0 at a sampled token) drops a bad completion like any gap above δ. A NaN
+    gap never does, so that it reaches the loss and is seen there.
 
     Raises `ValueError` naming the argument, and on the CPU the row (see `keel.rl.checks`).
     """
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, num_sequences)
-    require(delta == delta, "delta is NaN: must be a number of nats a token")
+    require(delta == delta, "delta is NaN: must be a number of nats per token")
 
     gap = logp_old.detach() - logp.detach()
     exact, gap = gap.dtype, gap.double()

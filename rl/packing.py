@@ -115,15 +115,15 @@ class TrainBatch:
 def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
     """The groups of `updates` optimizer steps, in order, with equally many each (±1).
 
-    Groups without answers are left out, so that no step is empty; where fewer than `updates` have
-    any, there are fewer steps. Raises `ValueError` for `updates` below 1.
+    Groups without completions are left out, so that no step is empty; where fewer than `updates`
+    have any, there are fewer steps. Raises `ValueError` for `updates` below 1.
     """
     if updates < 1:
         raise ValueError(f"updates = {updates}: must be at least 1")
-    answered = [group for group in groups if group.group.trajectories]
-    updates = min(updates, len(answered))
-    edges = [len(answered) * step // max(1, updates) for step in range(updates + 1)]
-    return [answered[a:b] for a, b in pairwise(edges)]
+    sampled = [group for group in groups if group.group.trajectories]
+    updates = min(updates, len(sampled))
+    edges = [len(sampled) * step // max(1, updates) for step in range(updates + 1)]
+    return [sampled[a:b] for a, b in pairwise(edges)]
 
 
 def pack(
@@ -152,7 +152,7 @@ def pack(
 
     Raises `ValueError` when there is no trajectory at all, for `ranks` or `micro_batch_tokens`
     below 1, and naming the prompt where recorded routes are missing or of another shape than the
-    others: every token would silently use another router. A segment without kept sets among
+    others: every token would silently use another router. A segment without sampling masks among
     segments with them was not truncated, and gets empty spans.
     """
     for name, value in (("ranks", ranks), ("micro_batch_tokens", micro_batch_tokens)):
@@ -161,14 +161,14 @@ def pack(
     total_sequences = sum(len(group.group.trajectories) for group in groups)
     if total_sequences == 0:
         raise ValueError(f"groups: none of {len(groups)} has a trajectory to learn from")
-    answered = sum(bool(group.group.trajectories) for group in groups)
+    sampled = sum(bool(group.group.trajectories) for group in groups)
     layout = _Layout.of(groups)
     work = [
         _Work(
             trajectory,
             float(advantage),
             group.group.prompt.kl_coef,
-            weight=total_sequences / (answered * len(group.group.trajectories)),
+            weight=total_sequences / (sampled * len(group.group.trajectories)),
         )
         for group in groups
         if not (skip_uniform_groups and group.uniform and group.group.prompt.kl_coef == 0)

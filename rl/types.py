@@ -30,12 +30,12 @@ Purpose = Literal["train", "eval"]
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
-"""Why an answer is missing that was as long as it may be, or took as long."""
+"""Why a completion is missing that was as long as it may be, or took as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One task for the policy, and what its answer will be judged by."""
+    """One task for the policy, and what a completion of it will be scored by."""
 
     prompt_id: str
     """Unique within a data source and stable across runs."""
@@ -46,7 +46,7 @@ class Prompt:
     thinking: bool = True
     """Whether the chat template asks for `<think>…</think>` before the answer."""
     reward: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the reward needs: an answer, a verifier's entry, tests, a rubric."""
+    """What the reward needs: a reference answer, a verifier's entry, tests, a rubric."""
     kl_coef: float = 0.0
     """β of this prompt's domain."""
 
@@ -139,7 +139,8 @@ class Segment:
     """[T, L, K] experts of each MoE layer (dense layers left out), input-aligned. Rows of −1
     (always the last) were not recorded. None: the model has no router."""
     kept: KeptSets | None = None
-    """Kept set of each sampled token, spans empty elsewhere. None: sampling was not truncated."""
+    """Sampling mask of each sampled token, spans empty elsewhere. None: sampling was not
+    truncated."""
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids_T)
@@ -169,7 +170,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One answer to a prompt: all turns, one reward."""
+    """One completion of a prompt: all turns, one reward."""
 
     prompt_id: str
     sibling: int
@@ -237,7 +238,7 @@ class ScoredGroup:
 
     @property
     def uniform(self) -> bool:
-        """Whether the group has answers, but none better than another."""
+        """Whether the group has completions, but none better than another."""
         return len(self.advantages_G) > 0 and not self.advantages_G.any()
 
 

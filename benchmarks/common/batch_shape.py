@@ -1,4 +1,4 @@
-"""The shape of made-up micro-batches, and the run that they belong to."""
+"""The shape of synthetic micro-batches, and the run that they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up load for the trainer's benchmarks: packed trajectories and engines with random weights.
+"""Synthetic load for the trainer's benchmarks: packed trajectories and engines with random weights.
 
 No cost of a training step depends on what the tokens, probabilities or weights are.
 """
@@ -99,7 +99,7 @@ def _routed(batch: MicroBatch, routes_NLK: Tensor) -> MicroBatch:
     return replace(batch, routes_NLK=routes)
 
 
-class MadeEngine(TrainerEngine):
+class SyntheticEngine(TrainerEngine):
     """A trainer engine whose weights are drawn where they are used, and not read from a folder."""
 
     def __init__(self, model: PreTrainedConfig, config: Config, **ranks: object) -> None:

@@ -219,8 +219,8 @@ class Bench:
                 f"tied head, random weights (sharpness {workload.sharpness:g})"
             ),
             "a step": (
-                f"{workload.prompts_per_step} prompts × {workload.group_size} answers, "
-                f"{workload.prompt_tokens} + {workload.answer_tokens} tokens each, top-p "
+                f"{workload.prompts_per_step} prompts × {workload.group_size} completions, "
+                f"{workload.prompt_tokens} + {workload.completion_tokens} tokens each, top-p "
                 f"{workload.top_p:g}, top-k {workload.top_k}, β {workload.kl_coef:g}"
             ),
             "measured": (

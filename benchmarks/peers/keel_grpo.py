@@ -72,8 +72,8 @@ STOP_S = 60.0
 def recipe(workload: Workload, *, folder: Path, steps: int, gpu: bool) -> dict[str, Any]:
     """The recipe of the arm `keel`, sized so that engine and trainer share a GPU in little memory.
 
-    The engine's share holds its weights, CUDA graphs and the keys and values of all answers at full
-    length; the trainer keeps only the inputs of its layers for the backward pass.
+    The engine's share holds its weights, CUDA graphs and the keys and values of all completions
+    at full length; the trainer keeps only the inputs of its layers for the backward pass.
     """
     source = {
         "name": "peers",
@@ -100,7 +100,7 @@ def recipe(workload: Workload, *, folder: Path, steps: int, gpu: bool) -> dict[s
                 "temperature": workload.temperature,
                 "top_p": workload.top_p,
                 "top_k": workload.top_k,
-                "max_tokens": workload.answer_tokens,
+                "max_tokens": workload.completion_tokens,
             },
         },
         "algorithm": {

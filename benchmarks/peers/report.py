@@ -48,7 +48,7 @@ class Summary:
     step_s: float
     """Median seconds of a step."""
     tokens_s: float
-    """Median over steps of sampled tokens a second, end to end."""
+    """Median over steps of sampled tokens per second, end to end."""
     slowest: float
     fastest: float
     """Of `tokens_s`, over single steps."""
@@ -95,7 +95,7 @@ def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
     """Speed and memory of each arm, and both relative to the arms of TRL."""
     peers = [name for name in (BASE, "trl-lean") if name in summaries]
     yield (
-        "| arm | runs, steps | s a step | tokens a second | slowest … fastest step | peak GiB |"
+        "| arm | runs, steps | s per step | tokens per second | slowest … fastest step | peak GiB |"
         + "".join(f" speed ÷ {name} | memory ÷ {name} |" for name in peers)
     )
     yield "|---" * (6 + 2 * len(peers)) + "|"
@@ -131,7 +131,7 @@ SHOWN = (
     "reward",
     "kl",
     "kl/ref",
-    "shortest answer",
+    "shortest completion",
     "sampling/sampling_logp_difference/mean",
     "sampling/importance_sampling_ratio/mean",
 )
@@ -158,7 +158,7 @@ def verdict(summaries: Mapping[str, Summary]) -> str:
     speed, memory = summaries[best].tokens_s / base.tokens_s, memory_of(best)
     met = speed >= GOALS[0] and memory <= GOALS[1]
     return (
-        f"{best} has {speed:.2f} times the tokens a second of {BASE} in {memory:.0%} of its peak "
+        f"{best} has {speed:.2f} times the tokens per second of {BASE} in {memory:.0%} of its peak "
         f"memory: the goal ({GOALS[0]:g} times, {GOALS[1]:.0%}) is {'met' if met else 'NOT met'}"
     )
 
@@ -177,7 +177,7 @@ DIFFERENCES = """\
   each sequence by the ratio to the engine's, which takes a forward pass more (`trl-fast`: without).
   So the two losses have other values.
 - Processes: TRL has vLLM in the trainer's process and makes text of each token as it comes. Keel
-  has an engine and a trainer in two processes, each with a CUDA context, scores answers as they
+  has an engine and a trainer in two processes, each with a CUDA context, scores completions as they
   finish, and lets the engine read new weights where they are on the GPU (CUDA IPC).
 - Order: TRL samples, then trains. So does `keel`; `keel-async` samples the next batch meanwhile
   (`algorithm.max_lag: 1`), from weights one step older. TRL's GRPOTrainer has no such mode.

@@ -1,4 +1,4 @@
-"""The rule that scores answers in both systems: the share of an answer's words that differ."""
+"""The reward of both systems: the share of a completion's words that differ."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 Random weights of a real model's shape, on the GPU where there is one. They differ from those of a
 plain random model so that sampling is like a trained model's: the logits are as far apart, so that
-truncation keeps few ids, answers do not run in circles, and none can end. See `write_model`.
+truncation keeps few ids, completions do not run in circles, and none can end. See `write_model`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def write_model(
     random model stands, it keeps nearly all of the top-k.
 
     What attention adds is scaled down: at full size the context, nearly the same for consecutive
-    tokens, outweighs the token itself, and answers fall into circles of a few words.
+    tokens, outweighs the token itself, and completions fall into circles of a few words.
 
     The marks have embeddings of a tenth of the others' length, and the rows past the tokenizer's
     entries none. The head is tied to them, so their logits lie next to 0, the middle of all the

@@ -45,7 +45,7 @@ class Settings:
     correction: bool = True
     """Importance weights between engine and trainer (TRL's default): one more forward pass."""
     detokenize: bool = True
-    """vLLM makes text of the answers; TRL does so, too."""
+    """vLLM makes text of the completions; TRL does so, too."""
 
 
 LEAN = Settings(micro_batch=8, gradient_checkpointing=True, gpu_memory_utilization=0.14, sleep=True)
@@ -75,7 +75,7 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=workload.sequences // micro,
         num_generations=workload.group_size,
-        max_completion_length=workload.answer_tokens,
+        max_completion_length=workload.completion_tokens,
         shuffle_dataset=False,
         temperature=workload.temperature,
         top_p=workload.top_p,
@@ -180,7 +180,7 @@ class Recorder(TrainerCallback):
                 seconds=now - self._last,
                 tokens=tokens,
                 phases=self._phases.take(),
-                notes={"shortest answer": shortest},
+                notes={"shortest completion": shortest},
             )
         )
         self._last = now

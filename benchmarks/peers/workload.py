@@ -40,8 +40,8 @@ class Workload:
     prompts_per_step: int
     group_size: int
     prompt_tokens: int
-    answer_tokens: int
-    """Of every answer: no model made by `shape` can end one sooner."""
+    completion_tokens: int
+    """Of every completion: no model made by `shape` can end one sooner."""
     top_p: float
     top_k: int
     temperature: float = 1.0
@@ -62,17 +62,17 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Answers a step."""
+        """Completions per step."""
         return self.prompts_per_step * self.group_size
 
     @property
     def step_tokens(self) -> int:
-        """Completion tokens a step."""
-        return self.sequences * self.answer_tokens
+        """Completion tokens per step."""
+        return self.sequences * self.completion_tokens
 
     @property
     def context(self) -> int:
-        return self.prompt_tokens + self.answer_tokens
+        return self.prompt_tokens + self.completion_tokens
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -97,7 +97,7 @@ QWEN3_06B = Workload(
     prompts_per_step=16,
     group_size=8,
     prompt_tokens=128,
-    answer_tokens=1024,
+    completion_tokens=1024,
     top_p=0.95,
     top_k=512,
 )
@@ -117,7 +117,7 @@ SMALL = Workload(
     prompts_per_step=4,
     group_size=4,
     prompt_tokens=16,
-    answer_tokens=32,
+    completion_tokens=32,
     top_p=0.95,
     top_k=64,
     sharpness=4.0,

@@ -1,8 +1,8 @@
-"""Tokens a second of an engine with and without recording, beside plain vLLM, on one GPU.
+"""Tokens per second of an engine with and without recording, beside plain vLLM, on one GPU.
 
     python -m benchmarks.rollout --out OUT              # 1.4 B parameters, mean kept set 8
     python -m benchmarks.rollout --out OUT --profile keel
-    python -m benchmarks.rollout --out OUT --dense      # the model and answers of benchmarks/peers
+    python -m benchmarks.rollout --out OUT --dense      # the workload of benchmarks/peers
     python -m benchmarks.rollout --out OUT --small      # on a CPU, to see that it runs
 
 Every arm is an engine in a process of its own; all of them stay up, and in each round they take
@@ -253,7 +253,7 @@ def show(report: Report) -> None:
             f"{part} {value:.2f}"
             for part, value in sorted(row["parts_ms_per_step"].items(), key=lambda item: -item[1])
         )
-        print(f"{name}: {row['steps']} steps; ms a step: {parts}")
+        print(f"{name}: {row['steps']} steps; ms per step: {parts}")
     for name, row in report.values["profiles"].items():
         if gpu := row.get("gpu"):
             print(
@@ -268,13 +268,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--dense", action="store_true", help="without experts, long answers")
+    parser.add_argument("--dense", action="store_true", help="without experts, long completions")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(DEFAULT))
     parser.add_argument("--profile", nargs="*", choices=list(ARMS), default=[])
     parser.add_argument("--mean-kept", type=float, default=8.0)
-    parser.add_argument("--answer", type=int, help="tokens an answer")
-    parser.add_argument("--group", type=int, help="answers a prompt")
+    parser.add_argument("--answer", type=int, help="tokens per completion")
+    parser.add_argument("--group", type=int, help="completions per prompt")
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--serial", action="store_true", help="start one engine at a time")
     options = parser.parse_args()

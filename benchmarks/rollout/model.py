@@ -39,7 +39,7 @@ class Size(Mixture):
     prompt: int = 128
     """Tokens."""
     answer: int = 512
-    """Tokens; no answer ends sooner."""
+    """Tokens; no completion ends sooner."""
     top_p: float = 0.95
     top_k: int = 512
     dtype: str = "bfloat16"
@@ -71,7 +71,7 @@ SMALL = Size(
 
 
 def dense(size: Size, workload: Workload) -> Size:
-    """With the model, the answers and the sampling of a workload of benchmarks/peers."""
+    """With the model, the completions and the sampling of a workload of benchmarks/peers."""
     return replace(
         size,
         hidden=workload.shape.hidden_size,
@@ -82,7 +82,7 @@ def dense(size: Size, workload: Workload) -> Size:
         vocabulary=workload.shape.vocab_size,
         prompts=workload.prompts_per_step,
         group=workload.group_size,
-        answer=workload.answer_tokens,
+        answer=workload.completion_tokens,
         top_p=workload.top_p,
         top_k=workload.top_k,
     )

@@ -27,11 +27,11 @@ PANELS = (
     Shown("reward/mean", "training reward"),
     HELDOUT,
     Shown("mismatch/logp_abs", "|log π_θ − log π_old|, before the step", log=True),
-    Shown("kl/ref", "KL to the reference, nats a token"),
-    Shown("mask/sequence_fraction", "share of answers masked"),
+    Shown("kl/ref", "KL to the reference, nats per token"),
+    Shown("mask/sequence_fraction", "share of completions masked"),
     Shown("routing/overlap", "recorded experts that the trainer would choose, too"),
-    Shown("sampling/kept_mean", "mean size of the kept sets"),
-    Shown("time/idle_fraction", "share of a step without answers"),
+    Shown("sampling/kept_mean", "mean size of the sampling masks"),
+    Shown("time/idle_fraction", "share of a step without completions"),
 )
 ALSO_TABLED = (
     "mismatch/ratio_mean",
@@ -159,7 +159,7 @@ def table(curves: Mapping[str, Points]) -> str:
 
 
 def pace(curves: Mapping[str, Points]) -> str:
-    """One sentence: the median step, what it went into, and tokens a second."""
+    """One sentence: the median step, what it went into, and tokens per second."""
     medians = {
         name: statistics.median(value for _, value in curves[name])
         for name in (*TIMES, RATE)
@@ -173,7 +173,7 @@ def pace(curves: Mapping[str, Points]) -> str:
     steps = curves[PANELS[0].metric][-1][0]
     return (
         f"{steps} steps; a median step took {medians[TIMES[0]]:.2f} s ({inside}) and sampled "
-        f"{medians[RATE]:,.0f} tokens a second."
+        f"{medians[RATE]:,.0f} tokens per second."
     )
 
 

@@ -47,15 +47,15 @@ OUTSIDE = Shown("mismatch/ratio_outside_fraction", "share of ratios outside [0.9
 EXPLAINED_BY: Mapping[str, Sequence[Shown]] = {
     "staleness": (
         Shown("mismatch/kl", "KL(π_old ‖ π_θ) before the step"),
-        Shown("mask/sequence_fraction", "share of answers masked"),
-        Shown("mask/logp_gap_max", "largest gap of an answer, nats a token"),
+        Shown("mask/sequence_fraction", "share of completions masked"),
+        Shown("mask/logp_gap_max", "largest gap of a completion, nats per token"),
     ),
     "kl": (
-        Shown("kl/ref", "KL to the reference, nats a token"),
+        Shown("kl/ref", "KL to the reference, nats per token"),
         Shown("grad_norm", "gradient norm", log=True),
     ),
     "kl_stale": (
-        Shown("kl/ref", "the estimator's value, nats a token", log=True),
+        Shown("kl/ref", "the estimator's value, nats per token", log=True),
         Shown("grad_norm", "gradient norm", log=True),
     ),
     "routing": (

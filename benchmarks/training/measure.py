@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.batch_shape import KL_COEF, Row, made_config
-from benchmarks.common.synthetic import MadeEngine, draw_micro_batch, with_even_routes
+from benchmarks.common.synthetic import SyntheticEngine, draw_micro_batch, with_even_routes
 from benchmarks.common.trace import covered, own_time, spent, table
 from benchmarks.training.cases import Case, estimates, model_of, with_stock_layers
 from keel.model.layers.fused import use_fused_layers
@@ -66,7 +66,7 @@ class Job:
         path.write_text(json.dumps(asdict(self)))
 
 
-class TimedEngine(MadeEngine):
+class TimedEngine(SyntheticEngine):
     """Marks the parts of a step on the GPU's clock (on a CPU: the host's)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -240,7 +240,7 @@ def step_flops(case: Case, row: Row, facts: ModelFacts, kept_ids: int) -> dict[s
         full head  6 × hidden size × vocabulary for each sampled token: what is not
         reference  a third of body, attention and head, where there is one: forward alone
 
-    An embedding lookup is no product. Softmax, norms and the optimizer are not counted.
+    An embedding lookup is no GEMM. Softmax, norms and the optimizer are not counted.
     """
     tokens, micro_batches = case.step_tokens, case.micro_batches * case.ranks
     sampled = row.segments * row.answer * micro_batches

@@ -71,12 +71,12 @@ class Workload:
     prompts: int
     group: int
     prompt_tokens: int
-    answer_tokens: int
+    completion_tokens: int
 
     def __str__(self) -> str:
         return (
-            f"{self.prompts} prompts × {self.group} answers, {self.prompt_tokens:,} + "
-            f"{self.answer_tokens:,} tokens each"
+            f"{self.prompts} prompts × {self.group} completions, {self.prompt_tokens:,} + "
+            f"{self.completion_tokens:,} tokens each"
         )
 
 
@@ -102,7 +102,7 @@ STUDIES = (
     Study(
         title="Qwen3-30B-A3B",
         model=QWEN3_30B_A3B,
-        workload=Workload(prompts=64, group=16, prompt_tokens=1024, answer_tokens=8192),
+        workload=Workload(prompts=64, group=16, prompt_tokens=1024, completion_tokens=8192),
         layouts=(
             layout(4, 1, 4, 3, 4),
             layout(2, 1, 6, 3, 2),
@@ -113,7 +113,7 @@ STUDIES = (
     Study(
         title="DeepSeek-V3.2-sized",
         model=DEEPSEEK_V3,
-        workload=Workload(prompts=256, group=16, prompt_tokens=1024, answer_tokens=16_384),
+        workload=Workload(prompts=256, group=16, prompt_tokens=1024, completion_tokens=16_384),
         layouts=(
             layout(16, 8, 128, 3, 64),
             layout(8, 16, 128, 3, 64),
@@ -126,7 +126,7 @@ STUDIES = (
 
 def recipe(workload: Workload, layout: Layout) -> Config:
     """Truncated sampling, checkpointing, a reference policy: what such a run would use."""
-    longest = workload.prompt_tokens + workload.answer_tokens
+    longest = workload.prompt_tokens + workload.completion_tokens
     return Config(
         model=ModelConfig(path="made"),
         data=DataConfig(
@@ -138,7 +138,7 @@ def recipe(workload: Workload, layout: Layout) -> Config:
             tensor_parallel=layout.tensor_parallel,
             max_num_seqs=256,
             gpu_memory_utilization=0.9,
-            sampling=SamplingConfig(top_p=0.95, top_k=512, max_tokens=workload.answer_tokens),
+            sampling=SamplingConfig(top_p=0.95, top_k=512, max_tokens=workload.completion_tokens),
         ),
         trainer=TrainerConfig(
             ranks=layout.ranks,
@@ -256,7 +256,7 @@ def repeated_bytes(case: Case, facts: ModelFacts) -> float:
 def check_lines() -> Iterator[str]:
     """Other measured figures beside the model's."""
     facts = facts_of(REPLAY)
-    workload = Workload(prompts=8, group=8, prompt_tokens=128, answer_tokens=896)
+    workload = Workload(prompts=8, group=8, prompt_tokens=128, completion_tokens=896)
     one = recipe(workload, layout(1, 1, 1, 1, 1))
     source = replace(one.data.sources[0], kl_coef=0.0)
     one = replace(
@@ -280,13 +280,13 @@ def check_lines() -> Iterator[str]:
         got = support_head_bytes(config, shape, 2) / GIB
         what = f"support head's extra memory, {vocabulary:,} × {hidden:,}"
         rows.append((what, "benchmarks/training/support_head.py", measured, got, "GiB", "checked"))
-    host = recipe(replace(workload, prompts=32, answer_tokens=512), layout(1, 1, 1, 1, 1))
+    host = recipe(replace(workload, prompts=32, completion_tokens=512), layout(1, 1, 1, 1, 1))
     for recorder, measured in (("native", 11.48), ("packed", 3.03)):
         config = replace(host, rollout=replace(host.rollout, recorder=recorder))
         got = 1e3 * step_time(config, facts, micro_batches=1).decode_step
         what = f"engine's step, 256 sequences, {recorder} recorder"
         rows.append((what, "benchmarks/rollout/__main__.py", measured, got, "ms", "fitted"))
-    peer = Workload(prompts=16, group=8, prompt_tokens=128, answer_tokens=1024)
+    peer = Workload(prompts=16, group=8, prompt_tokens=128, completion_tokens=1024)
     small = recipe(peer, layout(1, 1, 1, 1, 1))
     small = replace(
         small,

@@ -82,7 +82,7 @@ def test_every_arm_is_a_valid_recipe(given: Workload, arm: str, tmp_path: Path) 
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(made))  # JSON is YAML
     config = load_config(path)
-    assert config.rollout.sampling.max_tokens == given.answer_tokens
+    assert config.rollout.sampling.max_tokens == given.completion_tokens
     assert config.algorithm.prompts_per_step * config.algorithm.group_size == given.sequences
 
 

@@ -49,7 +49,7 @@ def test_a_run_becomes_a_figure_tables_and_lines(
     assert "| mean | 0.375 | 0.875 |" in text
     assert "| `reward/mean` | 0.055 | 0.254 | 0.01 | 0.29 |" in text
     assert "30 steps; a median step took 2.00 s (rollout 1.50 s, train 0.50 s)" in text
-    assert "4,321 tokens a second" in text
+    assert "4,321 tokens per second" in text
     assert (tmp_path / "learning" / "mine.png").stat().st_size > 1000
     lines = [json.loads(line) for line in (tmp_path / "learning" / "mine.jsonl").open()]
     assert [line["step"] for line in lines] == list(range(31))
