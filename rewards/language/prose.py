@@ -1,5 +1,4 @@
-"""Takes code, formulas, links, tags and identifiers out of a text: they say nothing of its
-language.
+"""Sets aside what says nothing about a text's language: code, formulas, links, tags, identifiers.
 
 Marks alone do not make it so: `$Das ist die Antwort$` is a sentence. Inside code and formulas, and
 wherever set-aside words follow one another, what reads like running text is kept as text:
@@ -40,7 +39,7 @@ _GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 ASIDE_RUN = 3
 """So many set-aside words in a row are text in disguise."""
 FEWEST_WORDS, FEWEST_FUNCTION_WORDS = 3, 2
-LEAST_FUNCTION_WORDS = 0.15
+FUNCTION_WORDS_SHARE = 0.15
 """The share of a run that holds a sentence together, at least."""
 FEWEST_LETTERS = 6
 """Of another script than the Latin one."""
@@ -138,7 +137,7 @@ def _reads(run: str) -> bool:
     if len(words) < FEWEST_WORDS:
         return False
     is_list = 3 * run.count(",") >= len(words)
-    binding = sum(
+    holding = sum(
         word.casefold() in FUNCTION_WORDS or not (is_list or word.isascii()) for word in words
     )
-    return binding >= max(FEWEST_FUNCTION_WORDS, LEAST_FUNCTION_WORDS * len(words))
+    return holding >= max(FEWEST_FUNCTION_WORDS, FUNCTION_WORDS_SHARE * len(words))
