@@ -6,7 +6,7 @@ sentence counts by its letters in the prompt's script, and not at all if a langu
 (py3langid) is sure that it is in another language than the prompt. It is seldom sure of a sentence
 of three words; those are judged by their script alone.
 
-Where the prompt or the answer has too few words to say, the share is 1: nothing was mixed.
+Where the prompt or the completion has too few words to say, the share is 1: nothing was mixed.
 Everything here takes untrusted text and runs in time linear in its length.
 """
 
@@ -42,7 +42,7 @@ PROMPT_LETTERS, SENTENCE_LETTERS = 8.0, 20.0
 """Fewer letters say nothing about the language of a prompt; … of a sentence."""
 IN_CODE = 0.25
 """What a letter of a code block's comments and strings weighs: many write these in English,
-whatever they speak. An answer that is nothing but a code block is judged by them alone."""
+whatever they speak. A completion that is nothing but a code block is judged by them alone."""
 MAX_DETECTED = 400
 """Letters of a sentence that the detector gets to see."""
 SURE = 0.1
@@ -66,7 +66,7 @@ def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Judges `TextTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
     or "both" for the mean of the two where both are there."""
     asked, of = str(spec["prompt"]), str(spec["of"])
-    _detector()  # loaded before the clock of the first answer starts
+    _detector()  # loaded before the clock of the first completion starts
 
     def verify(text: str) -> float:
         said = TextTrajectory.loads(text)

@@ -12,7 +12,7 @@ from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.results import JudgeStopped
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.length import LengthRule
-from keel.rewards.scorer import Scorer, _spoken
+from keel.rewards.scorer import Scorer, _text_of
 from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
 from tests.rewards.judge.judge_server import Reply, Server, good, material_of, running
@@ -155,4 +155,4 @@ def test_no_reward_knows_which_limit_an_answer_was_cut_at() -> None:
     with Scorer({"maths": {"correct": 1.0, "format": 1.0}}, workers=0) as scorer:
         (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=tuple(cuts))])
     assert scored.parts_G[0] == scored.parts_G[1] and scored.parts_G[0]["format"] == 0
-    assert {_spoken(cut).finish_reason for cut in cuts} == {"length"}
+    assert {_text_of(cut).finish_reason for cut in cuts} == {"length"}
