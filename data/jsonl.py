@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: a line has one chat prompt, and what its answer is judged by.
+"""Prompts from a JSONL file: a line has one chat prompt, and what its completions are judged by.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"messages": [{"role": "user", "content": "…"}], "answer": "B", "match": "exact", "id": "a7"}

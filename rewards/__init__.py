@@ -1,1 +1,1 @@
-"""What an answer is worth: rule rewards and their composition."""
+"""What a completion is worth: rule rewards and their composition."""

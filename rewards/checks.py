@@ -27,7 +27,7 @@ REFERENCES_S = 20.0
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Raise ValueError for a reward spec that could not be judged. Runs nothing."""
+    """Raise ValueError for a reward spec that nothing could verify or judge. Runs nothing."""
     kind = spec.get("kind")
     if not isinstance(kind, str) or kind not in (*RULE_KINDS, *JUDGED_KINDS):
         known = ", ".join((*RULE_KINDS, *JUDGED_KINDS))
@@ -45,7 +45,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 
 def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, str]:
     """Call each user's function of `weights` once, in a worker process, with the first prompt and a
-    sample answer to it (the right one where the prompt knows it).
+    sample completion (with the right answer where the prompt knows it).
 
     Returns what came of it, for people, by function. Nothing is raised: the sample may be what the
     function never meets.
@@ -54,28 +54,28 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
     if not names or not prompts:
         return {}
     prompt = prompts[0]
-    answer = sample_answer(prompt)
+    completion = sample_completion(prompt)
     pool = WorkerPool(1, deadline_s=SAMPLE_S)
     said: dict[str, str] = {}
     try:
         for name in names:
             spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
-            (verdict,) = pool.submit(spec, [answer.dumps()]).result()
+            (verdict,) = pool.submit(spec, [completion.dumps()]).result()
             at = f" ({verdict.at})" if verdict.at else ""
             said[name] = (
-                f"WARNING: failed on a sample answer to {prompt.prompt_id}: {verdict.error}{at}. "
-                "Mend it: in the run such answers get 0 for it, and too many stop the run "
-                "(rewards.max_failure_fraction)"
+                f"WARNING: failed on a sample completion of {prompt.prompt_id}: {verdict.error}"
+                f"{at}. Mend it: in the run such completions get 0 for it, and too many stop the "
+                "run (rewards.max_failure_fraction)"
                 if verdict.error
-                else f"{verdict.score:g} for a sample answer to {prompt.prompt_id}"
+                else f"{verdict.score:g} for a sample completion of {prompt.prompt_id}"
             )
     finally:
         pool.close()
     return said
 
 
-def sample_answer(prompt: Prompt) -> TextTrajectory:
-    """An answer such as a policy might give."""
+def sample_completion(prompt: Prompt) -> TextTrajectory:
+    """A completion such as a policy might give."""
     known = prompt.reward.get("answer")
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
         known = cast(Mapping[str, Any], entry).get("answer")

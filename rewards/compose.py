@@ -40,7 +40,7 @@ ERROR = "error"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one answer is worth."""
+    """What one completion is worth."""
 
     value: float
     """The parts, weighted and added up."""

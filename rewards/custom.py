@@ -36,7 +36,7 @@ class TextTrajectory:
     messages: Sequence[Mapping[str, Any]]
     """As `keel.rl.types.Trajectory.messages`."""
     finish_reason: str
-    """`stop`, or `length` where the answer was cut off, at whichever limit."""
+    """`stop`, or `length` where the completion was cut off, at whichever limit."""
     sampled_tokens: int
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WINDOW = 200
-"""The share of failures is taken over so many answers …"""
+"""The share of failures is taken over so many completions …"""
 LEAST = 20
 """… and, while there are fewer, as if there were so many."""
 MOST_SAID = 5
@@ -25,11 +25,11 @@ _DUMPED = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 class RewardStopped(RuntimeError):
-    """Too many answers could not be scored: the run has to stop."""
+    """Too many completions could not be scored: the run has to stop."""
 
 
 class Recent:
-    """How many of the last answers failed. Not for several threads."""
+    """How many of the last completions failed. Not for several threads."""
 
     def __init__(self, share: float) -> None:
         """share: more than this of the last `WINDOW` (at the start: of `LEAST`) is too much. 0: one
@@ -38,19 +38,19 @@ class Recent:
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Why that is too much, or "": `5 of the last 5 answers`."""
+        """Why that is too much, or "": `5 of the last 5 completions`."""
         self._failed.append(failed)
         bad, seen = sum(self._failed), len(self._failed)
         if not failed or bad <= self._share * max(seen, LEAST):
             return ""
-        return f"{bad} of the last {seen} answers"
+        return f"{bad} of the last {seen} completions"
 
 
 class Failures:
     """Says and counts the errors of one run's rewards. For any number of threads."""
 
     def __init__(self, share: float, say: Callable[[str], None]) -> None:
-        """share: of a function's answers, as in `Recent`; say: for people, a line at a time."""
+        """share: of a function's completions, as in `Recent`; say: for people, a line at a time."""
         self._share = share
         self.say = say
         self._recent: dict[str, Recent] = {}
@@ -58,9 +58,9 @@ class Failures:
         self._lock = threading.Lock()
 
     def note(self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]]) -> None:
-        """Of each answer to a prompt, what `name` failed of ("" if it did not), and where.
+        """Of each completion of a prompt, what `name` failed of ("" if it did not), and where.
 
-        Raises RewardStopped once too many answers to a user's function failed. A verifier that
+        Raises RewardStopped once a user's function failed on too many completions. A verifier that
         cannot read what the policy came up with is the policy's failure, and does not count.
         """
         lines: list[str] = []
@@ -74,7 +74,7 @@ class Failures:
                     said.add(place)
                     lines.append(
                         f"reward {name} failed on prompt {prompt_id}: {_told(error, at)}. Such "
-                        "answers get 0 for it and count in reward/error; this is said once"
+                        "completions get 0 for it and count in reward/error; this is said once"
                     )
                 if (much := recent.add(bool(error))) and is_function(name):
                     stop = stop or (

@@ -1,4 +1,4 @@
-"""What an answer's length costs it, and what becomes of an answer that was cut off.
+"""What a completion's length costs it, and what becomes of a completion that was cut off.
 
 Both costs are in units of reward; n is the number of sampled tokens, all turns together:
 
@@ -6,18 +6,20 @@ Both costs are in units of reward; n is the number of sampled tokens, all turns 
     overlong: overlong · clip((n − (limit − margin)) / margin, 0, 1)
 
 `linear` is centred among the siblings that are alike: c_i = mean(cost) − cost_i over the right
-answers of the group, and over its wrong ones if `wrong_too`. So the mean reward of the right and
-of the wrong answers is what it was, and a group in which all are of one length is left alone.
+completions of the group, and over its wrong ones if `wrong_too`. So the mean reward of the right
+and of the wrong completions is what it was, and a group in which all are of one length is left
+alone.
 
 `overlong` is the soft overlong punishment of DAPO (arXiv 2503.14476, Eq. 13), with L_max = limit
-and L_cache = margin. DAPO takes it off every answer, right or wrong, and so does
+and L_cache = margin. DAPO takes it off every completion, right or wrong, and so does
 `overlong_charges: all`: c_i = mean(cost) − cost_i over the whole group, which is DAPO's up to a
 constant of the group that no advantage sees. `right` centres it like `linear`, which is ours and
-not DAPO's: a wrong answer then loses nothing by being cut off.
+not DAPO's: a wrong completion then loses nothing by being cut off.
 
-Then all c of the group are scaled down, if need be, until every right answer that was ahead of a
-wrong one keeps half of its lead. That is ours too. With `may_outweigh` nothing is scaled, and both
-costs are centred over the whole group: a short wrong answer may then beat a long right one.
+Then all c of the group are scaled down, if need be, until every right completion that was ahead of
+a wrong one keeps half of its lead. That is ours too. With `may_outweigh` nothing is scaled, and
+both costs are centred over the whole group: a short wrong completion may then beat a long right
+one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 KEPT_LEAD = 0.5
-"""Share of its lead that a right answer keeps, whatever the lengths."""
+"""Share of its lead that a right completion keeps, whatever the lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,11 +68,11 @@ class Scorer:
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
-        """weights: domain → reward part → weight; scale: of the advantages; workers: processes
-        (0: none, and then no deadline either); deadline_s: longest look at one answer; code: how
+        """weights: domain → reward part → weight; scale: of the advantages; workers: processes (0:
+        none, and then no deadline either); deadline_s: longest look at one completion; code: how
         programs are run, the fields of `keel.configs.schema.CodeConfig`; lengths: domain → its
-        rule; judge: for rubrics and proofs, closed by whoever opened it; max_failure_fraction: of
-        a user's function, as in `RewardsConfig`; log: folder for what the worker processes print
+        rule; judge: for rubrics and proofs, closed by whoever opened it; max_failure_fraction: of a
+        user's function, as in `RewardsConfig`; log: folder for what the worker processes print
         (standard error without one); say: for people, the first error of each kind.
 
         Raises ValueError for a reward part that does not exist.
@@ -94,11 +94,11 @@ class Scorer:
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
         """Judge all trajectories of a group.
 
-        An answer whose verifier fails gets 0 for that part and `error` 1. One that the judge could
-        not judge is dropped from its group, with the reason; so is, in training, one that was cut
-        off, where the domain's rule says so. The future fails with ValueError naming the prompt for
-        a domain without weights and for a reward spec that nothing reads, and with JudgeStopped or
-        RewardStopped where too many answers could not be scored.
+        A completion whose verifier fails gets 0 for that part and `error` 1. One that the judge
+        could not judge is dropped from its group, with the reason; so is, in training, one that was
+        cut off, where the domain's rule says so. The future fails with ValueError naming the prompt
+        for a domain without weights and for a reward spec that nothing reads, and with JudgeStopped
+        or RewardStopped where too many completions could not be scored.
         """
         try:
             pending = self._submit(group)
@@ -185,12 +185,15 @@ class Scorer:
     def _verify(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> list[Future[list[Verdict]]]:
-        answers = [final_text(trajectory.messages) for trajectory in trajectories]
+        completions = [final_text(trajectory.messages) for trajectory in trajectories]
         if prompt.reward.get("kind") != "code":
-            return [self._pool.submit(prompt.reward, answers)]
+            return [self._pool.submit(prompt.reward, completions)]
         # Programs take seconds: one job each, so that all workers share in them.
-        jobs = {answer: self._pool.submit(prompt.reward, [answer]) for answer in set(answers)}
-        return [jobs[answer] for answer in answers]
+        jobs = {
+            completion: self._pool.submit(prompt.reward, [completion])
+            for completion in set(completions)
+        }
+        return [jobs[completion] for completion in completions]
 
     def _scored(self, pending: _Pending, purpose: Purpose) -> ScoredGroup:
         group = pending.group
@@ -232,7 +235,7 @@ class Scorer:
 
     def _parts(self, pending: _Pending) -> list[dict[str, float] | str]:
         """The parts of each trajectory, or why it has none. Every wait inside has a deadline of
-        its own, answer by answer."""
+        its own, completion by completion."""
         group = pending.group
         parts: list[dict[str, float] | str] = []
         for result in (future.result() for future in pending.judge):

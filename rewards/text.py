@@ -1,4 +1,4 @@
-"""Which part of what the policy said is its answer. Nothing inside `<think>` ever counts.
+"""Which part of a completion is its answer. Nothing inside `<think>` ever counts.
 
 Everything here takes untrusted text and runs in time linear in its length.
 """

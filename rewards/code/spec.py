@@ -1,5 +1,5 @@
 """Reads what a prompt says about its programs (`rewards.code` shows how), and finds the program in
-an answer."""
+a completion."""
 
 from __future__ import annotations
 

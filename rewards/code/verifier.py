@@ -2,7 +2,7 @@
 
 What is right never enters the sandbox: a program gets an input, and its output is compared here.
 So it cannot read the wanted output, and there is no verdict in there that it could forge, patch or
-print. A call's result comes out as data; a forged one is only another wrong answer.
+print. A call's result comes out as data; a forged one is only another wrong value.
 
 Spec (`Prompt.reward`):
 
@@ -42,7 +42,8 @@ class CodeSettings:
 
     isolation: str = "bubblewrap"
     completion_s: float = 10.0
-    """Longest look at one answer, all its tests together; those that do not fit count as failed."""
+    """Longest look at one completion, all its tests together; those that do not fit count as
+    failed."""
     limits: Limits = field(default_factory=Limits)
     """Of a run, where the prompt does not say otherwise."""
 
@@ -157,7 +158,7 @@ class _Attempt:
             if results and not results[-1].passed and not task.partial:
                 results += self._skipped(results, "not run")
             elif self._left() <= 0:
-                results += self._skipped(results, "the answer's time was over")
+                results += self._skipped(results, "the completion's time was over")
             elif task.tests[len(results)].call:
                 results += self._called(len(results))
             else:

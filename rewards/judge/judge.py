@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Judge:
-    """Judges answers by their prompt's rubric. Belongs to one event loop."""
+    """Judges completions by their prompt's rubric. Belongs to one event loop."""
 
     def __init__(
         self, settings: JudgeSettings, *, server: Server | None = None, backoff_s: float = 0.5
@@ -74,7 +74,7 @@ class Judge:
         `answer` itself holds up to a `</think>` is cut off.
 
         Raises ValueError naming the prompt for a bad spec, and JudgeStopped when the calls have
-        run out or too many answers could not be judged.
+        run out or too many completions could not be judged.
         """
         try:
             spec = judged_spec(prompt.reward)

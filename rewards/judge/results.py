@@ -24,7 +24,7 @@ class CriterionVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What an answer is worth."""
+    """What a completion is worth."""
 
     value: float
     """0 … 1."""
@@ -36,7 +36,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Nobody could say what the answer is worth. It is not worth nothing: leave it out."""
+    """Nobody could say what the completion is worth. It is not worth nothing: leave it out."""
 
     kind: FailureKind
     reason: str

@@ -31,7 +31,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
-    """How an answer is judged: each criterion is met (1), partly met (0.5) or missed (0)."""
+    """How a completion is judged: each criterion is met (1), partly met (0.5) or missed (0)."""
 
     criteria: tuple[Criterion, ...]
     reference: str = ""

@@ -1,4 +1,4 @@
-"""The judge for code that does not run in an event loop: answers in, futures out."""
+"""The judge for code that does not run in an event loop: completions in, futures out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that tell running text from code and formulas."""
+"""Function words of many languages (and, que, nicht) tell running text from code and formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ signed sizeof static std str string struct super switch table template then this
 type typedef typename union unsigned update use using val values var vector virtual void where
 while with xor yield
 """
-_BINDING = """
+_FUNCTION_WORDS = """
 a about all also an are at be because been but can could has have he her his how i it its let's
 more must no now of one our she should so some than that the their them there these they to was we
 were what when which who will would you your
@@ -50,8 +50,8 @@ tidak untuk yang
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
 """Of programming languages. Many are words of English, too, so they say nothing."""
-BINDING = frozenset(_BINDING.split()) - KEYWORDS
+FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
 """Words that hold sentences together, in English, German, French, Spanish, Portuguese, Italian,
 Polish, Dutch, Swedish, Turkish and Indonesian."""
 COMMANDS = frozenset({"because", "chi", "det", "hat", "le", "ne", "nu", "sin", "to"})
-"""Binding words that are commands of LaTeX."""
+"""Function words that are commands of LaTeX."""

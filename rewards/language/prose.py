@@ -1,4 +1,4 @@
-"""What of a text says nothing about its language: code, formulas, links, tags, identifiers.
+"""Sets aside what says nothing about a text's language: code, formulas, links, tags, identifiers.
 
 Marks alone do not make it so: `$Das ist die Antwort$` is a sentence. Inside code and formulas, and
 wherever set-aside words follow one another, what reads like running text is kept as text:
@@ -19,7 +19,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from keel.rewards.language.function_words import BINDING, COMMANDS
+import regex
+
+from keel.rewards.language.function_words import COMMANDS, FUNCTION_WORDS
 
 _TOKENS = re.compile(r"```|~~~|`|\$\$|\$|\\\[|\\\]|\\\(|\\\)|\n[ \t]*\n")
 _FENCES = ("```", "~~~")
@@ -28,18 +30,16 @@ _NOT_WORDS = re.compile(
     r"https?://\S{1,300}|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>|(?<![^\W\d_])[A-Za-z](?![^\W\d_])"
     r"|\b[A-Z]{2,20}\b|\b\w{0,40}[\d_]\w{0,40}\b"
 )
-# Vowel signs and accents are marks, and no letters to Python.
-_MARKS = "\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0963\u0971-\u0dff\u0e31-\u0e4e"
-_WORD = rf"(?:[^\W\d_]|[{_MARKS}])+"
-_RUN = re.compile(rf"{_WORD}(?:['’]{_WORD})*(?:[ \t,]*[ \t]{_WORD}(?:['’]{_WORD})*)*")
-_LETTERS = re.compile(_WORD)
-_LATIN = re.compile(r"[A-Za-zªºÀ-ÖØ-öø-ʯḀ-ỿⱠ-ⱿꜢ-ꟿ]")
-_GREEK = re.compile(r"[Ͱ-Ͽ]{1,2}")
+_WORD = r"[\p{L}\p{M}]+"
+_RUN = regex.compile(rf"{_WORD}(?:['’]{_WORD})*(?:[ \t,]*[ \t]{_WORD}(?:['’]{_WORD})*)*")
+_LETTERS = regex.compile(_WORD)
+_LATIN = regex.compile(r"\p{Script=Latin}")
+_GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 
 ASIDE_RUN = 3
 """So many set-aside words in a row are text in disguise."""
-FEWEST_WORDS, FEWEST_BINDING = 3, 2
-LEAST_BINDING = 0.15
+FEWEST_WORDS, FEWEST_FUNCTION_WORDS = 3, 2
+FUNCTION_WORDS_SHARE = 0.15
 """The share of a run that holds a sentence together, at least."""
 FEWEST_LETTERS = 6
 """Of another script than the Latin one."""
@@ -137,5 +137,7 @@ def _reads(run: str) -> bool:
     if len(words) < FEWEST_WORDS:
         return False
     is_list = 3 * run.count(",") >= len(words)
-    binding = sum(word.casefold() in BINDING or not (is_list or word.isascii()) for word in words)
-    return binding >= max(FEWEST_BINDING, LEAST_BINDING * len(words))
+    holding = sum(
+        word.casefold() in FUNCTION_WORDS or not (is_list or word.isascii()) for word in words
+    )
+    return holding >= max(FEWEST_FUNCTION_WORDS, FUNCTION_WORDS_SHARE * len(words))

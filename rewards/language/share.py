@@ -6,55 +6,43 @@ sentence counts by its letters in the prompt's script, and not at all if a langu
 (py3langid) is sure that it is in another language than the prompt. It is seldom sure of a sentence
 of three words; those are judged by their script alone.
 
-Where the prompt or the answer has too few words to say, the share is 1: nothing was mixed.
+Where the prompt or the completion has too few words to say, the share is 1: nothing was mixed.
 Everything here takes untrusted text and runs in time linear in its length.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
+import regex  # its scripts are Unicode's, which `re` does not know
+
 from keel.rewards.custom import TextTrajectory
 from keel.rewards.language.prose import said_and_in_code, words_of
 
-_SCRIPTS = {
-    "latin": "A-Za-zªºÀ-ÖØ-öø-ʯḀ-ỿⱠ-ⱿꜢ-ꟿ",
-    "greek": "Ͱ-Ͽἀ-῿",
-    "cyrillic": "Ѐ-ԯᲀ-᲏ⷠ-ⷿꙀ-ꚟ",
-    "armenian": "Ա-֏",
-    "hebrew": "א-ת",
-    "arabic": "ؠ-يٮ-ۓەۮۯۺ-ۼݐ-ݿﭐ-﷿ﹰ-ﻼ",
-    "devanagari": "ऀ-ॣॱ-ॿ",
-    "bengali": "ঀ-ৣ",
-    "gurmukhi": "ਁ-ੵ",
-    "gujarati": "ઁ-૿",
-    "tamil": "ஂ-௎",
-    "telugu": "ఀ-౿",
-    "kannada": "ಀ-೿",
-    "malayalam": "ഀ-ൿ",
-    "thai": "ก-๎",
-    "georgian": "Ⴀ-ჿ",
-    "han": "々㐀-䶿一-鿿\uf900-\ufaff\U00020000-\U0002ffff",
-    "kana": "ぁ-ゟァ-ヿｦ-ﾟ",
-    "hangul": "ᄀ-ᇿ㄰-㆏가-힣",
+_NAMES = """
+latin greek cyrillic armenian hebrew arabic ethiopic devanagari bengali gurmukhi gujarati oriya
+tamil telugu kannada malayalam sinhala thai lao tibetan myanmar khmer georgian han hangul
+"""
+_SCRIPTS = {name: rf"\p{{Script={name}}}" for name in _NAMES.split()}
+_SCRIPTS["kana"] = r"[\p{Script=Hiragana}\p{Script=Katakana}]"
+_LETTERS = {
+    name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
-_LETTERS = {name: re.compile(f"[{letters}]") for name, letters in _SCRIPTS.items()}
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
 """Letters of an alphabet that one sign stands for, roughly: texts are compared by their words."""
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
 """Scripts that belong to the writing of another."""
 
-_SENTENCES = re.compile(r"[.!?…。！？؟।\n]+")
+_SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
 PROMPT_LETTERS, SENTENCE_LETTERS = 8.0, 20.0
 """Fewer letters say nothing about the language of a prompt; … of a sentence."""
 IN_CODE = 0.25
 """What a letter of a code block's comments and strings weighs: many write these in English,
-whatever they speak. An answer that is nothing but a code block is judged by them alone."""
+whatever they speak. A completion that is nothing but a code block is judged by them alone."""
 MAX_DETECTED = 400
 """Letters of a sentence that the detector gets to see."""
 SURE = 0.1
@@ -78,7 +66,7 @@ def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Judges `TextTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
     or "both" for the mean of the two where both are there."""
     asked, of = str(spec["prompt"]), str(spec["of"])
-    _detector()  # loaded before the clock of the first answer starts
+    _detector()  # loaded before the clock of the first completion starts
 
     def verify(text: str) -> float:
         said = TextTrajectory.loads(text)
@@ -106,20 +94,25 @@ def language_share(prompt: str, text: str) -> float:
             counts = letters_by_script(sentence)
             size = sum(counts.values())
             everything += weight * size
-            fitting = sum(counts[name] for name in allowed)
+            fitting = sum(counts.get(name, 0.0) for name in allowed)
             if fitting and not _is_foreign(sentence, size, spoken):
                 own += weight * fitting
     return own / everything if everything else 1.0
 
 
-def letters_by_script(text: str) -> Counter[str]:
+def letters_by_script(text: str) -> dict[str, float]:
     """Script → its letters in `text`, weighted."""
-    counts: Counter[str] = Counter()
-    for name, letters in _LETTERS.items():
-        found = len(letters.findall(text))
-        if found:
-            counts[name] = found * _WEIGHT.get(name, 1.0)  # type: ignore[assignment]
+    counts: dict[str, float] = {}
+    for sign, found in Counter(text).items():
+        if name := _script(sign):
+            counts[name] = counts.get(name, 0.0) + found * _WEIGHT.get(name, 1.0)
     return counts
+
+
+@lru_cache(maxsize=1 << 14)
+def _script(sign: str) -> str:
+    """Of a letter or a mark; "" for others, and for those that several scripts share."""
+    return next((name for name, letter in _LETTERS.items() if letter.match(sign)), "")
 
 
 def detected(text: str) -> tuple[str, Mapping[str, float]]:

@@ -1,4 +1,4 @@
-"""Which of several choices an answer names."""
+"""Which of several choices a completion names as its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from keel.rewards.text import WRAPPED, marked_answers, normalise
 
 MAX_CHARACTERS = 32_768
-"""Longer answers are wrong."""
+"""A longer text is wrong."""
 
 # "The correct answer is (B)", "**Answer:** B. Paris": to the end of the sentence, which no decimal
 # point is. "B is the answer because Rome is older" states nothing after "is".

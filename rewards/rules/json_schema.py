@@ -19,7 +19,7 @@ from keel.rewards.code.spec import code_block
 from keel.rewards.text import answer_in
 
 MAX_CHARACTERS = 32_768
-"""Longer answers are wrong."""
+"""A longer text is wrong."""
 
 
 def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -15,7 +15,7 @@ from keel.rewards.rules.plain_maths import Number, Reading, reading, same
 from keel.rewards.text import marked_answer, normalise, raised
 
 MAX_CHARACTERS = 2_048
-"""Longer answers are wrong, unless the right one is about that long."""
+"""A longer answer is wrong, unless the right one is about that long."""
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 # Read as a formula, "6 7" is a product and "a dog" has four factors.
@@ -38,7 +38,7 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
     if tolerance is not None and not _is_share(tolerance):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
     right = plain_notation(raised(right.strip()), alone=True) or right
-    read, verify = _library()  # here rather than at the first answer, which has a deadline
+    read, verify = _library()  # here rather than at the first completion, which has a deadline
 
     @cache
     def gold() -> list[Any]:  # when it is first asked for, which for numbers is seldom

@@ -1,7 +1,8 @@
 r"""Ways of writing mathematics that the readers of `keel.rewards.rules.maths` would take for
 something else.
 
-To math-verify `2e3` is 2·e·3, `2 1/2` a product, `1 000` zero and `10²` the number 102.
+math-verify has no option for these: to it `2e3` is 2·e·3, `2 1/2` a product, `1 000` zero and
+`10²` the number 102.
 """
 
 from __future__ import annotations

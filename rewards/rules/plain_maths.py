@@ -1,8 +1,9 @@
 r"""Numbers, sets, tuples and intervals that need no computer algebra to be compared.
 
-Most answers are one of these, and math-verify takes milliseconds for them. What is read here is
-compared as it would compare them; whatever leaves a doubt is left to it.
-`benchmarks/rewards/rules.py` counts how often the two agree.
+What is read here is compared as math-verify would compare it; whatever leaves a doubt is left to
+it. `benchmarks/rewards/rules.py` counts how often the two agree. Why it is kept beside math-verify:
+without it a verdict takes 1.8 ms at the median in place of 0.05, and one on a set 13 in place of
+0.05, and a step has 10,000 of them.
 """
 
 from __future__ import annotations

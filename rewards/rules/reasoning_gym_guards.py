@@ -15,7 +15,7 @@ import ast
 import re
 from collections import Counter
 
-from keel.rewards.language.function_words import BINDING, KEYWORDS
+from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.text import WRAPPED, normalise
 
 EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
@@ -89,7 +89,7 @@ _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
     "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
 )
-_NO_UNITS = (BINDING | KEYWORDS) - {"byte", "long", "of", "per"}
+_NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {"byte", "long", "of", "per"}
 """No units: `20 or so`."""
 FUNCTIONS = frozenset(_NAMES.split())
 CONSTANTS = frozenset({"pi"})

@@ -112,7 +112,7 @@ TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
     """One closed think block before the answer when thinking is on, none when it is off, and an
-    answer that is not blank, ends by itself, and marks no second answer.
+    completion that is not blank, ends by itself, and marks no second answer.
 
     raw: the sampled text. Its `<think>` may be missing: many chat templates end with it.
     """

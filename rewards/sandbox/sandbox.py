@@ -40,7 +40,7 @@ _KNOB = "rewards.code.isolation"
 _FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')  # bubblewrap's own words, not the program's
 _CURE = (
     f"install bubblewrap (`apt-get install bubblewrap`), or set {_KNOB}: none-i-trust-the-answers "
-    "if every answer may do on this machine whatever you may"
+    "if every completion may do on this machine whatever you may"
 )
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -49,7 +49,7 @@ _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONHASHSEED": "0",  # the same answer gets the same reward
+    "PYTHONHASHSEED": "0",  # the same completion gets the same reward
     "PYTHONNOUSERSITE": "1",
     "PYTHONSAFEPATH": "1",
 }

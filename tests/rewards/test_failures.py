@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.rewards.checks import sample_answer, try_functions
+from keel.rewards.checks import sample_completion, try_functions
 from keel.rewards.compose import check_weights
 from keel.rewards.failures import LEAST, MOST_SAID, Failures, Recent, RewardStopped
 from keel.rewards.scorer import Scorer
@@ -149,7 +149,7 @@ def test_a_function_that_always_fails_stops_the_run(workers: int) -> None:
         future = scorer.submit(group(*["</think>3"] * 8))
         place = f"failing_rewards.py:{LINES['none']} in none"
         message = (
-            "reward failing_rewards.none failed on 5 of the last 5 answers, and "
+            "reward failing_rewards.none failed on 5 of the last 5 completions, and "
             f"rewards.max_failure_fraction = 0.2; the last, of prompt file/1: .*{place}"
             ".*Mend the function"
         )
@@ -251,16 +251,16 @@ def test_what_verifiers_print_is_not_kept(folder: Path) -> None:
 def test_each_function_is_tried_on_a_sample_before_the_run() -> None:
     names = ("some", "none", "raises")
     tried = try_functions([PROMPT], {f"failing_rewards.{name}": 1.0 for name in names})
-    assert tried["failing_rewards.some"] == "0.5 for a sample answer to file/1"
-    assert "WARNING: failed on a sample answer to file/1" in tried["failing_rewards.none"]
+    assert tried["failing_rewards.some"] == "0.5 for a sample completion of file/1"
+    assert "WARNING: failed on a sample completion of file/1" in tried["failing_rewards.none"]
     assert f"(failing_rewards.py:{LINES['none']} in none)" in tried["failing_rewards.none"]
     assert f":{LINES['raises'] + 1} in raises)" in tried["failing_rewards.raises"]
     assert try_functions([PROMPT], {"correct": 1.0}) == {}
 
 
 def test_the_sample_is_an_answer_to_the_prompt() -> None:
-    answer = sample_answer(PROMPT)
+    answer = sample_completion(PROMPT)
     assert (answer.answer, answer.finish_reason) == ("3", "stop")
     assert answer.thinking and answer.raw.endswith("</think>3") and answer.sampled_tokens > 3
     task = replace(PROMPT, reward={"kind": "code", "tests": []}, thinking=False)
-    assert sample_answer(task).answer and sample_answer(task).thinking == ""
+    assert sample_completion(task).answer and sample_completion(task).thinking == ""

@@ -88,8 +88,8 @@ def test_check_calls_each_reward_function_once_and_names_what_it_got_wrong(
         capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
     )
     assert code == 0
-    assert "spelling, checked_rewards.half: 0.5 for a sample answer to spelling/" in out
-    assert "spelling, checked_rewards.forgets: WARNING: failed on a sample answer" in out
+    assert "spelling, checked_rewards.half: 0.5 for a sample completion of spelling/" in out
+    assert "spelling, checked_rewards.forgets: WARNING: failed on a sample completion" in out
     assert "returned None; is there a way through it without a `return`? (checked_rewards.py:4" in (
         out
     )

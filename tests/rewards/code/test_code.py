@@ -182,7 +182,7 @@ def test_the_answers_time_bounds_all_its_tests(isolated: None) -> None:
     assert time.monotonic() - started < 5
     assert verdict.score == 0.0
     assert verdict.per_test[0].reason == "over its limit of time"
-    assert verdict.per_test[-1].reason == "the answer's time was over"
+    assert verdict.per_test[-1].reason == "the completion's time was over"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

@@ -64,6 +64,20 @@ def test_scripts_are_weighed_by_words() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("prompt", "own"),
+    [
+        ("ተማሪው ስንት ፖም አለው? እባክህ አስረዳ።", "ተማሪው ሰባት ፖም አለው፤ ምክንያቱም ሦስት እና አራት ሰባት ናቸው።"),
+        ("តើសិស្សមានផ្លែប៉ោមប៉ុន្មាន? សូមពន្យល់។", "សិស្សមានផ្លែប៉ោមប្រាំពីរ ព្រោះបីបូកបួនស្មើប្រាំពីរ។"),
+        ("ນັກຮຽນມີໝາກໂປມຈັກໜ່ວຍ? ກະລຸນາອະທິບາຍ.", "ນັກຮຽນມີໝາກໂປມເຈັດໜ່ວຍ ເພາະສາມບວກສີ່ເທົ່າກັບເຈັດ."),
+    ],
+    ids=["Amharic", "Khmer", "Lao"],
+)
+def test_every_script_of_the_detectors_languages_counts(prompt: str, own: str) -> None:
+    assert language_share(prompt, own) == 1.0
+    assert language_share(prompt, "The student has seven apples, as three and four make it.") == 0.0
+
+
 def test_a_foreign_word_costs_its_share() -> None:
     share = language_share(ASKED, "She has seven яблок left in the basket now.")
     assert 0.8 < share < 0.95
