@@ -1,7 +1,7 @@
 """vLLM with a recorder: groups in, recorded trajectories out, weights replaced in between.
 
-One thread at a time may use a `Sampler`; `rollout.engine` gives it one. Requests of different
-groups are batched together as they come and go. Importing this module imports vLLM.
+One thread at a time may use a `VllmEngine`; `keel.rollout.engine.thread` gives it one. Requests of
+different groups are batched together as they come and go. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Job:
         return Group(prompt=self.prompt, trajectories=answers, dropped=tuple(self.dropped))
 
 
-class Sampler:
+class VllmEngine:
     """Sampled tokens carry the version of the weights that sampled them: 0 for the checkpoint's,
     then what each update says."""
 
@@ -115,12 +115,12 @@ class Sampler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would get on with an answer; never with the weights open or gone."""
+        """Whether a step would get on with an answer; never with its weights incomplete or gone."""
         return bool(self._jobs) and not self._updating
 
     @property
-    def open(self) -> bool:
-        """Whether answers can be begun: the weights are whole."""
+    def whole(self) -> bool:
+        """Whether its weights are, so that completions can be begun."""
         return not self._updating
 
     @property
@@ -229,7 +229,7 @@ class Sampler:
         return completed
 
     def begin_update(self) -> list[tuple[int, Group]]:
-        """Open the weights. Between here and `finish_update` nothing can be sampled.
+        """Begin a weight update. Between here and `finish_update` nothing can be sampled.
 
         Answers that are being sampled pause, and go on with the new weights: vLLM then computes the
         keys and values of their tokens again, while routes stay those that each token was sampled
@@ -249,10 +249,6 @@ class Sampler:
         """`keel.model.weight_transfer.channel.gpu_id` of each of the engine's workers."""
         return self._llm.collective_rpc("keel_gpu")
 
-    def updates(self) -> list[str]:
-        """`WeightsExtension.keel_way` of each of the engine's workers."""
-        return self._llm.collective_rpc("keel_way")
-
     def join(self, meeting: Meeting, name: str) -> None:
         """Open a channel for weights to whoever meets the engine there under `name`."""
         deadline_s = self.spec.config.update_deadline_s
@@ -265,8 +261,8 @@ class Sampler:
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Sample from the new weights from now on. Raises `ValueError` if tensors are missing, and
-        the weights then stay open for good; so they do if what came straight from the trainer does
-        not add up to `checksum`."""
+        the weights then stay incomplete for good; so they do if what came straight from the trainer
+        does not add up to `checksum`."""
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         if self._asleep:

@@ -94,8 +94,8 @@ class RolloutPool:
     ) -> Future[Group]:
         """Sample `group_size` answers to `prompt`. Cancelling the future gives them up.
 
-        Its engine cuts it at `rollout.deadline_s` (`Engine.submit`), counted from when it begins:
-        how long it waits for an engine is no matter of its own. An engine that is silent for longer
+        Its engine cuts it at `rollout.deadline_s` (`EngineThread.submit`), counted from when it
+        begins: how long it waits for an engine does not count. An engine that is silent for longer
         is replaced, and its groups are sampled again. Evaluation is not recorded for replay. The
         future fails with what an engine says about the prompt, and with `EngineError` when one
         keeps dying.
