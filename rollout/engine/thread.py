@@ -35,7 +35,7 @@ class SamplingEngine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a step would get on with an answer."""
+        """Whether a step would get on with a completion."""
         ...
 
     @property
@@ -69,7 +69,7 @@ class SamplingEngine(Protocol):
 
 Late = Literal["cut", "give up"]
 When = Literal["now", "idle", "whole"]
-"""At once, once no answer is being sampled, or once the weights are whole."""
+"""At once, once no completion is being sampled, or once the weights are whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class EngineThread:
         record: bool = True,
         draw: int = 0,
     ) -> Future[Group]:
-        """Sample `group_size` answers to `prompt`. Cancelling the future aborts them. After
+        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them. After
         `rollout.deadline_s` they are cut where they are.
 
         `sampling` differs from the recipe's for evaluation, where `record` is False: routes and
@@ -196,7 +196,7 @@ class EngineThread:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Give up the GPU's memory until the next update. Running answers: as for that."""
+        """Give up the GPU's memory until the next update. Running completions: as for that."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
@@ -211,7 +211,7 @@ class EngineThread:
             self._failed = False
 
         when = "idle" if self._config.weight_updates == "drain" else "now"
-        self._wait(self._ask(interrupt, when=when), "running answers to pause or finish")
+        self._wait(self._ask(interrupt, when=when), "running completions to pause or finish")
 
     def load_bucket(self, bucket: Bucket) -> None:
         asked = self._ask(self._part_of_update(lambda engine: engine.load_bucket(bucket)))
@@ -294,7 +294,7 @@ class EngineThread:
                     self._busy_s += time.perf_counter() - began
         except RecordingError as error:
             ended = error
-        except Exception as error:  # callers hold futures: none may be left without an answer
+        except Exception as error:  # callers hold futures: none may be left without a result
             ended = EngineError(f"the engine broke: {type(error).__name__}: {error}")
             ended.__cause__ = error
         with self._gate:

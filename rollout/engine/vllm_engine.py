@@ -67,8 +67,8 @@ class _Job:
     """Whether what was unfinished at its deadline is to end with the next token."""
 
     def group(self) -> Group:
-        answers = tuple(self.done[sibling] for sibling in sorted(self.done))
-        return Group(prompt=self.prompt, trajectories=answers, dropped=tuple(self.dropped))
+        whole = tuple(self.done[sibling] for sibling in sorted(self.done))
+        return Group(prompt=self.prompt, trajectories=whole, dropped=tuple(self.dropped))
 
 
 class VllmEngine:
@@ -115,7 +115,7 @@ class VllmEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would get on with an answer; never with its weights incomplete or gone."""
+        """Whether a step would sample anything; never while weights are incomplete or gone."""
         return bool(self._jobs) and not self._updating
 
     @property
@@ -138,7 +138,7 @@ class VllmEngine:
         record: bool,
         draw: int = 0,
     ) -> None:
-        """Start `group_size` answers; `step` returns them under the number `job`. `draw`: see
+        """Start `group_size` completions; `step` returns them under the number `job`. `draw`: see
         `sibling_seed`.
 
         Without `record`, routes and kept sets are left out. Raises `ValueError` for a prompt that
@@ -178,16 +178,17 @@ class VllmEngine:
             entry = self._jobs[job]
             sibling = entry.requests.pop(output.request_id)
             internal = self._internal.pop(output.request_id)
-            answer = output.outputs[0]
-            entry.done[sibling] = self._trajectory(entry, sibling, internal, answer, text)
+            completion = output.outputs[0]
+            entry.done[sibling] = self._trajectory(entry, sibling, internal, completion, text)
             if not entry.requests:
                 yield job, self._jobs.pop(job).group()
 
     def cut(self, job: int) -> list[tuple[int, Group]]:
-        """Have a group's unfinished answers end with their next token, as at `max_tokens`.
+        """Have a group's unfinished completions end with their next token, as at `max_tokens`.
 
-        Those without a token are dropped: an empty answer is no sample, and since none of it has
-        been seen, leaving it out prefers no length. Returns the group if nothing else is missing.
+        Those without a token are dropped: an empty completion is no sample, and since none of it
+        has been seen, leaving it out prefers no length. Returns the group if nothing else is
+        missing.
         """
         entry = self._jobs[job]
         entry.cut = True
@@ -196,7 +197,7 @@ class VllmEngine:
         return self._leave(job, [name for name in begun if not begun[name]], NEVER_BEGUN)
 
     def give_up(self, job: int) -> list[tuple[int, Group]]:
-        """Drop a group's unfinished answers, and return those that are there."""
+        """Drop a group's unfinished completions, and return those that are there."""
         return self._leave(job, list(self._jobs[job].requests), NOT_CUT)
 
     def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Group]]:
@@ -231,9 +232,9 @@ class VllmEngine:
     def begin_update(self) -> list[tuple[int, Group]]:
         """Begin a weight update. Between here and `finish_update` nothing can be sampled.
 
-        Answers that are being sampled pause, and go on with the new weights: vLLM then computes the
-        keys and values of their tokens again, while routes stay those that each token was sampled
-        with. Returns groups that were completed by what was already on its way.
+        Completions that are being sampled pause, and resume with the new weights: vLLM then
+        computes the keys and values of their tokens again, while routes stay those that each token
+        was sampled with. Returns groups that were completed by what was in flight.
         """
         completed: list[tuple[int, Group]] = []
         if self._asleep:
@@ -268,7 +269,8 @@ class VllmEngine:
         if self._asleep:
             self._llm.wake_up(["kv_cache"])
             self._asleep = False
-        # Keys and values of the old weights would be no model's: unfinished answers start anew.
+        # Keys and values of the old weights would be no model's: unfinished completions are
+        # prefilled again.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
         self._llm.set_weight_version(str(version))

@@ -266,7 +266,7 @@ def test_an_update_can_wait_for_running_groups(draining: EngineThread, fake: Fak
 def test_an_update_that_cannot_begin_is_given_up(draining: EngineThread, fake: FakeEngine) -> None:
     fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
-    with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running answers to"):
+    with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running completions to"):
         draining.update_weights(3, [])
     fake.go.set()
     future.result(5)
