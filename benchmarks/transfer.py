@@ -194,9 +194,15 @@ def timed(
                 pool.update(0, publish()).result(timeout=DEADLINE_S)
                 times[way].append(time.perf_counter() - began)
         actor = pool._fleet.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
-        return times, ray.get(actor.updates.remote(), timeout=DEADLINE_S)
+        return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=DEADLINE_S)
     finally:
         pool.shutdown()
+
+
+def ways_of_workers(worker: Any) -> list[str]:
+    """How each worker of an engine does its updates; runs in the engine's actor."""
+    asked = worker._engine._ask(lambda engine: engine._llm.collective_rpc("keel_way"))
+    return asked.result(timeout=DEADLINE_S)
 
 
 def main() -> None:

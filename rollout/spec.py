@@ -18,7 +18,7 @@ class EngineSpec:
     config: RolloutConfig
     dtype: Dtype
     max_model_len: int
-    """Context of the engine: prompt and answer, in tokens."""
+    """Context of the engine: prompt and completion, in tokens."""
     seed: int
     keep_routing: bool
     """Record routes. Has no effect on a model without experts."""
@@ -27,7 +27,7 @@ class EngineSpec:
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on; another one may."""
+    """The engine cannot continue; another one may."""
 
 
 class RecordingError(RuntimeError):

@@ -42,7 +42,7 @@ def pause(engine: LLMEngine, step: Callable[[], object]) -> None:
 
 def resume(engine: LLMEngine) -> None:
     if not engine.wake_up(["scheduling"]):
-        raise RuntimeError("vLLM cannot go on after a weight update: part of its memory is asleep")
+        raise RuntimeError("vLLM cannot resume after a weight update: part of its memory is asleep")
 
 
 def cut_short(scheduler: Any, request_id: str) -> bool:

@@ -204,19 +204,18 @@ class Stock:
 
 
 class Keel:
-    """`keel.rollout.engine.thread.Engine` around `keel.rollout.engine.vllm_engine.Sampler`, as the
-    workers have it."""
+    """An `EngineThread` around a `VllmEngine`, as the workers have it."""
 
     def __init__(self, arm: Arm, folder: str, size: Size, steps: Steps) -> None:
-        from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
-        from keel.rollout.engine.thread import Engine  # noqa: PLC0415
+        from keel.rollout.engine import vllm_engine  # noqa: PLC0415
+        from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
 
-        built = sampler.engine_args
+        built = vllm_engine.engine_args
 
         def bounded(*args: Any) -> Any:
             return replace(built(*args), **engine_args(arm, folder, size))
 
-        sampler.engine_args = bounded
+        vllm_engine.engine_args = bounded
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.answer),
@@ -235,12 +234,12 @@ class Keel:
             keep_sampling_mask=arm.record,
         )
 
-        def build() -> sampler.Sampler:
-            made = sampler.Sampler(spec)
+        def build() -> vllm_engine.VllmEngine:
+            made = vllm_engine.VllmEngine(spec)
             steps.watch(made._llm)
             return made
 
-        self._engine = Engine(build, self._config)
+        self._engine = EngineThread(build, self._config)
 
     def run(self, prompts: list[Prompt], answer: int) -> list[Group]:
         asked = sampling(self._size, answer)

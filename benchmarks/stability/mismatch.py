@@ -111,8 +111,8 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
     # vLLM and torch read the environment when they are imported.
     import torch  # noqa: PLC0415
 
-    from keel.rollout.engine.thread import Engine  # noqa: PLC0415
-    from keel.rollout.engine.vllm_engine import Sampler  # noqa: PLC0415
+    from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
+    from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
     config = rollout_config(arm, size)
     spec = EngineSpec(
@@ -125,7 +125,7 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
         keep_routing=True,
         keep_sampling_mask=True,
     )
-    engine = Engine(lambda: Sampler(spec), config)
+    engine = EngineThread(lambda: VllmEngine(spec), config)
     futures = [
         engine.submit(prompt, group_size=size.group)
         for prompt in questions(folder, size, words=words)

@@ -50,17 +50,17 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
     return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(THINK_START))
 
 
-def decode_all(tokenizer: Tokenizer, answers: Sequence[Sequence[int]]) -> list[str]:
-    """The texts of answers, without special tokens."""
+def decode_all(tokenizer: Tokenizer, completions: Sequence[Sequence[int]]) -> list[str]:
+    """The texts of completions, without special tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        # On all cores, where transformers takes one answer after the other.
-        return fast.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
-    return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in answers]
+        # On all cores, where transformers takes one after the other.
+        return fast.decode_batch([list(ids) for ids in completions], skip_special_tokens=True)
+    return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions]
 
 
 def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:
-    """Raise `ValueError` for a prompt whose longest answer would not fit the engine."""
+    """Raise `ValueError` for a prompt whose longest completion would not fit the engine."""
     if prompt_tokens + max_tokens > context:
         raise ValueError(
             f"prompt {prompt.prompt_id}: its {prompt_tokens} tokens and rollout.sampling.max_tokens"
@@ -131,7 +131,7 @@ def build_segment(
 def build_trajectory(
     sibling: int, segment: Segment, raw: str, *, thinking: bool, finish_reason: FinishReason
 ) -> Trajectory:
-    """One answer of one turn. `raw` is its text without special tokens."""
+    """One completion of one turn. `raw` is its text without special tokens."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=sibling,
@@ -142,7 +142,7 @@ def build_trajectory(
 
 
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
-    """Seed of one answer, in [0, 2⁶³): the same on every engine and in every run. `draw`: how often
-    this version has been asked the prompt before; it would answer in the same words."""
+    """Seed of one completion, in [0, 2⁶³): the same on every engine and in every run. `draw`: how
+    often this version has been asked the prompt before; else it would say the same again."""
     key = f"{seed}/{version}/{draw}/{sibling}/{prompt_id}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -1,7 +1,7 @@
-"""A sampler on a thread of its own: commands from any thread in, futures out.
+"""An engine on a thread of its own: commands from any thread in, futures out.
 
-The thread steps the sampler while it has work and takes commands between steps, so groups join and
-leave a running batch. Nothing here knows vLLM: `keel.rollout.engine.vllm_engine.Sampler` does.
+The thread steps the engine while it has work and takes commands between steps, so groups join and
+leave a running batch. Nothing here knows vLLM: `keel.rollout.engine.vllm_engine.VllmEngine` does.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ STOP_S = 60.0
 """Longest wait for the thread to stop: one step of the engine, at most."""
 
 
-class SamplerLike(Protocol):
-    """What the thread drives; see `keel.rollout.engine.vllm_engine.Sampler`."""
+class SamplingEngine(Protocol):
+    """What the thread drives; see `keel.rollout.engine.vllm_engine.VllmEngine`."""
 
     version: int
     sampled_tokens: int
 
     @property
     def busy(self) -> bool:
-        """Whether a step would get on with an answer."""
+        """Whether a step would get on with a completion."""
         ...
 
     @property
-    def open(self) -> bool:
-        """Whether answers can be begun: the weights are whole."""
+    def whole(self) -> bool:
+        """Whether its weights are, so that completions can be begun."""
         ...
 
     @property
@@ -60,7 +60,6 @@ class SamplerLike(Protocol):
     def cut(self, job: int) -> Iterable[tuple[int, Group]]: ...
     def give_up(self, job: int) -> Iterable[tuple[int, Group]]: ...
     def gpus(self) -> list[str]: ...
-    def updates(self) -> list[str]: ...
     def join(self, meeting: Meeting, name: str) -> None: ...
     def sleep(self) -> Iterable[tuple[int, Group]]: ...
     def begin_update(self) -> Iterable[tuple[int, Group]]: ...
@@ -69,23 +68,23 @@ class SamplerLike(Protocol):
 
 
 Late = Literal["cut", "give up"]
-When = Literal["now", "idle", "open"]
-"""At once, once no answer is being sampled, or once the weights are whole."""
+When = Literal["now", "idle", "whole"]
+"""At once, once no completion is being sampled, or once the weights are whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
     """Something to do on the engine's thread; the future gets its result or its error."""
 
-    run: Callable[[SamplerLike], Any]
+    run: Callable[[SamplingEngine], Any]
     future: Future[Any]
     when: When = "now"
 
 
-class Engine:
+class EngineThread:
     """Samples groups and takes weights."""
 
-    def __init__(self, build: Callable[[], SamplerLike], config: RolloutConfig) -> None:
+    def __init__(self, build: Callable[[], SamplingEngine], config: RolloutConfig) -> None:
         """`build` runs on the engine's thread. Returns when it has; raises what it raises."""
         self._build = build
         self._config = config
@@ -101,7 +100,7 @@ class Engine:
         self._ended: Exception | None = None
         self._busy_s = 0.0
         self._failed = False
-        """Whether the last update did, so that the weights stay open for good."""
+        """Whether the last update did, so that the weights stay incomplete for good."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="keel-engine", daemon=True
@@ -118,7 +117,7 @@ class Engine:
         record: bool = True,
         draw: int = 0,
     ) -> Future[Group]:
-        """Sample `group_size` answers to `prompt`. Cancelling the future aborts them. After
+        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them. After
         `rollout.deadline_s` they are cut where they are.
 
         `sampling` differs from the recipe's for evaluation, where `record` is False: routes and
@@ -134,25 +133,25 @@ class Engine:
             "draw": draw,
         }
 
-        def start(sampler: SamplerLike) -> None:
+        def start(engine: SamplingEngine) -> None:
             if future.cancelled():
                 return
             self._groups[job] = future
             self._limits[job] = self._busy_s + self._config.deadline_s, "cut"
             try:
-                sampler.add(job, prompt, **options)
+                engine.add(job, prompt, **options)
             except BaseException:
-                self._abort(sampler, job)
+                self._abort(engine, job)
                 raise
 
         def cancelled(done: Future[Group]) -> None:
             if done.cancelled():
-                self._commands.put(_Command(lambda sampler: self._abort(sampler, job), Future()))
+                self._commands.put(_Command(lambda engine: self._abort(engine, job), Future()))
 
         future.add_done_callback(cancelled)
         # Calls of an actor may overtake each other: what was asked before a sleep or an update, and
         # comes after it, begins when that is over.
-        asked = self._ask(start, when="open")
+        asked = self._ask(start, when="whole")
         asked.add_done_callback(lambda done: _pass_error(done, future))
         return future
 
@@ -169,12 +168,7 @@ class Engine:
 
     def gpus(self) -> list[str]:
         """Which GPUs the engine is on; see `keel.model.weight_transfer.channel.gpu_id`."""
-        return self._wait(self._ask(lambda sampler: sampler.gpus()), "the engine's GPUs")
-
-    def updates(self) -> list[str]:
-        """How the next update will be done by each of the engine's workers: "copies", or why by
-        vLLM's loader; empty before the first one."""
-        return self._wait(self._ask(lambda sampler: sampler.updates()), "how updates are done")
+        return self._wait(self._ask(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, meeting: Meeting, name: str, *, shares: bool) -> None:
         """Meet the trainer's rank that weights will come from; `shares`: on the engine's own GPU,
@@ -183,7 +177,7 @@ class Engine:
         deadline_s = (1 + self._config.engines) * self._config.update_deadline_s
         self._inbox = Inbox(meeting, name, deadline_s=deadline_s)
         if not shares:
-            asked = self._ask(lambda sampler: sampler.join(meeting, name))
+            asked = self._ask(lambda engine: engine.join(meeting, name))
             self._wait(asked, "the channel to open")
 
     def receive(self) -> None:
@@ -202,36 +196,38 @@ class Engine:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Give up the GPU's memory until the next update. Running answers: as for that."""
-        self._interrupt(lambda sampler: sampler.sleep())
+        """Give up the GPU's memory until the next update. Running completions: as for that."""
+        self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
-        """Open the weights: nothing is sampled until `finish_update`. Running answers pause, or are
-        finished first (`rollout.weight_updates`)."""
-        self._interrupt(lambda sampler: sampler.begin_update())
+        """Begin a weight update: nothing is sampled until `finish_update`. Running completions
+        pause, or are finished first (`rollout.weight_updates`)."""
+        self._interrupt(lambda engine: engine.begin_update())
 
-    def _interrupt(self, act: Callable[[SamplerLike], Iterable[tuple[int, Group]]]) -> None:
-        def interrupt(sampler: SamplerLike) -> None:
-            for job, group in act(sampler):
+    def _interrupt(self, act: Callable[[SamplingEngine], Iterable[tuple[int, Group]]]) -> None:
+        def interrupt(engine: SamplingEngine) -> None:
+            for job, group in act(engine):
                 self._resolve(job, group)
             self._failed = False
 
         when = "idle" if self._config.weight_updates == "drain" else "now"
-        self._wait(self._ask(interrupt, when=when), "running answers to pause or finish")
+        self._wait(self._ask(interrupt, when=when), "running completions to pause or finish")
 
     def load_bucket(self, bucket: Bucket) -> None:
-        asked = self._ask(self._part_of_update(lambda sampler: sampler.load_bucket(bucket)))
+        asked = self._ask(self._part_of_update(lambda engine: engine.load_bucket(bucket)))
         self._wait(asked, "a bucket of weights")
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Check that everything came; sample from the new weights from now on."""
-        finish = self._part_of_update(lambda sampler: sampler.finish_update(version, checksum))
+        finish = self._part_of_update(lambda engine: engine.finish_update(version, checksum))
         self._wait(self._ask(finish), "the new weights")
 
-    def _part_of_update(self, act: Callable[[SamplerLike], None]) -> Callable[[SamplerLike], None]:
-        def run(sampler: SamplerLike) -> None:
+    def _part_of_update(
+        self, act: Callable[[SamplingEngine], None]
+    ) -> Callable[[SamplingEngine], None]:
+        def run(engine: SamplingEngine) -> None:
             try:
-                act(sampler)
+                act(engine)
             except BaseException:
                 self._failed = True
                 raise
@@ -241,13 +237,13 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Sampled tokens and busy seconds so far; unfinished groups and recordings held now."""
 
-        def read(sampler: SamplerLike) -> dict[str, float]:
+        def read(engine: SamplingEngine) -> dict[str, float]:
             return {
-                "version": sampler.version,
-                "sampled_tokens": sampler.sampled_tokens,
+                "version": engine.version,
+                "sampled_tokens": engine.sampled_tokens,
                 "busy_s": self._busy_s,
                 "groups": len(self._groups),
-                "recordings": sampler.recordings,
+                "recordings": engine.recordings,
             }
 
         return self._wait(self._ask(read), "the engine's statistics")
@@ -259,7 +255,7 @@ class Engine:
         if self._thread.is_alive():
             raise TimeoutError(f"the engine's thread did not stop within {STOP_S:.0f} s")
 
-    def _ask(self, run: Callable[[SamplerLike], Any], *, when: When = "now") -> Future[Any]:
+    def _ask(self, run: Callable[[SamplingEngine], Any], *, when: When = "now") -> Future[Any]:
         future: Future[Any] = Future()
         with self._gate:
             if self._ended is None:
@@ -282,7 +278,7 @@ class Engine:
 
     def _run(self, ready: Future[None]) -> None:
         try:
-            sampler = self._build()
+            engine = self._build()
         except Exception as error:  # whatever it is, the constructor is waiting for it
             ready.set_exception(error)
             return
@@ -290,59 +286,59 @@ class Engine:
         waiting: list[_Command] = []
         ended: Exception = EngineError("the engine has been stopped")
         try:
-            while self._take_commands(sampler, waiting):
-                if sampler.busy:
+            while self._take_commands(engine, waiting):
+                if engine.busy:
                     began = time.perf_counter()
-                    for job, group in chain(self._hurry(sampler), sampler.step()):
+                    for job, group in chain(self._hurry(engine), engine.step()):
                         self._resolve(job, group)
                     self._busy_s += time.perf_counter() - began
         except RecordingError as error:
             ended = error
-        except Exception as error:  # callers hold futures: none may be left without an answer
+        except Exception as error:  # callers hold futures: none may be left without a result
             ended = EngineError(f"the engine broke: {type(error).__name__}: {error}")
             ended.__cause__ = error
         with self._gate:
             self._ended = ended
         self._fail_all(waiting, ended)
 
-    def _take_commands(self, sampler: SamplerLike, waiting: list[_Command]) -> bool:
+    def _take_commands(self, engine: SamplingEngine, waiting: list[_Command]) -> bool:
         """Run what has been asked for; sleeps if there is nothing else to do. False: stop."""
         while True:
             for command in list(waiting):
-                if self._due(command, sampler):
+                if self._due(command, engine):
                     waiting.remove(command)
-                    _execute(command, sampler)
+                    _execute(command, engine)
             try:
-                command = self._commands.get(block=not sampler.busy)
+                command = self._commands.get(block=not engine.busy)
             except queue.Empty:
                 return True
             if command is None:
                 return False
-            if self._due(command, sampler):
-                _execute(command, sampler)
+            if self._due(command, engine):
+                _execute(command, engine)
             else:
                 waiting.append(command)
 
-    def _due(self, command: _Command, sampler: SamplerLike) -> bool:
-        if command.when == "open":  # the sampler says what is wrong with weights that stay open
-            return sampler.open or self._failed
-        return command.when == "now" or not sampler.busy
+    def _due(self, command: _Command, engine: SamplingEngine) -> bool:
+        if command.when == "whole":  # the engine says what is wrong with weights that stay partial
+            return engine.whole or self._failed
+        return command.when == "now" or not engine.busy
 
-    def _hurry(self, sampler: SamplerLike) -> Iterator[tuple[int, Group]]:
+    def _hurry(self, engine: SamplingEngine) -> Iterator[tuple[int, Group]]:
         """See to the groups whose time is up."""
         for job, (due, what) in list(self._limits.items()):
             if due > self._busy_s:
                 continue
             if what == "cut":
                 self._limits[job] = self._busy_s + CUT_S, "give up"
-                yield from sampler.cut(job)
+                yield from engine.cut(job)
             else:
-                yield from sampler.give_up(job)
+                yield from engine.give_up(job)
 
-    def _abort(self, sampler: SamplerLike, job: int) -> None:
+    def _abort(self, engine: SamplingEngine, job: int) -> None:
         self._groups.pop(job, None)
         self._limits.pop(job, None)
-        sampler.abort(job)
+        engine.abort(job)
 
     def _resolve(self, job: int, group: Group) -> None:
         future = self._groups.pop(job, None)
@@ -361,11 +357,11 @@ class Engine:
                 future.set_exception(error)
 
 
-def _execute(command: _Command, sampler: SamplerLike) -> None:
+def _execute(command: _Command, engine: SamplingEngine) -> None:
     if not command.future.set_running_or_notify_cancel():
         return
     try:
-        command.future.set_result(command.run(sampler))
+        command.future.set_result(command.run(engine))
     except Exception as error:  # belongs to the caller, who holds the future
         command.future.set_exception(error)
 

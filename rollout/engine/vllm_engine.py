@@ -1,7 +1,7 @@
 """vLLM with a recorder: groups in, recorded trajectories out, weights replaced in between.
 
-One thread at a time may use a `Sampler`; `rollout.engine` gives it one. Requests of different
-groups are batched together as they come and go. Importing this module imports vLLM.
+One thread at a time may use a `VllmEngine`; `keel.rollout.engine.thread` gives it one. Requests of
+different groups are batched together as they come and go. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class _Job:
     """Whether what was unfinished at its deadline is to end with the next token."""
 
     def group(self) -> Group:
-        answers = tuple(self.done[sibling] for sibling in sorted(self.done))
-        return Group(prompt=self.prompt, trajectories=answers, dropped=tuple(self.dropped))
+        whole = tuple(self.done[sibling] for sibling in sorted(self.done))
+        return Group(prompt=self.prompt, trajectories=whole, dropped=tuple(self.dropped))
 
 
-class Sampler:
+class VllmEngine:
     """Sampled tokens carry the version of the weights that sampled them: 0 for the checkpoint's,
     then what each update says."""
 
@@ -115,12 +115,12 @@ class Sampler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would get on with an answer; never with the weights open or gone."""
+        """Whether a step would sample anything; never while weights are incomplete or gone."""
         return bool(self._jobs) and not self._updating
 
     @property
-    def open(self) -> bool:
-        """Whether answers can be begun: the weights are whole."""
+    def whole(self) -> bool:
+        """Whether its weights are, so that completions can be begun."""
         return not self._updating
 
     @property
@@ -138,7 +138,7 @@ class Sampler:
         record: bool,
         draw: int = 0,
     ) -> None:
-        """Start `group_size` answers; `step` returns them under the number `job`. `draw`: see
+        """Start `group_size` completions; `step` returns them under the number `job`. `draw`: see
         `sibling_seed`.
 
         Without `record`, routes and kept sets are left out. Raises `ValueError` for a prompt that
@@ -178,16 +178,17 @@ class Sampler:
             entry = self._jobs[job]
             sibling = entry.requests.pop(output.request_id)
             internal = self._internal.pop(output.request_id)
-            answer = output.outputs[0]
-            entry.done[sibling] = self._trajectory(entry, sibling, internal, answer, text)
+            completion = output.outputs[0]
+            entry.done[sibling] = self._trajectory(entry, sibling, internal, completion, text)
             if not entry.requests:
                 yield job, self._jobs.pop(job).group()
 
     def cut(self, job: int) -> list[tuple[int, Group]]:
-        """Have a group's unfinished answers end with their next token, as at `max_tokens`.
+        """Have a group's unfinished completions end with their next token, as at `max_tokens`.
 
-        Those without a token are dropped: an empty answer is no sample, and since none of it has
-        been seen, leaving it out prefers no length. Returns the group if nothing else is missing.
+        Those without a token are dropped: an empty completion is no sample, and since none of it
+        has been seen, leaving it out prefers no length. Returns the group if nothing else is
+        missing.
         """
         entry = self._jobs[job]
         entry.cut = True
@@ -196,7 +197,7 @@ class Sampler:
         return self._leave(job, [name for name in begun if not begun[name]], NEVER_BEGUN)
 
     def give_up(self, job: int) -> list[tuple[int, Group]]:
-        """Drop a group's unfinished answers, and return those that are there."""
+        """Drop a group's unfinished completions, and return those that are there."""
         return self._leave(job, list(self._jobs[job].requests), NOT_CUT)
 
     def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Group]]:
@@ -229,11 +230,11 @@ class Sampler:
         return completed
 
     def begin_update(self) -> list[tuple[int, Group]]:
-        """Open the weights. Between here and `finish_update` nothing can be sampled.
+        """Begin a weight update. Between here and `finish_update` nothing can be sampled.
 
-        Answers that are being sampled pause, and go on with the new weights: vLLM then computes the
-        keys and values of their tokens again, while routes stay those that each token was sampled
-        with. Returns groups that were completed by what was already on its way.
+        Completions that are being sampled pause, and resume with the new weights: vLLM then
+        computes the keys and values of their tokens again, while routes stay those that each token
+        was sampled with. Returns groups that were completed by what was in flight.
         """
         completed: list[tuple[int, Group]] = []
         if self._asleep:
@@ -249,10 +250,6 @@ class Sampler:
         """`keel.model.weight_transfer.channel.gpu_id` of each of the engine's workers."""
         return self._llm.collective_rpc("keel_gpu")
 
-    def updates(self) -> list[str]:
-        """`WeightsExtension.keel_way` of each of the engine's workers."""
-        return self._llm.collective_rpc("keel_way")
-
     def join(self, meeting: Meeting, name: str) -> None:
         """Open a channel for weights to whoever meets the engine there under `name`."""
         deadline_s = self.spec.config.update_deadline_s
@@ -265,14 +262,15 @@ class Sampler:
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Sample from the new weights from now on. Raises `ValueError` if tensors are missing, and
-        the weights then stay open for good; so they do if what came straight from the trainer does
-        not add up to `checksum`."""
+        the weights then stay incomplete for good; so they do if what came straight from the trainer
+        does not add up to `checksum`."""
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         if self._asleep:
             self._llm.wake_up(["kv_cache"])
             self._asleep = False
-        # Keys and values of the old weights would be no model's: unfinished answers start anew.
+        # Keys and values of the old weights would be no model's: unfinished completions are
+        # prefilled again.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
         self._llm.set_weight_version(str(version))

@@ -1,4 +1,4 @@
-"""The Ray actor around an `Engine`: a shell. Importing this module does not import vLLM."""
+"""The Ray actor around an `EngineThread`: a shell. Importing this module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from keel.configs.schema import SamplingConfig
 from keel.model.weight_transfer.channel import Meeting
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.thread import Engine
+from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec
 
 
@@ -19,12 +19,12 @@ class RolloutWorker:
 
     def __init__(self, spec: EngineSpec) -> None:
         # vLLM is loaded in the actor's process only, under its environment.
-        from keel.rollout.engine.vllm_engine import Sampler  # noqa: PLC0415
+        from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
-        self._engine = Engine(lambda: Sampler(spec), spec.config)
+        self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
 
     async def ready(self) -> int:
-        """Answers when the constructor is done, with the id of this process."""
+        """Returns when the constructor is done, with the id of this process."""
         return os.getpid()
 
     async def generate(
@@ -51,11 +51,8 @@ class RolloutWorker:
     async def gpus(self) -> list[str]:
         return await asyncio.to_thread(self._engine.gpus)
 
-    async def updates(self) -> list[str]:
-        return await asyncio.to_thread(self._engine.updates)
-
     async def join(self, meeting: Meeting, name: str, shares: bool) -> None:
-        """Meet a trainer's rank that sends weights itself; see `Engine.join`."""
+        """Meet a trainer's rank that sends weights itself; see `EngineThread.join`."""
         await asyncio.to_thread(self._engine.join, meeting, name, shares=shares)
 
     async def receive(self) -> None:

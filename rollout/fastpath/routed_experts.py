@@ -60,7 +60,7 @@ class SlotRoutes:
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
     def rows(self, slots: NDArray[np.int64], *, filed: bool = False) -> NDArray[np.int16]:
-        """[len(slots), L, K]; waits for the steps on their way, unless all of it is `filed`."""
+        """[len(slots), L, K]; waits for the steps in flight, unless all of it is `filed`."""
         with torch.cuda.stream(self._beside) if filed and self._beside else nullcontext():
             index = torch.from_numpy(slots).to(self._table.device)
             return self._table[index].cpu().numpy()

@@ -1,6 +1,6 @@
-"""What was recorded of answers, kept as arrays of whole steps until an answer is finished.
+"""What was recorded of completions, kept as arrays of whole steps until each is finished.
 
-An object for each token of each answer would cost more than computing the tokens does.
+An object for each token of each completion would cost more than computing the tokens does.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _bound(
     groups,
     SIZE: tl.constexpr,
 ):
-    """What at least top_k of a row reach, if so many are finite."""
+    """What at least top_k of a row reach, if that many are finite."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:

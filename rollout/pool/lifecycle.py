@@ -21,7 +21,7 @@ MAX_RESTARTS = 3
 """Times that an engine is started again within `window_s` before the run is given up."""
 RECENT_S = 3 * 3600.0
 """A run of weeks outlives failures that are this far apart, however many."""
-TASKS = {"starting": "start", "loading": "take new weights", "dozing off": "fall asleep"}
+TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 """Process and actor ids, which differ from one start to the next."""
@@ -97,8 +97,8 @@ class Fleet:
             slot.stage, slot.pending = self._started, None
 
     def follow(self, wanted: Update | None, resting: Future[None] | None) -> None:
-        """Have all engines load new weights, or fall asleep. Those that are on their way somewhere
-        follow when they are there."""
+        """Have all engines load new weights, or fall asleep. Those that are between stages
+        follow when they have got there."""
         self.resting = resting
         if wanted is not None and wanted is not self.wanted:
             self.wanted = wanted
@@ -129,7 +129,7 @@ class Fleet:
                     f"an update to {slot.version}"
                 )
             slot.version = slot.pending.result()
-        stages: dict[Stage, Stage] = {"starting": self._started, "dozing off": "asleep"}
+        stages: dict[Stage, Stage] = {"starting": self._started, "going to sleep": "asleep"}
         slot.stage, slot.pending = stages.get(slot.stage, "ready"), None
         slot.start_failure = ""
         if self.resting is not None:
@@ -169,7 +169,7 @@ class Fleet:
 
     def _put_to_sleep(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            slot.stage, slot.pending = "dozing off", slot.engine.sleep()
+            slot.stage, slot.pending = "going to sleep", slot.engine.sleep()
             slot.deadline = time.monotonic() + self.update_s
 
     def _load(self, slots: Sequence[Slot]) -> None:

@@ -53,7 +53,7 @@ class RolloutPool:
         self._draws: Counter[str] = Counter()
         """How often each prompt was asked for the current weights, and by orders still open."""
         self._open: dict[int, Order] = {}
-        """Orders without an answer, by number."""
+        """Orders without a group, by number."""
         self._update: Update | None = None
         self._asleep: Future[None] | None = None
         """Of the last `sleep`, until there are new weights."""
@@ -92,16 +92,16 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` answers to `prompt`. Cancelling the future gives them up.
+        """Sample `group_size` completions of `prompt`. Cancelling the future gives them up.
 
-        Its engine cuts it at `rollout.deadline_s` (`Engine.submit`), counted from when it begins:
-        how long it waits for an engine is no matter of its own. An engine that is silent for longer
+        Its engine cuts it at `rollout.deadline_s` (`EngineThread.submit`), counted from when it
+        begins: how long it waits for an engine does not count. An engine that is silent for longer
         is replaced, and its groups are sampled again. Evaluation is not recorded for replay. The
         future fails with what an engine says about the prompt, and with `EngineError` when one
         keeps dying.
         """
-        (answer,) = self._submit([prompt], group_size, sampling, purpose)
-        return answer
+        (group,) = self._submit([prompt], group_size, sampling, purpose)
+        return group
 
     def _submit(
         self,
@@ -125,8 +125,8 @@ class RolloutPool:
         for order in orders:
             if ended is not None:
                 order.fail(ended)
-            order.answer.add_done_callback(partial(self._noticed, order.number))
-        return [order.answer for order in orders]
+            order.group.add_done_callback(partial(self._noticed, order.number))
+        return [order.group for order in orders]
 
     def generate(
         self,
@@ -137,13 +137,13 @@ class RolloutPool:
         purpose: Purpose = "train",
     ) -> Iterator[Group]:
         """`submit` of all `prompts`: groups in the order that they finish."""
-        answers = self._submit(prompts, group_size, sampling, purpose)
+        groups = self._submit(prompts, group_size, sampling, purpose)
         try:
-            for answer in as_completed(answers):  # each has its deadline
-                yield answer.result()
+            for group in as_completed(groups):  # each has its deadline
+                yield group.result()
         finally:
-            for answer in answers:
-                answer.cancel()
+            for group in groups:
+                group.cancel()
 
     def update(self, version: int, weights: Any) -> Future[None]:
         """Bring every engine to these weights; done when all of them sample from `version` (or a
@@ -166,7 +166,7 @@ class RolloutPool:
             else:
                 if self._update is None or self._update.version != version:
                     # What is open may be sampled by these weights yet, and its draw is taken then.
-                    orders = [o for o in self._open.values() if not o.answer.done()]
+                    orders = [o for o in self._open.values() if not o.group.done()]
                     names = {order.prompt.prompt_id for order in orders}
                     self._draws = Counter({name: self._draws[name] for name in names})
                 self._update, self._asleep = update, None
@@ -202,10 +202,10 @@ class RolloutPool:
     def _call(self) -> None:
         settle(self._called)
 
-    def _noticed(self, number: int, answer: Future[Group]) -> None:
+    def _noticed(self, number: int, group: Future[Group]) -> None:
         with self._gate:
             self._open.pop(number, None)
-            if answer.cancelled():
+            if group.cancelled():
                 self._call()
 
     def _end(self, error: Exception) -> None:
@@ -221,7 +221,7 @@ class RolloutPool:
             while self._take_calls():
                 self._send()
                 self._wait()
-        except Exception as error:  # callers hold futures: none may be left without an answer
+        except Exception as error:  # callers hold futures: none may be left without a result
             self._end(error)
         assert self._ended is not None
         for future in self._flights:
@@ -250,10 +250,10 @@ class RolloutPool:
         self._waiting.sort(key=lambda order: order.rank)
         self._fleet.follow(update, resting)
         for future, flight in list(self._flights.items()):
-            if flight.order.answer.cancelled():
+            if flight.order.group.cancelled():
                 future.cancel()
                 self._take(future)
-        self._waiting = [order for order in self._waiting if not order.answer.cancelled()]
+        self._waiting = [order for order in self._waiting if not order.group.cancelled()]
         return True
 
     def _send(self) -> None:
@@ -294,7 +294,7 @@ class RolloutPool:
             over = future in done or time.monotonic() >= slot.deadline
             if over and (error := self._fleet.advance(slot)) is not None:
                 self._replace(slot, error)
-            elif over and slot.stage == "ready":  # its groups go on
+            elif over and slot.stage == "ready":  # its groups resume
                 for flight in self._flights.values():
                     if flight.slot is slot:
                         flight.deadline = self._silent_at()
@@ -332,7 +332,7 @@ class RolloutPool:
             late = flight.deadline <= time.monotonic() and not future.done()
             if late and future in self._flights:  # not gone with another of its engine
                 error = EngineError(
-                    f"fell silent: no answer about prompt {flight.order.prompt.prompt_id} in "
+                    f"fell silent: no group of prompt {flight.order.prompt.prompt_id} in "
                     f"{self._config.silent_s:g} s, though it is cut after rollout.deadline_s = "
                     f"{self._config.deadline_s:g}"
                 )

@@ -33,7 +33,7 @@ class RolloutEngine(Protocol):
 
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
         """Load, and report the version that is sampled from now on. What becomes of running
-        answers: `rollout.weight_updates`."""
+        completions: `rollout.weight_updates`."""
         ...
 
     def sleep(self) -> Future[None]:
@@ -45,7 +45,7 @@ class RolloutEngine(Protocol):
         ...
 
 
-Stage = Literal["starting", "loading", "ready", "dozing off", "asleep"]
+Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Slot:
     start_failure: str = ""
     """Why the last start failed, numbers aside."""
     sequences: int = 0
-    """Answers it is working on."""
+    """Completions it is working on."""
     load: int = 0
     """Tokens it may still have to sample."""
 
@@ -80,7 +80,7 @@ class Order:
     sampling: SamplingConfig
     purpose: Purpose
     draw: int
-    answer: Future[Group] = field(default_factory=Future[Group])
+    group: Future[Group] = field(default_factory=Future[Group])
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -93,11 +93,11 @@ class Order:
 
     def fail(self, error: BaseException) -> None:
         with suppress(InvalidStateError):  # the caller has cancelled it
-            self.answer.set_exception(error)
+            self.group.set_exception(error)
 
     def give(self, group: Group) -> None:
         with suppress(InvalidStateError):
-            self.answer.set_result(group)
+            self.group.set_result(group)
 
 
 @dataclass(slots=True)

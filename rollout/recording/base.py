@@ -28,7 +28,7 @@ RecorderName = Literal["native", "packed", "v1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What the engine did for one answer of G tokens to a prompt of P tokens."""
+    """What the engine did for one completion of G tokens to a prompt of P tokens."""
 
     logp: NDArray[np.float32]
     """[G] log-probability of each sampled token, under temperature and truncation."""
@@ -36,7 +36,7 @@ class Recording:
     """G spans. None: sampling was not truncated, or was not to be recorded."""
     routes: NDArray[np.int16] | None
     """[P+G−1, L, K] experts of the MoE layers, each row under the weights that sampled the token
-    after it (in a prompt: the first of the answer). None: none, or not to be recorded."""
+    after it (in a prompt: the first of the completion). None: none, or not to be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
 
 
 class RoutesBeforePreemption:
-    """For recorders that read routes where the keys are, when an answer is finished.
+    """For recorders that read routes where the keys are, when a completion is finished.
 
     A request that is preempted loses its keys, and has them computed again later: by other weights,
     if those have changed (a change preempts all running requests). Here its rows are read before.
@@ -136,8 +136,8 @@ class RoutesBeforePreemption:
         """[tokens, L, K] of a request, those read before a preemption first; forgets these. `read`:
         another way to read the rest.
 
-        An answer whose last token was on its way at the preemption has no blocks any more, and all
-        of its rows were read then.
+        A completion whose last token was in flight at the preemption has no blocks any more, and
+        all of its rows were read then.
         """
         read = read or self._read
         before = self._rows.pop(request_id, None)
@@ -158,7 +158,7 @@ def check_tokens(request_id: str, what: str, recorded: int, expected: int) -> No
     if recorded != expected:
         raise RecordingError(
             f"request {request_id}: the engine recorded {recorded} {what} where {expected} are "
-            "due; the trainer could not replay the answer"
+            "due; the trainer could not replay the completion"
         )
 
 

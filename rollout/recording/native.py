@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WIDEST_MASK = 2048
 """An engine that returns masks refuses requests without top_k. Evaluation with top_k: 0 then draws
-from the likeliest so many ids (vLLM's own limit for a compact mask)."""
+from at most this many of the likeliest ids (vLLM's own limit for a compact mask)."""
 
 
 class NativeRecorder:
@@ -95,7 +95,7 @@ def sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.fl
     first = np.asarray(flat.start_indices, np.int64)
     if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
         raise RecordingError(
-            f"request {request_id}: the logprobs are not those of the answer's tokens"
+            f"request {request_id}: the logprobs are not those of the completion's tokens"
         )
     return np.asarray(flat.logprobs, np.float32)[first]
 
@@ -123,7 +123,7 @@ def checked_sets(request_id: str, kept: KeptSets, output: CompletionOutput) -> K
     if not holds.all():
         raise RecordingError(
             f"request {request_id}: the sampling mask of token {int(np.argmin(holds))} of the "
-            "answer does not hold the token itself"
+            "completion does not hold the token itself"
         )
     return kept
 

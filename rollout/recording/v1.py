@@ -188,7 +188,9 @@ class V1Recorder:
         tokens = list(output.token_ids)
         check_tokens(request_id, "draws", len(draws), len(tokens))
         if [step.tokens[row] for step, row in draws] != tokens:
-            raise RecordingError(f"request {request_id}: the recorded tokens are not the answer's")
+            raise RecordingError(
+                f"request {request_id}: the recorded tokens are not the completion's"
+            )
         kept = routes = None
         if wanted.kept:
             kept = KeptSets.from_lists([step.kept[row] for step, row in draws if step.kept])

@@ -174,7 +174,7 @@ def start_of(tensor: Tensor) -> int:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers, in which NaN equals itself."""
+    """The same memory as integers, in which NaN equals itself."""
     return tensor.view(_WHOLE[tensor.dtype.itemsize])
 
 

@@ -92,7 +92,7 @@ class Recorder:
         self._addresses = _addresses(model)
         for name, tensor in _tensors(model):
             if tensor.is_meta:
-                self.refuse(f"{name} was left open by an earlier update")
+                self.refuse(f"{name} was left unfinished by an earlier update")
                 continue
             target = self._target(tensor)
             if target.kernel is None or target.kernel.numel() < tensor.numel():

@@ -19,7 +19,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_blocks, pack_buckets
 from keel.model.weight_transfer.channel import SharedMemory
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.thread import Engine
+from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, environment
 from keel.rollout.vllm_internals import scheduler_of
 from tests import vllm_changes
@@ -111,15 +111,14 @@ def _start(
         plain_weights.install()
     vllm_changes.make(changes)
     # vLLM stays out of pytest's process.
-    from keel.rollout.engine import fallbacks, shims  # noqa: PLC0415
-    from keel.rollout.engine import vllm_engine as sampler  # noqa: PLC0415
+    from keel.rollout.engine import fallbacks, shims, vllm_engine  # noqa: PLC0415
     from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
 
     logging.getLogger(fallbacks.__name__).addHandler(Heard())
     if without:
         setattr(shims, without, lambda: False)
 
-    class Watched(sampler.Sampler):
+    class Watched(vllm_engine.VllmEngine):
         def __init__(self, spec: EngineSpec) -> None:
             super().__init__(spec)
             scheduler = scheduler_of(self._llm)
@@ -140,7 +139,7 @@ def _start(
 
             scheduler._preempt_request, self._llm.step = counted_preempt, counted_step
 
-    arguments = sampler.engine_args
+    arguments = vllm_engine.engine_args
 
     def few_blocks(*args: Any) -> Any:
         built = arguments(*args)
@@ -149,8 +148,8 @@ def _start(
             built.scheduler_cls = FastScheduler
         return built
 
-    sampler.engine_args = few_blocks
-    _ENGINE = Engine(lambda: Watched(spec), spec.config)
+    vllm_engine.engine_args = few_blocks
+    _ENGINE = EngineThread(lambda: Watched(spec), spec.config)
     return shims.install()
 
 
@@ -181,12 +180,12 @@ def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -
 
 
 def _updates() -> list[str]:
-    asked = _ENGINE._ask(lambda sampler: sampler._llm.collective_rpc("keel_way"))
+    asked = _ENGINE._ask(lambda engine: engine._llm.collective_rpc("keel_way"))
     return asked.result(timeout=DEADLINE_S)
 
 
 def _fingerprint() -> dict[str, str]:
-    asked = _ENGINE._ask(lambda sampler: sampler._llm.collective_rpc("keel_fingerprint")[0])
+    asked = _ENGINE._ask(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
     return asked.result(timeout=DEADLINE_S)
 
 
@@ -229,7 +228,7 @@ def _sample_cut(items: Sequence[Item]) -> list[Group]:
 
 
 def _blocks() -> int:
-    asked = _ENGINE._ask(lambda sampler: scheduler_of(sampler._llm).kv_cache_manager.block_pool)
+    asked = _ENGINE._ask(lambda engine: scheduler_of(engine._llm).kv_cache_manager.block_pool)
     return asked.result(timeout=DEADLINE_S).num_gpu_blocks
 
 

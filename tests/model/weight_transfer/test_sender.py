@@ -26,7 +26,7 @@ from keel.model.weight_transfer.buckets import (
 )
 from keel.model.weight_transfer.channel import Channel, Meeting
 from keel.model.weight_transfer.sender import Sender
-from keel.rollout.engine.thread import Engine
+from keel.rollout.engine.thread import EngineThread
 from keel.trainer.worker import Receiver
 
 pytestmark = pytest.mark.e2e
@@ -38,7 +38,7 @@ BLOCK = 40_000
 
 
 class Sampler:
-    """Takes weights as `keel.rollout.engine.vllm_engine.Sampler` does. `trouble` says what goes
+    """Takes weights as `keel.rollout.engine.vllm_engine.VllmEngine` does. `trouble` says what goes
     wrong at the second bucket that it gets."""
 
     busy, open = False, True
@@ -89,7 +89,7 @@ class Worker:
         config = RolloutConfig(
             sampling=SamplingConfig(max_tokens=8), update_deadline_s=DEADLINE_S, engines=5
         )
-        self.engine = Engine(lambda: self.sampler, config)
+        self.engine = EngineThread(lambda: self.sampler, config)
 
     def gpus(self) -> list[str]:
         return self.engine.gpus()

@@ -1,4 +1,4 @@
-"""The engine's thread with a fake sampler: batching, cancelling, updates, failures."""
+"""The engine's thread with a fake engine: batching, cancelling, updates, failures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.weight_transfer.buckets import Bucket
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.thread import Engine
+from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineError, RecordingError
 from tests.rl.rollouts import prompt
 
 
-class FakeSampler:
+class FakeEngine:
     """Answers every group in the next step, while `go` is set."""
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class FakeSampler:
         return bool(self.jobs) and not self.updating
 
     @property
-    def open(self) -> bool:
+    def whole(self) -> bool:
         return not self.updating
 
     def add(self, job: int, prompt: Prompt, **options: Any) -> None:
-        if not self.open:
+        if not self.whole:
             raise RuntimeError("the weights are incomplete")
         self.jobs[job] = prompt
         if prompt.prompt_id == "long":
@@ -93,8 +93,8 @@ class FakeSampler:
 
 
 @pytest.fixture
-def sampler() -> FakeSampler:
-    return FakeSampler()
+def fake() -> FakeEngine:
+    return FakeEngine()
 
 
 def config(**changes: Any) -> RolloutConfig:
@@ -102,31 +102,31 @@ def config(**changes: Any) -> RolloutConfig:
 
 
 @pytest.fixture
-def engine(sampler: FakeSampler) -> Iterator[Engine]:
-    engine = Engine(lambda: sampler, config())
+def engine(fake: FakeEngine) -> Iterator[EngineThread]:
+    engine = EngineThread(lambda: fake, config())
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def draining(sampler: FakeSampler) -> Iterator[Engine]:
-    engine = Engine(lambda: sampler, config(weight_updates="drain"))
+def draining(fake: FakeEngine) -> Iterator[EngineThread]:
+    engine = EngineThread(lambda: fake, config(weight_updates="drain"))
     yield engine
     engine.close()
 
 
-def test_groups_that_come_together_share_a_batch(engine: Engine, sampler: FakeSampler) -> None:
-    sampler.go.clear()
+def test_groups_that_come_together_share_a_batch(engine: EngineThread, fake: FakeEngine) -> None:
+    fake.go.clear()
     futures = [engine.submit(prompt(name), group_size=2) for name in "abc"]
     while engine.stats()["groups"] < 3:
         pass
-    sampler.go.set()
+    fake.go.set()
     assert [future.result(5).prompt.prompt_id for future in futures] == ["a", "b", "c"]
-    assert sampler.events == ["a+b+c"]
+    assert fake.events == ["a+b+c"]
 
 
 def test_a_group_that_a_sleep_has_overtaken_begins_after_the_update(
-    engine: Engine, sampler: FakeSampler
+    engine: EngineThread, fake: FakeEngine
 ) -> None:
     engine.sleep()
     early, given_up = (engine.submit(prompt(name), group_size=1) for name in ("early", "late"))
@@ -138,10 +138,10 @@ def test_a_group_that_a_sleep_has_overtaken_begins_after_the_update(
     assert early.result(5).prompt.prompt_id == "early"
     with pytest.raises(ValueError, match="does not fit"):
         bad.result(5)
-    assert sampler.events == ["asleep", "begin", "finish", "abort 2", "early"]
+    assert fake.events == ["asleep", "begin", "finish", "abort 2", "early"]
 
 
-def test_after_an_update_that_failed_groups_are_refused(engine: Engine) -> None:
+def test_after_an_update_that_failed_groups_are_refused(engine: EngineThread) -> None:
     engine.begin_update()
     waiting = engine.submit(prompt("a"), group_size=1)
     with pytest.raises(ValueError, match="no such tensor"):
@@ -155,8 +155,8 @@ def test_after_an_update_that_failed_groups_are_refused(engine: Engine) -> None:
     assert later.result(5).prompt.prompt_id == "c"
 
 
-def test_a_group_that_waits_for_weights_fails_with_its_engine(sampler: FakeSampler) -> None:
-    engine = Engine(lambda: sampler, config())
+def test_a_group_that_waits_for_weights_fails_with_its_engine(fake: FakeEngine) -> None:
+    engine = EngineThread(lambda: fake, config())
     engine.sleep()
     future = engine.submit(prompt("a"), group_size=1)
     engine.close()
@@ -164,107 +164,111 @@ def test_a_group_that_waits_for_weights_fails_with_its_engine(sampler: FakeSampl
         future.result(5)
 
 
-def test_a_cancelled_group_is_aborted(engine: Engine, sampler: FakeSampler) -> None:
-    sampler.go.clear()
+def test_a_cancelled_group_is_aborted(engine: EngineThread, fake: FakeEngine) -> None:
+    fake.go.clear()
     first, second = (engine.submit(prompt(name), group_size=2) for name in "ab")
     while engine.stats()["groups"] < 2:
         pass
     assert first.cancel()
     assert engine.stats()["groups"] == 1
-    sampler.go.set()
+    fake.go.set()
     assert second.result(5).prompt.prompt_id == "b"
-    assert sampler.events == ["abort 0", "b"]
+    assert fake.events == ["abort 0", "b"]
 
 
 def test_a_refused_prompt_fails_alone_and_leaves_nothing(
-    engine: Engine, sampler: FakeSampler
+    engine: EngineThread, fake: FakeEngine
 ) -> None:
     bad, good = (engine.submit(prompt(name), group_size=2) for name in ("long", "a"))
     with pytest.raises(ValueError, match="prompt long: does not fit"):
         bad.result(5)
     assert good.result(5).prompt.prompt_id == "a"
-    assert engine.stats()["groups"] == 0 and not sampler.jobs
+    assert engine.stats()["groups"] == 0 and not fake.jobs
 
 
-def test_running_groups_pause_for_an_update_and_go_on(engine: Engine, sampler: FakeSampler) -> None:
-    sampler.go.clear()
+def test_running_groups_pause_for_an_update_and_go_on(
+    engine: EngineThread, fake: FakeEngine
+) -> None:
+    fake.go.clear()
     nearly, later = (engine.submit(prompt(name), group_size=2) for name in ("nearly", "later"))
     engine.begin_update()
     assert nearly.result(5).prompt.prompt_id == "nearly"
-    sampler.go.set()
+    fake.go.set()
     engine.load_bucket("x")  # type: ignore[arg-type]
     assert not later.done(), "sampled with half of the weights"
     engine.finish_update(3)
     later.result(5)
-    assert sampler.events == ["begin", "load x", "finish", "later"]
+    assert fake.events == ["begin", "load x", "finish", "later"]
 
 
-def test_running_groups_pause_while_the_engine_sleeps(engine: Engine, sampler: FakeSampler) -> None:
-    sampler.go.clear()
+def test_running_groups_pause_while_the_engine_sleeps(
+    engine: EngineThread, fake: FakeEngine
+) -> None:
+    fake.go.clear()
     nearly, later = (engine.submit(prompt(name), group_size=2) for name in ("nearly", "later"))
     engine.sleep()
     assert nearly.result(5).prompt.prompt_id == "nearly"
-    sampler.go.set()
+    fake.go.set()
     assert engine.stats()["version"] == 0 and not later.done()
     engine.update_weights(1, [])
     later.result(5)
-    assert sampler.events == ["asleep", "begin", "finish", "later"]
+    assert fake.events == ["asleep", "begin", "finish", "later"]
 
 
-def test_a_group_is_cut_at_its_deadline(sampler: FakeSampler) -> None:
-    engine = Engine(lambda: sampler, config(deadline_s=0.05))
-    sampler.go.clear()
+def test_a_group_is_cut_at_its_deadline(fake: FakeEngine) -> None:
+    engine = EngineThread(lambda: fake, config(deadline_s=0.05))
+    fake.go.clear()
     early = engine.submit(prompt("early"), group_size=2)
     assert not early.result(5).dropped
-    assert sampler.events == ["cut early", "early"]
+    assert fake.events == ["cut early", "early"]
     engine.close()
 
 
 def test_what_cannot_even_be_cut_is_given_up(
-    sampler: FakeSampler, monkeypatch: pytest.MonkeyPatch
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keel.rollout.engine.thread.CUT_S", 0.05)
-    sampler.deaf = True
-    engine = Engine(lambda: sampler, config(deadline_s=0.05))
-    sampler.go.clear()
+    fake.deaf = True
+    engine = EngineThread(lambda: fake, config(deadline_s=0.05))
+    fake.go.clear()
     assert engine.submit(prompt("a"), group_size=2).result(5).dropped == ("late",)
-    assert sampler.events == ["cut a", "give up a"]
+    assert fake.events == ["cut a", "give up a"]
     assert engine.stats()["groups"] == 0 and not engine._limits
     engine.close()
 
 
-def test_time_without_weights_does_not_count_towards_the_deadline(sampler: FakeSampler) -> None:
-    engine = Engine(lambda: sampler, config(deadline_s=0.2))
-    sampler.go.clear()
+def test_time_without_weights_does_not_count_towards_the_deadline(fake: FakeEngine) -> None:
+    engine = EngineThread(lambda: fake, config(deadline_s=0.2))
+    fake.go.clear()
     future = engine.submit(prompt("a"), group_size=2)
     engine.begin_update()
     time.sleep(0.3)
-    sampler.go.set()
+    fake.go.set()
     engine.finish_update(1)
     future.result(5)
-    assert sampler.events == ["begin", "finish", "a"], "was cut"
+    assert fake.events == ["begin", "finish", "a"], "was cut"
     engine.close()
 
 
-def test_an_update_can_wait_for_running_groups(draining: Engine, sampler: FakeSampler) -> None:
-    sampler.go.clear()
+def test_an_update_can_wait_for_running_groups(draining: EngineThread, fake: FakeEngine) -> None:
+    fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
-    threading.Timer(0.05, sampler.go.set).start()
+    threading.Timer(0.05, fake.go.set).start()
     draining.update_weights(3, iter(["x", "y"]))  # type: ignore[list-item]
     assert future.done()
-    assert sampler.events == ["a", "begin", "load x", "load y", "finish"]
+    assert fake.events == ["a", "begin", "load x", "load y", "finish"]
     assert draining.stats()["version"] == 3
 
 
-def test_an_update_that_cannot_begin_is_given_up(draining: Engine, sampler: FakeSampler) -> None:
-    sampler.go.clear()
+def test_an_update_that_cannot_begin_is_given_up(draining: EngineThread, fake: FakeEngine) -> None:
+    fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
-    with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running answers to"):
+    with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running completions to"):
         draining.update_weights(3, [])
-    sampler.go.set()
+    fake.go.set()
     future.result(5)
     assert draining.stats()["version"] == 0
-    assert "begin" not in sampler.events
+    assert "begin" not in fake.events
 
 
 @pytest.mark.parametrize(
@@ -279,18 +283,18 @@ def test_an_update_that_cannot_begin_is_given_up(draining: Engine, sampler: Fake
     ],
 )
 def test_when_a_step_fails_everyone_is_told(
-    engine: Engine,
-    sampler: FakeSampler,
+    engine: EngineThread,
+    fake: FakeEngine,
     error: Exception,
     seen: type[Exception],
     message: str,
 ) -> None:
     def fail() -> None:
-        if len(sampler.jobs) == 2:
+        if len(fake.jobs) == 2:
             raise error
 
-    sampler.go.clear()
-    sampler.fail = fail
+    fake.go.clear()
+    fake.fail = fail
     futures = [engine.submit(prompt(name), group_size=2) for name in "ab"]
     for future in futures:
         with pytest.raises(seen, match=message):
@@ -306,12 +310,12 @@ def test_what_stops_the_sampler_from_being_built_is_raised() -> None:
         raise ValueError("model.path = 'x': not there")
 
     with pytest.raises(ValueError, match="not there"):
-        Engine(build, RolloutConfig())
+        EngineThread(build, RolloutConfig())
 
 
-def test_closing_fails_what_is_unfinished(sampler: FakeSampler) -> None:
-    engine = Engine(lambda: sampler, RolloutConfig())
-    sampler.go.clear()
+def test_closing_fails_what_is_unfinished(fake: FakeEngine) -> None:
+    engine = EngineThread(lambda: fake, RolloutConfig())
+    fake.go.clear()
     future = engine.submit(prompt("a"), group_size=2)
     engine.close()
     with pytest.raises(EngineError, match="stopped"):

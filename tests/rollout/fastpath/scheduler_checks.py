@@ -192,7 +192,7 @@ class Play:
                     self.ended[output.request_id] = str(output.finish_reason)
 
     def pause_and_reset(self) -> None:
-        """As `Sampler.begin_update` and `finish_update`."""
+        """As `VllmEngine.begin_update` and `finish_update`."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(8):
             if not self.scheduler.has_requests() and not self.queue:
@@ -205,7 +205,7 @@ class Play:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def cut(self, name: str) -> None:
-        """As `Sampler.cut`: it ends with its next token, or with those on their way."""
+        """As `VllmEngine.cut`: it ends with its next token, or with those in flight."""
         if name in self.answers and name not in self.ended:
             begun = cut_short(self.scheduler, name)
             request = self.scheduler.requests[name]

@@ -67,7 +67,7 @@ def test_an_engine_that_falls_silent_is_replaced_and_loses_no_group(
     assert not any(group.dropped for group in groups)
     assert world.names() == ["0.0", "1.0", "0.1"] and world.lives[0].killed
     (reason,) = said
-    assert "engine 0 is started again: fell silent: no answer about prompt p0 in 0.15 s" in reason
+    assert "engine 0 is started again: fell silent: no group of prompt p0 in 0.15 s" in reason
 
 
 def test_time_in_which_an_engine_takes_weights_is_not_silence(
