@@ -227,7 +227,7 @@ def held_bytes(config: Config, memory: Memory) -> float:
 
 def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
     """Whether DeepSpeed's optimizer for bfloat16 adds gradients up in float32
-    (trainer/engine/grad_accum.py)."""
+    (trainer/engine/deepspeed_internals.py)."""
     return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 

@@ -76,7 +76,7 @@ class Rates:
     """Moved for each parameter that a rank holds and each micro-batch, to add its gradient to the
     sum. From a profile."""
     summed_bytes: float = 14.0
-    """The same where it is added in one pass (trainer/engine/grad_accum.py). From another
+    """The same where it is added in one pass (trainer/engine/deepspeed_internals.py). From another
     profile."""
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
