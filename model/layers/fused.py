@@ -1,7 +1,7 @@
 """Faster layers on a GPU: RMS norms as one kernel, and less traffic around a layer's experts.
 
 transformers writes both as a dozen elementwise operations, each a pass over memory, which together
-take longer than the matrix products. On a CPU, and for layers that compute something else, its own
+take longer than the GEMMs. On a CPU, and for layers that compute something else, its own
 code runs.
 """
 
@@ -161,7 +161,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_plain(experts: Any) -> bool:
-    """Gate and up in one product, SiLU, no biases, and a choice of implementation."""
+    """Gate and up in one GEMM, SiLU, no biases, and a choice of implementation."""
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if any(getattr(experts, name, None) is not value for name, value in flags.items()):
         return False
