@@ -97,7 +97,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             "carry state from one packed segment into the next; only full and sliding attention "
             "can be trained"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not model.is_backend_compatible():
         raise ValueError(
             f"model of type {config.model_type}: its attention does not go through transformers' "
             "attention interface, so packed segments would see each other"

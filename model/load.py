@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from keel.configs.schema import ConfigError
 from keel.model.layers.fused import fuses_experts, fuses_norms
 from keel.model.source import LINK, check_path, check_tokenizer_files, dangling, hub_options
+from keel.model.transformers_internals import always_float32
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 Named = dict[str, Tensor]
@@ -152,7 +154,7 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
     What the family keeps in float32 beside weights of any dtype stays as it is. DeepSeek-V3 adds a
     bias to the scores that choose experts: in bfloat16 most of it would be equal.
     """
-    names = sorted(model._keep_in_fp32_modules_strict or ())
+    names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
 
     def convert(name: str, tensor: Tensor) -> Tensor:
@@ -241,12 +243,13 @@ def full_attention(config: PreTrainedConfig) -> bool:
 def _own_tensors(model: nn.Module) -> Iterator[Named]:
     """What each module itself adds to the state dict, by full name. Shared tensors come once."""
     seen: set[int] = set()
+    saved = model.state_dict(keep_vars=True).keys()  # not all buffers are
     for prefix, module in model.named_modules():
         own: dict[str, Tensor] = dict(module.named_parameters(prefix, recurse=False))
         own |= {
             name: buffer
             for name, buffer in module.named_buffers(prefix, recurse=False)
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if name in saved
         }
         fresh = {name: tensor for name, tensor in own.items() if id(tensor) not in seen}
         seen.update(map(id, own.values()))
@@ -293,7 +296,7 @@ def _check_causal(config: PreTrainedConfig, path: str) -> None:
     """Known to transformers as a causal model, and not saved as something else."""
     saved_as = config.architectures or []
     causal = not saved_as or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved_as)
-    if type(config.get_text_config()) not in AutoModelForCausalLM._model_mapping or not causal:
+    if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal:
         raise ConfigError(
             f"{path!r} is not a causal language model (model_type {config.model_type!r}, "
             f"architectures {saved_as}); name one whose architecture ends in ForCausalLM"

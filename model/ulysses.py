@@ -23,7 +23,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from keel.model.torch_internals import all_to_all
 
 T = TypeVar("T", bound=np.generic)
 
@@ -112,4 +113,4 @@ def tokens_for_heads(output: Tensor, group: ProcessGroup) -> Tensor:
 
 def _trade(rows: Tensor, group: ProcessGroup) -> Tensor:
     """Row j goes to rank j, and row i comes from rank i: [n, …] → [n, …]."""
-    return all_to_all_single_autograd(rows.contiguous(), None, None, group)
+    return all_to_all(rows.contiguous(), group)

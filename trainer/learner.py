@@ -66,15 +66,15 @@ class Learner:
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
         options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": 0.5}
-        remote, ranks = ray.remote(TrainerWorker), config.trainer.ranks
+        remote, trainer = ray.remote(TrainerWorker), config.trainer
         self._ranks: list[Any] = [
             remote.options(**{**options, **(actor_options(rank) if actor_options else {})}).remote(
-                rank, ranks, gpu=gpu
+                rank, trainer.ranks, gpu=gpu
             )
-            for rank in range(ranks)
+            for rank in range(trainer.ranks)
         ]
-        for rank in self._ranks:
-            rank.prepare.remote()
+        parts = trainer.expert_parallel
+        self._prepared = [rank.prepare.remote(expert_parallel=parts) for rank in self._ranks]
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
         self._whereabouts: list[Whereabouts] = []
@@ -85,8 +85,20 @@ class Learner:
         """Version of the current weights; 0 for those the run started from."""
         return self._version
 
-    def start(self, deadline_s: float | None = None) -> None:
-        """Wait until every rank has loaded the model (default: `run.startup_deadline_s`)."""
+    def prepared(self) -> None:
+        """Wait until every rank has loaded its libraries, and found in them what this run needs.
+
+        That takes seconds and no GPU, so a run can end here before an engine is up."""
+        seconds = self._config.run.startup_deadline_s
+        limit = Limit("loading the trainer's libraries", seconds, "run.startup_deadline_s")
+        self._wait(self._prepared, limit)
+
+    def start(self, deadline_s: float | None = None) -> list[str]:
+        """Wait until every rank has loaded the model (default: `run.startup_deadline_s`).
+
+        Returns a line for each thing that is lost with these versions of the libraries, which rank
+        0 has found in looking at them (`TrainerEngine.notes`).
+        """
         end = time.monotonic() + (deadline_s or self._config.run.startup_deadline_s)
 
         def limit() -> Limit:
@@ -95,7 +107,7 @@ class Learner:
 
         self._whereabouts = self._all("whereabouts", limit=limit())
         (meeting,) = self._wait([self._ranks[0].listen.remote()], limit())
-        self._all("start", self._model_path, self._config, meeting, limit=limit())
+        return self._all("start", self._model_path, self._config, meeting, limit=limit())[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps."""

@@ -263,12 +263,15 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
         engines = both.submit(pool.start)
+        learner.prepared()
         if seats and seats.placement.shared:
             # vLLM takes all that the GPU has lost while it started for its own use, and makes its
             # KV cache smaller by it: the trainer must not take memory in the meantime.
             engines.result()
-        for started in [engines, both.submit(learner.start)]:
-            started.result()
+        trainer = both.submit(learner.start)
+        engines.result()
+        for line in trainer.result():
+            say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
         system = System(task=task, pool=pool, learner=learner, scorer=scorer)

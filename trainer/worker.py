@@ -59,11 +59,15 @@ class TrainerWorker:
         self._store: Store | None = None
         self._sender: Sender | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, *, expert_parallel: int) -> None:
         """Import what `start` needs, which takes a while and no memory of a GPU: the rank can do it
-        while the engine that it shares a GPU with still starts."""
+        while the engine that it shares a GPU with still starts. Raises `RuntimeError` for a library
+        without what this run needs of it."""
         import keel.model.weight_transfer.sender  # noqa: PLC0415
         import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
+
+        check_libraries(expert_parallel=expert_parallel)
 
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")
@@ -81,8 +85,8 @@ class TrainerWorker:
         self._store = store
         return host, store.port
 
-    def start(self, model_path: str, config: Config, meeting: tuple[str, int]) -> None:
-        """Join the other ranks and load the model."""
+    def start(self, model_path: str, config: Config, meeting: tuple[str, int]) -> list[str]:
+        """Join the other ranks and load the model. Returns `TrainerEngine.notes`."""
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -105,6 +109,7 @@ class TrainerWorker:
         )
         deadline_s = config.rollout.update_deadline_s
         self._sender = Sender(meeting, self._engine.device, deadline_s=deadline_s)
+        return self._engine.notes
 
     def step(self, batches: Sequence[TrainBatch]) -> StepReport:
         metrics = self.engine.step(batches)

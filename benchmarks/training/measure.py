@@ -27,8 +27,7 @@ from benchmarks.training.cases import Case, estimates, model_of, with_stock_laye
 from keel.model.layers.fused import use_fused_layers
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
-from keel.trainer.engine import compile as compiled
-from keel.trainer.engine import policy
+from keel.trainer.engine import layer_compile, policy
 from keel.trainer.engine.policy import Inputs
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.step_time import Machine, body_parameters
@@ -132,7 +131,7 @@ def run(job: Job) -> None:
     file = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
     store = file(job.store, job.ranks) if job.ranks > 1 else None
     if job.small:
-        compiled.BACKEND = "aot_eager"  # the same graphs, without minutes of C++ to compile
+        layer_compile.BACKEND = "aot_eager"  # the same graphs, without minutes of C++ to compile
         torch.set_num_threads(1)
     if job.stock:
         policy.use_fused_layers = lambda _: None

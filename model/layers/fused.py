@@ -1,7 +1,7 @@
 """Faster layers on a GPU: RMS norms as one kernel, and less traffic around a layer's experts.
 
 transformers writes both as a dozen elementwise operations, each a pass over memory, which together
-take longer than the matrix products. On a CPU, and for layers that compute something else, its own
+take longer than the GEMMs. On a CPU, and for layers that compute something else, its own
 code runs.
 """
 
@@ -23,6 +23,8 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+from keel.model.transformers_internals import become, gated, spread_by_transformers
+
 EXPERTS = "keel_grouped"
 """Name of these experts in transformers' registry."""
 
@@ -35,7 +37,7 @@ def use_fused_layers(model: PreTrainedModel) -> None:
         if kind not in known:
             known[kind] = _is_rms_norm(module)
         if known[kind]:
-            module.__class__ = _fused_norm(kind)
+            become(module, _fused_norm(kind))
     if fuses_experts(model):
         ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
         model.set_experts_implementation(EXPERTS)
@@ -59,7 +61,7 @@ def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     """transformers experts function: hidden [T, d], the experts chosen [T, K] and their weights
     → [T, d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
-    if not fast or getattr(experts, "_is_expert_parallel", False):
+    if not fast or spread_by_transformers(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
     return fused_experts(hidden, chosen, weights, experts.gate_up_proj, experts.down_proj)
 
@@ -159,13 +161,14 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_plain(experts: Any) -> bool:
-    """Gate and up in one product, SiLU, no biases, and a choice of implementation."""
+    """Gate and up in one GEMM, SiLU, no biases, and a choice of implementation."""
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if any(getattr(experts, name, None) is not value for name, value in flags.items()):
         return False
     packed = torch.linspace(-3, 3, 8)[None]
     gate, up = packed.chunk(2, -1)
-    return torch.allclose(experts._apply_gate(packed), silu(gate) * up)
+    found = gated(experts, packed)
+    return found is not None and torch.allclose(found, silu(gate) * up)
 
 
 @cache

@@ -25,11 +25,11 @@ from weakref import WeakKeyDictionary
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr
 
 from keel.model.device import to_device
 from keel.model.routing.checks import check_routes
 from keel.model.routing.routers import ROUTERS, is_moe, moe_layers, router_modules
+from keel.model.torch_internals import next_node_number, node_at_work
 from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
 
@@ -37,6 +37,8 @@ __all__ = ["Replay", "is_moe", "moe_layers", "record_routes", "replay_routes", "
 
 REMEMBERED = 8
 """Closed contexts whose layers can still be recomputed."""
+HOOKED = "keel_hooked"
+"""Attribute of a router that has the hooks."""
 _KNOWN_AS_OLD = 1024
 """Closed contexts whose recomputation is recognised, if only to be refused."""
 
@@ -101,7 +103,7 @@ class Replay:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
         self._routes_LNK: Tensor | None = routes.transpose(0, 1).contiguous()
         self._on_device: Tensor | None = None
-        self._start = _get_sequence_nr()
+        self._start = next_node_number()
         self._stop: int | None = None
         self._calls = [0] * len(routers)
         self._experts = routes.shape[2]
@@ -151,7 +153,7 @@ class Replay:
 
     def close(self) -> bool:
         """End the context. Whether a backward pass may come back to it."""
-        self._stop = _get_sequence_nr()
+        self._stop = next_node_number()
         self._on_device = None
         return self._stop > self._start
 
@@ -205,7 +207,8 @@ _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 def _hook(routers: list[nn.Module]) -> None:
     for router in routers:
-        if _on_router not in router._forward_hooks.values():  # a copy of a router brings them along
+        if not getattr(router, HOOKED, False):  # a copy of a router brings both along
+            setattr(router, HOOKED, True)
             router.register_forward_hook(_on_router)
             if gate := ROUTERS[type(router).__name__].gate:
                 router.get_submodule(gate).register_forward_hook(_on_gate)
@@ -219,8 +222,8 @@ def _on_router(router: nn.Module, _arguments: Any, output: Any) -> Any:
     family = ROUTERS[type(router).__name__]
     if family.gate:
         output = (_logits.pop(router.get_submodule(family.gate)), *output)
-    if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a recomputation
-        node = torch._C._current_autograd_node()._sequence_nr()
+    node = node_at_work()
+    if node is not None:  # inside a backward pass: a recomputation
         for replay in (*_open, *reversed(_closed)):
             if replay.owns(router, node):
                 return replay.apply(router, output, again=True)

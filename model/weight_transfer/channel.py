@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from keel.model.torch_internals import nccl_options, on_device
 from keel.model.weight_transfer.buckets import Sent, Shared
 
 POLL_S = 2e-4
@@ -61,10 +62,8 @@ class Channel:
         self._group: Any
         """None once the channel is closed."""
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = NEVER
             with unwatched():
-                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(NEVER))
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, deadline)
         self._options = dist.BroadcastOptions()
@@ -200,8 +199,7 @@ class SharedView:
     def block(self, shared: Shared, device: torch.device) -> Tensor:
         """The block itself, until the next one is laid over it."""
         if shared.handle != self._handle:
-            handle = list(shared.handle)
-            handle[6] = device.index  # the owner's number of the GPU is not ours
+            handle = on_device(shared.handle, device.index)  # the owner's number is not ours
             self._handle, self._place = shared.handle, rebuild_cuda_tensor(*handle)
         return self._place[: shared.size]
 

@@ -8,11 +8,11 @@ failed. One engine's failure is noted and the others go on.
 
 from __future__ import annotations
 
-import itertools
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import ray
 import torch
@@ -31,8 +31,9 @@ GRACE_S = 5.0
 class Link:
     """To one engine, kept from update to update."""
 
-    actor: str
-    """The id of the engine's actor."""
+    actor: int
+    """Hash of the engine's actor, which tells it from one that took its place. The handle itself
+    would keep it alive."""
     outbox: Outbox
     channel: Channel | None
     """None where engine and rank share a GPU."""
@@ -51,7 +52,6 @@ class Sender:
         self._meeting, self._device, self._deadline_s = meeting, device, deadline_s
         self._links: dict[int, Link] = {}
         """By the engine's index."""
-        self._opened = itertools.count()
         self._reached = False
         """Whether a channel has ever worked."""
 
@@ -85,7 +85,7 @@ class Sender:
     def _link(self, receiver: Receiver) -> Link:
         """Opened when an engine is first sent to."""
         index, actor = receiver.index, receiver.actor
-        if index in self._links and self._links[index].actor != actor._actor_id.hex():
+        if index in self._links and self._links[index].actor != hash(actor):
             self._forget(index)  # the engine has been replaced
         if index not in self._links:
             self._links[index] = self._open(actor)
@@ -100,10 +100,8 @@ class Sender:
     def _open(self, actor: Any) -> Link:
         gpus: list[str] = self._get(actor.gpus.remote(), "an engine to say which GPUs it is on")
         shares = gpus == [gpu_id(self._device)] != [""]
-        of = actor._actor_id.hex()
-        # The two ends of an earlier link to the same engine have left their addresses in the store
-        # under its name.
-        name = f"{of}/{next(self._opened)}"
+        # The two ends of every earlier link have left their addresses in the store, under its name.
+        name = uuid4().hex
         joined = actor.join.remote(self._meeting, name, shares)
         channel: Channel | None = None
         try:
@@ -125,7 +123,7 @@ class Sender:
             if channel is not None:
                 channel.close()
             raise
-        return Link(of, Outbox(self._meeting, name, deadline_s=self._deadline_s), channel)
+        return Link(hash(actor), Outbox(self._meeting, name, deadline_s=self._deadline_s), channel)
 
     def _get(self, answer: Any, what: str) -> Any:
         try:

@@ -74,7 +74,7 @@ def test_a_scale_of_the_loss_that_is_too_large_is_halved_and_its_steps_skipped(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_parked_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
+def test_an_offloaded_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
     ranks: Ranks, tmp_path: Path, stage: int
 ) -> None:
     found = {}
@@ -120,7 +120,7 @@ def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
         assert torch.cuda.memory_reserved() < reserved
 
 
-def test_blocks_of_a_parked_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
+def test_blocks_of_an_offloaded_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
     engine = ranks.engine(make_config(1, 1, dtype="bfloat16", sleep=True))
     first = ranks.published(engine)
     for entries, block in engine.blocks(wanted=True, block_bytes=50_000):  # an engine came back

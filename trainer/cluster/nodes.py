@@ -11,10 +11,10 @@ import sys
 
 import ray
 import torch
-from ray._private.state import available_resources_per_node  # nothing public says it by node
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
+from keel.trainer.cluster.ray_internals import free_by_node, quieten_token_question
 from keel.trainer.planning.memory import GIB, gib
 from keel.trainer.planning.placement import (
     Hardware,
@@ -31,8 +31,7 @@ CONNECT_S = 10.0
 
 def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names (as in `ray job submit`), or start one here."""
-    # It says at every start whether the cluster asks for a token.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    quieten_token_question()
     if address := os.environ.get("RAY_ADDRESS"):
         try:
             _knock(address)
@@ -90,7 +89,7 @@ def _knock(address: str) -> None:
 
 def cluster_nodes() -> list[Node]:
     """Nodes of the cluster with GPUs, most GPUs first, and what is free on them."""
-    free = available_resources_per_node()
+    free = free_by_node()
     nodes: list[Node] = []
     for node in ray.nodes():
         total, left = node["Resources"], free.get(node["NodeID"], {})

@@ -9,42 +9,48 @@ tokens, so theirs add up as well and DeepSpeed need not know of the groups.
 
 from __future__ import annotations
 
-import io
-import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
-from torch.optim import Optimizer
 
 from keel.configs.schema import Config
-from keel.model.load import checkpoint_tensors, load_policy, module_tensors, precision
-from keel.model.routing.replay import replay_routes, router_modules
+from keel.model.load import load_policy
+from keel.model.routing.replay import router_modules
+from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
 from keel.model.weight_transfer.buckets import Block, Bucket
-from keel.model.weight_transfer.pack import BlockPacker
 from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
-from keel.rl.types import NO_ROUTE
-from keel.trainer.engine.compile import compile_layers
+from keel.trainer.engine.checkpoint import load_state, save_state, saved_progress
+from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
 from keel.trainer.engine.expert_parallel import ExpertLayers, clip_gradients
 from keel.trainer.engine.export import write_model, write_tokenizer
+from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.lr_schedule import learning_rate
-from keel.trainer.engine.offload import Parking
-from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, whole_sequences
+from keel.trainer.engine.offload import make_offload
+from keel.trainer.engine.policy import (
+    Inputs,
+    PolicyNetwork,
+    Reference,
+    recorded_routes,
+    whole_sequences,
+)
 from keel.trainer.engine.process_group import join_ranks, limit_waits
+from keel.trainer.engine.weights import Weights
 from keel.trainer.engine.zero import (
     SCALE_POWER,
+    check_libraries,
     deepspeed_config,
     frozen_config,
     initialize,
@@ -52,14 +58,12 @@ from keel.trainer.engine.zero import (
     zero_stage,
 )
 from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
-from keel.trainer.planning.memory import context_tokens
+from keel.trainer.planning.memory import context_tokens, summed_apart
 
 MIB = 2**20
 SKIPS_IN_A_ROW = 3
 """So many optimizer steps in a row without a finite gradient norm end the run."""
-TAG = "deepspeed"
-"""Folder of DeepSpeed's own files inside a checkpoint."""
-PROGRESS = "trainer.json"
+_LOG = logging.getLogger(__name__)
 
 
 class TrainerEngine:
@@ -86,6 +90,9 @@ class TrainerEngine:
             )
         self._model_path, self._config = model_path, config
         self._rank, self._world_size = rank, world_size
+        self.notes: list[str] = []
+        """What is lost because a library is not as Keel knows it: one line each, also logged."""
+        self._note(check_libraries(expert_parallel=trainer.expert_parallel))
         # A rank that sends weights, and waits for an engine, keeps the others waiting.
         timeout_s = trainer.deadline_s + config.sending_deadline_s
         self._device = join_ranks(rank, world_size, store, timeout_s=timeout_s)
@@ -99,6 +106,7 @@ class TrainerEngine:
 
         network = self._load(model_path, dtype)
         self._network = network
+        self._note(check_transformers(network.model))
         routers = router_modules(network.model)
         self._routed = bool(routers)
         check_expert_parallel(
@@ -115,27 +123,28 @@ class TrainerEngine:
             heads=text.num_attention_heads,
         )
         options = deepspeed_config(trainer, dtype, self._device, hidden_size=text.hidden_size)
+        self._adam: torch.optim.AdamW
         self._engine = initialize(network.train(), options, self._device, self._make_adam)
         if trainer.compile:
             compile_layers(network.model)
-        self._adam: Optimizer = self._engine.basic_optimizer  # type: ignore[assignment]
-        self._spread = trainer.expert_parallel > 1
-        self._experts = ExpertLayers(network.model, expected=len(routers) if self._spread else 0)
+        spread = trainer.expert_parallel > 1
+        experts = ExpertLayers(network.model, expected=len(routers) if spread else 0)
+        self._weights = Weights(network.model, experts, stage=self._stage)
         self._reference = None
         if any(source.kl_coef > 0 for source in config.data.sources):
-            sharded = frozen_config(options) if self._stage == 3 or self._spread else None
+            sharded = frozen_config(options) if self._weights.gathered else None
             self._reference = Reference(self._load(model_path, dtype), self._device, sharded)
             if trainer.compile:
                 compile_layers(self._reference.network.model)
-        self._parking = None
-        if config.rollout.sleep:
-            frozen = self._reference.network if self._reference else None
-            self._parking = Parking(
-                self._engine, frozen, self._device, stays=not config.trainer.offload_while_sampling
-            )
+        summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
+        if summed:
+            self._note(sum_in_one_pass(self._engine.optimizer))
+        frozen = self._reference.network if self._reference else None
+        self._offload, note = make_offload(
+            self._engine, frozen, self._device, config, stage=self._stage, sums=summed
+        )
+        self._note(note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
-        self._packers: dict[int, BlockPacker] = {}
-        """By the size of their blocks."""
         self._steps = self._version = self._skips_in_a_row = 0
 
     @property
@@ -160,7 +169,7 @@ class TrainerEngine:
         Metrics are those of `keel.rl.summary.of_updates`. Raises `RuntimeError` when
         `SKIPS_IN_A_ROW` steps in a row had no finite gradient (in float16 `SCALE_POWER`).
         """
-        self._unpark()
+        self._load_back()
         lr = learning_rate(
             self._steps + 1, self._config.trainer, total_steps=self._config.run.steps
         )
@@ -204,7 +213,7 @@ class TrainerEngine:
         the device: meanwhile the host prepares the next micro-batch."""
         inputs = Inputs.of(batch, self._device, self._part)
         reference = self._reference_logp(inputs)
-        with self._recorded_routes(self._network, inputs) as replay:
+        with self._replayed(self._network, inputs) as replay:
             logp, entropy = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
@@ -266,57 +275,18 @@ class TrainerEngine:
             return None
         network = self._reference.network
         replay = self._config.algorithm.ref_routing == "replay"
-        with self._recorded_routes(network, inputs) if replay else nullcontext():
+        with self._replayed(network, inputs) if replay else nullcontext():
             return self._reference.logp(inputs)
 
-    def _recorded_routes(
-        self, network: PolicyNetwork, inputs: Inputs
-    ) -> AbstractContextManager[Any]:
-        if not self._routed or not self._config.algorithm.keep_routing:
-            return nullcontext()
-        routes = inputs.routes_NLK
-        if inputs.padding:
-            # Replayed too, if nothing: ZeRO-3 wants one order of modules on all ranks, the backward
-            # pass included, and a replayed router has another than one that runs alone.
-            routers = router_modules(network.model)
-            top_k = getattr(routers[0], "top_k", 0)
-            shape = (inputs.token_ids.shape[1], len(routers), top_k)
-            routes = torch.full(shape, NO_ROUTE)
-        if routes is None:
-            raise ValueError(
-                "algorithm.keep_routing is on and the model has routers, but a micro-batch came "
-                "without recorded routes"
-            )
-        return replay_routes(network.model, routes)
+    def _replayed(self, network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
+        replayed = self._routed and self._config.algorithm.keep_routing
+        return recorded_routes(network, inputs) if replayed else nullcontext()
 
     # Weights
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether weights are spread over ranks, so that all of them iterate together."""
-        return self._stage == 3 or self._spread
-
-    def _unpark(self) -> None:
-        if self._parking:
-            self._parking.unpark()
-
-    def weights(self, dtype_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The current weights under their checkpoint names, by default in `config.model.dtype` (see
-        `keel.model.load.precision`).
-
-        Under ZeRO-3 and expert parallelism they are gathered module by module, and every rank must
-        iterate to the end.
-        """
-        model = self._network.model
-        convert = precision(model, getattr(torch, dtype_name or self._config.model.dtype))
-        for name, tensor in checkpoint_tensors(model, whole=self._whole):
-            yield name, convert(name, tensor)
-
-    @contextmanager
-    def _whole(self, part: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        gathered = deepspeed.zero.GatheredParameters(list(part.values()), enabled=self._stage == 3)
-        with gathered:
-            yield self._experts.original(part)
+    def _load_back(self) -> None:
+        if self._offload:
+            self._offload.load()
 
     def blocks(self, *, wanted: bool, block_bytes: int | None = None) -> Iterator[Block]:
         """The current weights for the rollout engines, in their precision, on this rank's device.
@@ -326,26 +296,18 @@ class TrainerEngine:
         to host memory before the first and the rest after the last (but see
         `trainer.offload_while_sampling`).
         """
-        if self._parking:
-            if wanted or self._gathers:
-                self._parking.unpark(rest=False)
-            self._parking.park(weights=False)
+        if self._offload:
+            if wanted or self._weights.gathered:
+                self._offload.load(rest=False)
+            self._offload.offload(weights=False)
         if wanted:
-            yield from self._packed(block_bytes or self._config.trainer.publish_bucket_mib * MIB)
-        elif self._gathers:
-            for _ in module_tensors(self._network.model, whole=self._whole):
-                pass
-        if self._parking:
-            self._parking.park(weights=True)
-
-    def _packed(self, block_bytes: int) -> Iterator[Block]:
-        """The current weights, in blocks of this size."""
-        if block_bytes not in self._packers:
             dtype = getattr(torch, self._config.engine_dtype)
-            self._packers[block_bytes] = BlockPacker(
-                self._network.model, dtype, block_bytes, whole=self._whole
-            )
-        return self._packers[block_bytes].blocks()
+            size = block_bytes or self._config.trainer.publish_bucket_mib * MIB
+            yield from self._weights.blocks(dtype, size)
+        else:
+            self._weights.gather_along()
+        if self._offload:
+            self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """`blocks` in host memory: on rank 0, nothing elsewhere."""
@@ -354,52 +316,32 @@ class TrainerEngine:
 
     def export(self, folder: Path) -> None:
         """Write weights and tokenizer as a model folder that transformers and vLLM load."""
-        self._unpark()
-        weights = self.weights()
+        self._load_back()
         if self._rank == 0:
-            write_model(folder, self._network.model, weights, dtype=self._config.model.dtype)
+            dtype = self._config.model.dtype
+            weights = self._weights.named(getattr(torch, dtype))
+            write_model(folder, self._network.model, weights, dtype=dtype)
             write_tokenizer(folder, self._config.model.tokenizer or self._model_path)
-        elif self._gathers:
-            for _ in weights:
-                pass
+        else:
+            self._weights.gather_along()
         dist.barrier()
 
     # Checkpoints
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, random state and progress into `folder`."""
-        self._unpark()  # under ZeRO-3 DeepSpeed gathers and frees parameters around it
-        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-        state = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._device)
-        torch.save(state, folder / f"random_rank_{self._rank}.pt")
-        if self._rank == 0:
-            progress = {"steps": self._steps, "version": self._version, **self._layout()}
-            (folder / PROGRESS).write_text(json.dumps(progress) + "\n")
-        dist.barrier()
+        self._load_back()  # under ZeRO-3 DeepSpeed gathers and frees parameters around it
+        progress = {"steps": self._steps, "version": self._version, **self._layout()}
+        save_state(self._engine, folder, self._device, progress)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it on a new engine.
 
         Raises `ValueError` when the checkpoint was written by another number of ranks or stage.
         """
-        progress = json.loads((folder / PROGRESS).read_text())
-        for knob, value in self._layout().items():
-            if progress.get(knob) != value:
-                raise ValueError(
-                    f"checkpoint {folder}: written with {knob} = {progress.get(knob)!r}, this run "
-                    f"has {value!r}. Resume with the former, or start anew from an exported model"
-                )
-        self._unpark()
-        with redirect_stdout(io.StringIO()):  # it prints what it is about to do
-            found, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
-        if found is None:
-            raise ValueError(f"checkpoint {folder}: its folder {TAG!r} could not be read")
-        state = torch.load(folder / f"random_rank_{self._rank}.pt", weights_only=True)
-        torch.set_rng_state(state["cpu"])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], self._device)
+        progress = saved_progress(folder, self._layout())
+        self._load_back()
+        load_state(self._engine, folder, self._device)
         self._steps, self._version = progress["steps"], progress["version"]
 
     def _layout(self) -> dict[str, Any]:
@@ -412,15 +354,21 @@ class TrainerEngine:
             "device": self._device.type,
         }
 
+    def _note(self, line: str) -> None:
+        if line:
+            self.notes.append(line)
+            _LOG.warning(line)
+
     def _make_adam(self, _: object) -> torch.optim.AdamW:
         trainer = self._config.trainer
-        return torch.optim.AdamW(
+        self._adam = torch.optim.AdamW(
             optimizer_groups(self._network, trainer.weight_decay),
             lr=trainer.lr,
             betas=(trainer.beta1, trainer.beta2),
             eps=trainer.eps,
             fused=self._device.type == "cuda" or trainer.offload_optimizer,
         )
+        return self._adam
 
     def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
         return PolicyNetwork(

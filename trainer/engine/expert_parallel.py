@@ -12,18 +12,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.module_inject.auto_ep_presets.registry import get_preset
-from deepspeed.moe.utils import split_params_into_shared_and_expert_params
-from deepspeed.utils.groups import _get_expert_parallel_group
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from keel.trainer.engine.deepspeed_internals import (
+    WEIGHTS,
+    check_experts,
+    expert_group,
+    expert_group_name,
+    expert_layers,
+    original_names,
+    ranks_of,
+    split_experts,
+)
+
 LAYERS = r"model\.model\.layers\.\d+\.mlp"
 """Where MoE blocks are inside a `PolicyNetwork`."""
-WEIGHTS = ("w1", "w2", "w3")
-"""AutoEP's names of the gate, down and up projections."""
 
 Named = dict[str, Tensor]
 
@@ -47,16 +52,19 @@ class ExpertLayers:
 
         A model without any (`expected` = 0) is left as it is by everything here.
         """
-        self._layers = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, AutoEPMoELayer)
-        }
+        self._layers = expert_layers(model) if expected else {}
         if len(self._layers) != expected:
             raise RuntimeError(
                 f"DeepSpeed AutoEP took over {len(self._layers)} of {expected} MoE layers of "
                 f"{type(model).__name__}. Set trainer.expert_parallel to 1"
             )
+        if expected:
+            check_experts(self._layers.values())
+
+    @property
+    def spread(self) -> bool:
+        """Whether there are any."""
+        return bool(self._layers)
 
     def original(self, part: Mapping[str, Tensor]) -> Named:
         """One module's own tensors, whole and named as they were before AutoEP.
@@ -74,7 +82,7 @@ class ExpertLayers:
         cut = len(prefix) + 1
         return {f"{prefix}.{_renamed(name[cut:], layer)}": part[name] for name in names}
 
-    def _find(self, name: str) -> tuple[str, AutoEPMoELayer] | None:
+    def _find(self, name: str) -> tuple[str, Any] | None:
         """The layer that a tensor of this name is in, and the layer's own name."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
@@ -91,11 +99,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     is the same on every rank. For gradients that no ZeRO stage has taken (there DeepSpeed clips).
     """
     parameters = [p for p in parameters if p.grad is not None]
-    shared, experts = split_params_into_shared_and_expert_params(parameters)
+    shared, experts = split_experts(parameters)
     norm = get_total_norm([p.grad for p in shared if p.grad is not None])
     if experts:
         square = get_total_norm([p.grad for p in experts if p.grad is not None]) ** 2
-        dist.all_reduce(square, group=_get_expert_parallel_group(expert_group(experts[0])))
+        dist.all_reduce(square, group=expert_group(experts[0]))
         norm = (norm**2 + square).sqrt()
     clip_grads_with_norm_(parameters, limit, norm)
     return float(norm)
@@ -104,40 +112,34 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     """`parameters` as AdamW's groups, those of experts marked for ZeRO, which reduces them over
     the ranks that hold the same experts."""
-    shared, experts = split_params_into_shared_and_expert_params(list(parameters))
+    shared, experts = split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:
-        groups.append({"params": experts, "moe": True, "name": expert_group(experts[0])})
+        groups.append({"params": experts, "moe": True, "name": expert_group_name(experts[0])})
     return groups
 
 
-def expert_group(parameter: nn.Parameter) -> str:
-    """DeepSpeed's name for the ranks among which this expert's layer is spread."""
-    return parameter.group_name  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
-
-
-def _renamed(local: str, layer: AutoEPMoELayer) -> str:
+def _renamed(local: str, layer: Any) -> str:
     """AutoEP's name of a router's or shared expert's tensor → transformers' own."""
-    preset = get_preset(layer.model_family)
+    names = original_names(layer)
     for ours, theirs in (
-        ("router.gate.", preset.router_pattern),
-        ("router.", preset.router_pattern),
-        ("shared_experts.", preset.shared_experts_pattern),
-        ("shared_experts_gate.", preset.shared_experts_gate_pattern),
+        ("router.gate.", names.router),
+        ("router.", names.router),
+        ("shared_experts.", names.shared_experts),
+        ("shared_experts_gate.", names.shared_experts_gate),
     ):
         if local.startswith(ours):
             return f"{theirs}.{local.removeprefix(ours)}"
     return local
 
 
-def _whole_experts(prefix: str, layer: AutoEPMoELayer, part: Mapping[str, Tensor]) -> Named:
+def _whole_experts(prefix: str, layer: Any, part: Mapping[str, Tensor]) -> Named:
     """w1, w3 [E/P, F, H] and w2 [E/P, H, F] of this rank → transformers' fused tensors of all E."""
-    preset = get_preset(layer.model_family)
-    name = f"{prefix}.{preset.experts_pattern}"
-    gate, down, up = (_gather(part[f"{prefix}.experts.{w}"], layer.ep_group) for w in WEIGHTS)
+    names = original_names(layer)
+    gate, down, up = (_gather(part[f"{prefix}.experts.{w}"], ranks_of(layer)) for w in WEIGHTS)
     return {
-        f"{name}.{preset.expert_w1}": torch.cat([gate, up], dim=1),
-        f"{name}.{preset.expert_w2}": down,
+        f"{prefix}.{names.gate_and_up}": torch.cat([gate, up], dim=1),
+        f"{prefix}.{names.down}": down,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from keel.model.layers.fused import use_fused_layers
 from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
+from keel.model.routing.replay import replay_routes, router_modules
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE
@@ -156,6 +158,26 @@ class Reference:
         """[R] (of this rank's part) float32, over the same kept sets as the policy's."""
         logp, _ = self._forward(inputs=inputs)
         return logp
+
+
+def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
+    """Within it, `network` sends tokens to the experts that the engine recorded.
+
+    Raises `ValueError` for a micro-batch without routes.
+    """
+    routes = inputs.routes_NLK
+    if inputs.padding:
+        # Replayed too, if nothing: ZeRO-3 wants one order of modules on all ranks, the backward
+        # pass included, and a replayed router has another than one that runs alone.
+        routers = router_modules(network.model)
+        top_k = getattr(routers[0], "top_k", 0)
+        routes = torch.full((inputs.token_ids.shape[1], len(routers), top_k), NO_ROUTE)
+    if routes is None:
+        raise ValueError(
+            "algorithm.keep_routing is on and the model has routers, but a micro-batch came "
+            "without recorded routes"
+        )
+    return replay_routes(network.model, routes)
 
 
 def whole_sequences(

@@ -7,8 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
+
+from keel.model.torch_internals import limit_all_groups
 
 
 def join_ranks(
@@ -44,5 +45,4 @@ def limit_waits(timeout_s: float) -> None:
     from has, and DeepSpeed tells none of its own: a rank that waits for weights to be sent would
     end the run.
     """
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    limit_all_groups(timeout_s)

@@ -10,18 +10,35 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from torch import nn
 from torch.optim import Optimizer
 
 from keel.configs.schema import TrainerConfig
+from keel.model.torch_internals import check_torch
+from keel.trainer.engine.deepspeed_internals import (
+    check_experts,
+    skip_shared_memory_op,
+    whole_shape,
+)
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group
-from keel.trainer.engine.grad_accum import sum_in_one_pass
 
 SCALE_POWER = 16
 """float16: the loss is first multiplied by 2 to this power."""
 SCALE_WINDOW = 100
 """float16: optimizer steps without an overflow after which the loss's scale is doubled."""
+
+
+def check_libraries(*, expert_parallel: int) -> str:
+    """Look at what is used of PyTorch and DeepSpeed beyond their public names, before anything is
+    loaded. Returns a line about what is lost, if anything.
+
+    Raises `RuntimeError` for what nothing can replace.
+    """
+    check_torch()
+    if expert_parallel > 1:
+        check_experts()
+    return skip_shared_memory_op()
 
 
 def initialize(
@@ -36,12 +53,8 @@ def initialize(
     model may be larger than the device. `optimizer` is called when DeepSpeed has made of the model
     what it trains: under expert parallelism with other parameters than before.
 
-    On a CPU DeepSpeed compiles a shared-memory all-reduce when it starts (over a minute, with gcc
-    and ninja). Only its tensor-parallel inference uses it, so it is marked as not available and
-    everything goes through gloo. What DeepSpeed prints is dropped; what it logs (warnings and
-    errors) still appears.
+    What DeepSpeed prints is dropped; what it logs (warnings and errors) still appears.
     """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
         if config["zero_optimization"]["stage"] == 3:
@@ -52,7 +65,6 @@ def initialize(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
-    sum_in_one_pass(engine.optimizer)
     return engine
 
 
@@ -120,9 +132,8 @@ def optimizer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     """Parameter groups for AdamW: no decay on vectors (norms, biases)."""
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in module.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3: of the whole
         if parameter.requires_grad:
-            decay = weight_decay if len(shape) >= 2 else 0.0
+            decay = weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
             groups.setdefault(decay, []).append(parameter)
     return [
         {**group, "weight_decay": decay}

@@ -26,11 +26,11 @@ TRAINER_UNUSED_GIB = 1.5
 SAMPLER_BYTES = 20
 """An engine, for each id of the vocabulary and each sequence: logits, probabilities, and both
 sorted with their ids."""
-BUCKET_NUMBERS = 500_000_000
-"""DeepSpeed reduces gradients in buckets of so many numbers (its default)."""
+BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed reduces gradients in buckets of this many elements (its default)."""
 ZERO_2_BUCKETS = 4
 """Buckets' worth of memory under ZeRO-2: itself and its copies. Fitted to three measured steps."""
-LIVE_NUMBERS = 1_000_000_000
+LIVE_ELEMENTS = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered at a time (DeepSpeed's default)."""
 KEPT_ID_BYTES = 60
 """Support head, for each kept id: fitted to the measured 45–60 (docs/performance.md)."""
@@ -92,7 +92,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         process = ENGINE_PROCESS_GIB * GIB
         return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
     sampler = SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size
-    layer = layer_numbers(facts) + (expert_numbers(facts) if facts.moe_layers else 0.0)
+    layer = layer_elements(facts) + (expert_elements(facts) if facts.moe_layers else 0.0)
     layer *= width * rollout.max_num_batched_tokens / rollout.tensor_parallel
     cache = kv_token_bytes(config, facts) * context_tokens(config) * engine_sequences(config)
     return Memory(
@@ -157,8 +157,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     elif trainer.expert_parallel > 1 or not mixed:
         facts = replace(facts, fused_experts=False)
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
-    experts = kept_layers * expert_numbers(facts) if facts.moe_layers else 0.0
-    activations = activation_numbers(
+    experts = kept_layers * expert_elements(facts) if facts.moe_layers else 0.0
+    activations = activation_elements(
         facts, compiled=trainer.compile, recompute=trainer.activation_checkpointing
     )
     parts = {
@@ -172,12 +172,12 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     }
     if stage == 2 or (stage >= 1 and (ranks > 1 or config.model.dtype == "float16")):
         buckets = ZERO_2_BUCKETS if stage == 2 else 1
-        parts["buckets"] = 4 * buckets * min(held, BUCKET_NUMBERS)
+        parts["buckets"] = 4 * buckets * min(held, BUCKET_ELEMENTS)
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
     largest = (count - routed) / facts.layers
     largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
     if stage == 3 and ranks > 1:
-        parts["gathered"] = width * (max(min(held, LIVE_NUMBERS), largest) + largest)
+        parts["gathered"] = width * (max(min(held, LIVE_ELEMENTS), largest) + largest)
     elif mixed:
         parts["new gradients"] = width * largest  # of one layer, before they join the float32 sum
     if gpu:
@@ -227,7 +227,7 @@ def held_bytes(config: Config, memory: Memory) -> float:
 
 def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
     """Whether DeepSpeed's optimizer for bfloat16 adds gradients up in float32
-    (trainer/engine/grad_accum.py)."""
+    (trainer/engine/deepspeed_internals.py)."""
     return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 
@@ -240,23 +240,23 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     return gradients + HEAD_CHUNK_BYTES * facts.vocab_size
 
 
-def activation_numbers(facts: ModelFacts, *, compiled: bool, recompute: bool) -> float:
+def activation_elements(facts: ModelFacts, *, compiled: bool, recompute: bool) -> float:
     """What all layers hold at most for each token, in units of the compute dtype, without tokens at
     their experts.
 
-    That is at the start of the backward pass: what every layer keeps (`layer_numbers`), or with
+    That is at the start of the backward pass: what every layer keeps (`layer_elements`), or with
     recomputation the layers' inputs alone; all of the last layer's, once it is computed again; and
     that layer's gradients, of which the MLP's two and the residual's exist at a time.
     """
-    whole = layer_numbers(facts)
+    whole = layer_elements(facts)
     gradients = 2 * mlp_width(facts) + facts.hidden_size
     if recompute:
         return facts.layers * facts.hidden_size + whole + gradients
-    kept = layer_numbers(facts, compiled=compiled)
+    kept = layer_elements(facts, compiled=compiled)
     return facts.layers * kept + (whole - kept) + gradients
 
 
-def layer_numbers(facts: ModelFacts, *, compiled: bool = False) -> float:
+def layer_elements(facts: ModelFacts, *, compiled: bool = False) -> float:
     """Kept for the backward pass, for each token of a mean layer, in units of the compute dtype.
 
     The residual stream before and after attention, and the norms' outputs (4 hidden sizes); queries
@@ -267,23 +267,23 @@ def layer_numbers(facts: ModelFacts, *, compiled: bool = False) -> float:
     compiled: the norms' outputs, activation and product are computed again, but a block of experts
     is no part of the graph, so its input is kept.
 
-    Tokens on their way to experts come on top (`expert_numbers`).
+    Tokens on their way to experts come on top (`expert_elements`).
     """
     hidden, heads, keys = facts.hidden_size, facts.attention_width, key_width(facts)
     attention = 3 * heads + 3 * keys
     if compiled:
         inputs = facts.moe_layers / facts.layers * hidden
         return 2 * hidden + inputs + attention + 2 * mlp_width(facts)
-    copies = 0 if facts.fused_norms else 2 * normed_numbers(facts)
+    copies = 0 if facts.fused_norms else 2 * normed_elements(facts)
     return 4 * hidden + attention + 4 * mlp_width(facts) + copies
 
 
-def normed_numbers(facts: ModelFacts) -> float:
+def normed_elements(facts: ModelFacts) -> float:
     """What a mean layer's norms take of each token: the residual stream twice, queries and keys."""
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
-def expert_numbers(facts: ModelFacts) -> float:
+def expert_elements(facts: ModelFacts) -> float:
     """Kept for the backward pass, for each token of a MoE layer at its experts, in units of the
     compute dtype: its copies on the way there and back (2 hidden sizes for each expert); gate, up
     and product, and with experts that are not Keel's the activation."""
@@ -292,13 +292,13 @@ def expert_numbers(facts: ModelFacts) -> float:
 
 
 def key_width(facts: ModelFacts) -> float:
-    """Numbers of a token's keys in a layer, as attention takes them; of its values as many. What a
+    """Elements of a token's keys in a layer, as attention takes them; of its values as many. What a
     latent cache holds is spread to all heads first."""
     return facts.attention_width if facts.kv_heads == 1 else facts.kv_width / 2
 
 
 def expert_width(facts: ModelFacts) -> float:
-    """Intermediate numbers of the routed experts that a token is sent to, in a MoE layer."""
+    """Intermediate elements of the routed experts that a token is sent to, in a MoE layer."""
     if not facts.moe_layers:
         return 0.0
     each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
@@ -306,7 +306,7 @@ def expert_width(facts: ModelFacts) -> float:
 
 
 def mlp_width(facts: ModelFacts) -> float:
-    """Intermediate numbers of a mean layer's MLP, shared experts included and routed ones not."""
+    """Intermediate elements of a mean layer's MLP, shared experts included and routed ones not."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * expert_width(facts)

@@ -15,12 +15,12 @@ from keel.trainer.planning.memory import (
     BYTES,
     context_tokens,
     engine_sequences,
-    expert_numbers,
+    expert_elements,
     key_width,
     kv_token_bytes,
-    layer_numbers,
+    layer_elements,
     mlp_width,
-    normed_numbers,
+    normed_elements,
     summed_apart,
 )
 
@@ -58,13 +58,13 @@ class Rates:
     """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
     Fitted, as are the four below, by benchmarks/training/scaling_fit.py."""
     norm_moves: float = 26.8
-    """On top, for each number that a norm takes (`normed_numbers`), where norms are not one kernel
+    """On top, for each number that a norm takes (`normed_elements`), where norms are not one kernel
     each and layers not compiled."""
     compiled_moves: float = 4.3
     """With `trainer.compile`: how often a pass moves each number that a layer then keeps
-    (`layer_numbers`)."""
+    (`layer_elements`)."""
     expert_moves: float = 3.5
-    """How often a pass moves each number that tokens keep at their experts (`expert_numbers`),
+    """How often a pass moves each number that tokens keep at their experts (`expert_elements`),
     compiled or not: with Keel's own experts (model/layers/fused.py)."""
     stock_expert_moves: float = 12.0
     """The same with other experts, and where experts are spread over ranks, which nobody has
@@ -76,7 +76,7 @@ class Rates:
     """Moved for each parameter that a rank holds and each micro-batch, to add its gradient to the
     sum. From a profile."""
     summed_bytes: float = 14.0
-    """The same where it is added in one pass (trainer/engine/grad_accum.py). From another
+    """The same where it is added in one pass (trainer/engine/deepspeed_internals.py). From another
     profile."""
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
@@ -260,13 +260,13 @@ def compute_seconds(
     if trainer.expert_parallel > 1:
         facts = replace(facts, fused_experts=False)
     if trainer.compile:
-        moved = rates.compiled_moves * layer_numbers(facts, compiled=True)
+        moved = rates.compiled_moves * layer_elements(facts, compiled=True)
     else:
         moved = rates.layer_moves * elementwise_numbers(facts)
-        moved += 0.0 if facts.fused_norms else rates.norm_moves * normed_numbers(facts)
+        moved += 0.0 if facts.fused_norms else rates.norm_moves * normed_elements(facts)
     moved *= facts.layers
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
-    moved += expert_moves * facts.moe_layers * expert_numbers(facts)
+    moved += expert_moves * facts.moe_layers * expert_elements(facts)
     body = (
         share * passes(config) * (products / machine.flops + moved * width / machine.memory_bytes)
     )

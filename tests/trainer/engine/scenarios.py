@@ -98,12 +98,12 @@ class Ranks:
         self._store = store
 
     def engine(self, config: Config, model: str = "untied") -> TrainerEngine:
-        from keel.trainer.engine import compile as compiled  # noqa: PLC0415  (loads transformers)
+        from keel.trainer.engine import layer_compile  # noqa: PLC0415  (loads transformers)
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
 
         if not torch.cuda.is_available():
             # The same graphs and gradients, without minutes of C++ to compile.
-            compiled.BACKEND = "aot_eager"
+            layer_compile.BACKEND = "aot_eager"
         return TrainerEngine(
             str(self.folder / model),
             config,
@@ -119,16 +119,16 @@ class Ranks:
 
     def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:
         """Each step's metrics over all ranks. Where engines sleep, weights are published after each
-        step, and everything is put aside."""
+        step, and everything is offloaded."""
         found = []
         for step in steps:
             groups = Rollouts(step, self.folder / "untied").groups(2, 3)
             found.append(self.merged(engine.step([self.batch(groups, config)])))
             if config.rollout.sleep:
                 self.published(engine)
-                assert engine._parking, config.trainer
+                assert engine._offload, config.trainer
                 assert (
-                    engine._parking.host_bytes > 500_000
+                    engine._offload.host_bytes > 500_000
                 ) == config.trainer.offload_while_sampling
         return found
 
@@ -231,18 +231,17 @@ def skipping(stage: int) -> Scenario:
 
 def in_bfloat16(stage: int) -> Scenario:
     """As on a GPU, where DeepSpeed has other optimizers for it: awake, with gradients added up by
-    DeepSpeed ("theirs"), and parked after each step, as a whole or the gradients alone."""
+    DeepSpeed ("theirs"), and offloaded after each step, as a whole or the gradients alone."""
 
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
-        from keel.trainer.engine import zero  # noqa: PLC0415
 
         on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
-        ours = zero.sum_in_one_pass
+        ours = module.sum_in_one_pass
         result: Result = {}
-        for key in ("awake", "theirs", "parked", "stays"):
-            sleep, offload = key in ("parked", "stays"), key != "stays"
-            zero.sum_in_one_pass = (lambda _: None) if key == "theirs" else ours
+        for key in ("awake", "theirs", "offloaded", "stays"):
+            sleep, offload = key in ("offloaded", "stays"), key != "stays"
+            module.sum_in_one_pass = (lambda _: "") if key == "theirs" else ours
             config = make_config(
                 ranks.world_size,
                 stage,
@@ -257,8 +256,9 @@ def in_bfloat16(stage: int) -> Scenario:
                 "after": ranks.published(engine),
                 "metrics": metrics,
                 "optimizer": type(engine._engine.optimizer).__name__,
+                "notes": engine.notes,
             }
-        module.compute_dtype, zero.sum_in_one_pass = on_cpu, ours
+        module.compute_dtype, module.sum_in_one_pass = on_cpu, ours
         return result
 
     return run
@@ -287,7 +287,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             f"stage {stage} offloaded": training(stage, tokens=TIGHT, offload_optimizer=True)
             for stage in (1, 2, 3)
         },
-        "stage 2 sequence recomputed offloaded compiled parked": training(
+        "stage 2 sequence recomputed offloaded compiled asleep": training(
             2,
             sequence_parallel=2,
             tokens=TIGHT,
@@ -300,12 +300,12 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             3, sequence_parallel=2, tokens=TIGHT, activation_checkpointing=True
         ),
         "stage 3 recomputed": training(3, activation_checkpointing=True),
-        **{f"stage {stage} parked": training(stage, tokens=TIGHT, sleep=True) for stage in STAGES},
+        **{f"stage {stage} asleep": training(stage, tokens=TIGHT, sleep=True) for stage in STAGES},
         **{f"bfloat16 {stage}": in_bfloat16(stage) for stage in (1, 3)},
         **{f"resumed {stage}": resumed(stage) for stage in STAGES},
-        **{f"resumed {stage} parked": resumed(stage, sleep=True) for stage in (1, 3)},
+        **{f"resumed {stage} asleep": resumed(stage, sleep=True) for stage in (1, 3)},
         **{f"reference {stage}": referenced(stage) for stage in (0, 3)},
-        **{f"reference {stage} parked": referenced(stage, sleep=True) for stage in (1, 3)},
+        **{f"reference {stage} asleep": referenced(stage, sleep=True) for stage in (1, 3)},
         **{f"skipping {stage}": skipping(stage) for stage in (0, 1, 3)},
     },
 }

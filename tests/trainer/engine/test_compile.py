@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from keel.model import attention
 from keel.model.attention import Segments, use_packed_attention
-from keel.trainer.engine import compile as compiled
+from keel.trainer.engine import layer_compile
 
 pytestmark = pytest.mark.e2e
 
@@ -43,10 +43,10 @@ def test_all_layers_are_one_graph_for_rows_of_any_length(monkeypatch: pytest.Mon
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(compiled, "BACKEND", count)
+    monkeypatch.setattr(layer_compile, "BACKEND", count)
     model = AutoModelForCausalLM.from_config(CONFIG)
     use_packed_attention(model)
-    compiled.compile_layers(model)
+    layer_compile.compile_layers(model)
     for lengths in [(5, 9, 2), (4, 3), (7, 7, 7, 30)]:
         tokens = torch.zeros((1, sum(lengths)), dtype=torch.long)
         inputs = {"input_ids": tokens, "use_cache": False, "segments": Segments.of(lengths)}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo
-import torch._functorch.config as functorch
 from transformers import PreTrainedModel
 
 from keel.model.routing.replay import router_modules
+from keel.model.torch_internals import specialise_and_recompute
 
 BACKEND = "inductor"
 """torch.compile's; on a CPU it needs a C++ compiler, and minutes."""
@@ -28,13 +27,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     for block in model.modules():
         if routers & set(block.children()):
             block.forward = torch.compiler.disable(block.forward)
-    # Numbers such as a norm's epsilon are a part of the graph, not tensors that each call makes.
-    dynamo.specialize_float = True
-    # Results of elementwise operations are computed again in the backward pass, wherever that saves
-    # memory; products and attention never are.
-    functorch.ban_recompute_used_far_apart = False
-    functorch.ban_recompute_long_fusible_chains = False
-    functorch.ban_recompute_materialized_backward = False
+    specialise_and_recompute()
     layers: Any = model.get_decoder().layers
     for layer in layers:
         layer.compile(backend=BACKEND, dynamic=True)

@@ -1,0 +1,122 @@
+"""Other people's internals stand behind a fence: one file for each library names what it has not
+promised, and what that leans on is checked at start-up. A release breaks nothing elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FENCED = ("trainer", "model")
+"""Packages that these rules are about; of vLLM's internals `rollout` has rules of its own."""
+DEEPSPEED = "trainer/engine/deepspeed_internals.py"
+NAMED = (
+    DEEPSPEED,
+    "model/torch_internals.py",
+    "model/transformers_internals.py",
+    "trainer/cluster/ray_internals.py",
+)
+LIBRARIES = ("torch", "transformers", "deepspeed", "ray")
+OF_DEEPSPEED = re.compile(
+    r"ds_(tensor|shape|id|numel|status|persist)|ipg_\w+|fp(16|32)_\w*(groups|partition)\w*"
+    r"|bf?(16|it16)_groups\w*|\w*hp_grads?\w*|autoep_\w*group|basic_optimizer|empty_partition_cache"
+    r"|offload_states|averaged_gradients|parameter_offload|group_name|ep_group|model_family"
+)
+"""Attributes that it has not promised, without an underscore."""
+BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
+OWN = ("self", "cls", "super")
+PUBLIC = ("_replace", "_asdict", "_fields")
+"""Of named tuples: documented, with an underscore so as not to collide with fields."""
+
+
+def sources() -> list[Path]:
+    return [path for package in FENCED for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def private(name: str) -> bool:
+    return name in ("__class__", "__dict__") or (name.startswith("_") and not name.endswith("__"))
+
+
+def reached_for(path: Path) -> Iterator[str]:
+    """Attributes and modules of other libraries that they have not promised."""
+    tree = ast.parse(path.read_text())
+    ours = {node.attr for node in ast.walk(tree) if own(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from filter(undisclosed, modules(node))
+        elif isinstance(node, ast.Attribute):
+            name = node.attr
+            hidden = private(name) and name not in ours and name not in PUBLIC
+            if hidden or (OF_DEEPSPEED.fullmatch(name) and not own(node)):
+                yield name
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in BY_NAME:
+            names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            texts = [name for name in names if isinstance(name, str)]
+            yield from (t for t in texts if private(t) or OF_DEEPSPEED.fullmatch(t))
+
+
+def own(node: ast.AST) -> bool:
+    """An attribute of the class that the code is of."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in OWN
+    )
+
+
+def modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [f"{node.module}.{alias.name}" for alias in node.names]
+
+
+def undisclosed(module: str) -> bool:
+    """Private, or inside DeepSpeed: its documentation has all that is public in `deepspeed`."""
+    library, *inside = module.split(".")
+    if library == "deepspeed":
+        return len(inside) > 1 or (bool(inside) and inside[0].islower())
+    return library in LIBRARIES and any(map(private, inside))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_internals_are_named_in_their_files_only(path: Path) -> None:
+    if str(path.relative_to(ROOT)) not in NAMED:
+        assert sorted(set(reached_for(path))) == []
+
+
+def test_these_files_are_what_reaches_for_them() -> None:
+    """Or the rule would see nothing."""
+    found = {name: set(reached_for(ROOT / name)) for name in NAMED}
+    assert all(found[name] for name in NAMED[:3])
+    assert {"ds_tensor", "_update_hp_grad", "__class__"} <= found[DEEPSPEED]
+    assert {"_world", "_set_pg_timeout", "_cdata"} <= found["model/torch_internals.py"]
+    assert "ray._private.state" in (ROOT / NAMED[3]).read_text()
+
+
+def test_what_the_rule_catches(tmp_path: Path) -> None:
+    path = tmp_path / "file.py"
+    path.write_text(
+        "import torch._dynamo.config\n"
+        "from ray._private.state import nodes\n"
+        "from deepspeed.runtime.engine import DeepSpeedEngine\n"
+        "from deepspeed import DeepSpeedEngine\n"
+        "class A:\n"
+        "    def f(self, other):\n"
+        "        self._mine = other._mine, other._theirs, other.ds_tensor, self.ds_tensor\n"
+        "        other.__class__ = A\n"
+        "        return getattr(other, '_hidden'), hasattr(other, 'ipg_buckets'), other.public\n"
+    )
+    assert sorted(set(reached_for(path))) == [
+        "__class__",
+        "_hidden",
+        "_theirs",
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "ds_tensor",
+        "ipg_buckets",
+        "ray._private.state.nodes",
+        "torch._dynamo.config",
+    ]

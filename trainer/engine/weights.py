@@ -1,0 +1,56 @@
+"""The current weights of the policy, for the rollout engines and for files: whole and under their
+checkpoint names, however they are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import deepspeed
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keel.model.load import checkpoint_tensors, module_tensors, precision
+from keel.model.weight_transfer.buckets import Block
+from keel.model.weight_transfer.pack import BlockPacker
+from keel.trainer.engine.expert_parallel import ExpertLayers
+
+
+class Weights:
+    """Of a model that DeepSpeed has taken over."""
+
+    def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
+        """`stage`: of ZeRO."""
+        self._model, self._experts, self._stage = model, experts, stage
+        self._packers: dict[tuple[int, torch.dtype], BlockPacker] = {}
+
+    @property
+    def gathered(self) -> bool:
+        """Whether they are spread over ranks: then all of them must iterate together, to the end,
+        in any of the following."""
+        return self._stage == 3 or self._experts.spread
+
+    def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint name and tensor, in `dtype` (see `keel.model.load.precision`)."""
+        convert = precision(self._model, dtype)
+        for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
+            yield name, convert(name, tensor)
+
+    def blocks(self, dtype: torch.dtype, block_bytes: int) -> Iterator[Block]:
+        """The same in blocks of this size, on this rank's device."""
+        key = block_bytes, dtype
+        if key not in self._packers:
+            self._packers[key] = BlockPacker(self._model, dtype, block_bytes, whole=self._whole)
+        return self._packers[key].blocks()
+
+    def gather_along(self) -> None:
+        """What a rank does that wants none while others iterate."""
+        for _ in module_tensors(self._model, whole=self._whole) if self.gathered else ():
+            pass
+
+    @contextmanager
+    def _whole(self, part: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        gathered = deepspeed.zero.GatheredParameters(list(part.values()), enabled=self._stage == 3)
+        with gathered:
+            yield self._experts.original(part)
