@@ -120,6 +120,15 @@ def test_no_file_and_no_folder_is_too_large() -> None:
     assert (long, full) == ({}, {})
 
 
+def test_tests_stand_where_the_code_does() -> None:
+    """In folders of the same names; beside them what runs the whole system, or needs a GPU."""
+    code = {name_of(path.parent) for path in sources("benchmarks")}
+    tests = {
+        str(path.parent.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert tests - code == {".", "e2e", "gpu"}
+
+
 def test_every_package_is_in_the_wheel() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent.relative_to(ROOT).parts for path in sources()}
