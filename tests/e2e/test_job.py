@@ -133,10 +133,11 @@ def test_the_lines_of_the_readme(shell: Shell, token: str | None) -> None:
         path.write_text(token)
 
     block = block_with("ray start --head")
-    (local,) = [line for line in README.read_text().splitlines() if line.startswith("make quick")]
-    shell.run(local)
-    assert shell.steps("runs/local") == [0, 1, 2]
-    assert path.exists() == bool(token)  # a local run leaves nothing there
+    if not token:  # a run on this machine leaves none there; an old one: test_local_ray.py
+        (local,) = [li for li in README.read_text().splitlines() if li.startswith("make quick")]
+        shell.run(local)
+        assert shell.steps("runs/local") == [0, 1, 2]
+        assert not path.exists()
 
     said = shell.run(block)
     assert "step 2/2" in said

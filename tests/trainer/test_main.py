@@ -116,7 +116,7 @@ def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
     assert "1 node(s) of 8 GPU(s), 80.0 GiB each: by rule, as no GPU is here" in out
     assert "node 0: engines 0–1 on GPUs 0–3 (2 each); trainer ranks 0–3 on GPUs 4–7" in out
     assert "ESTIMATE, not measured" in out and "KV cache holds all 64 sequences" in out
-    code, _, err = run(capsys, *recipe, "run.gpu_gib=1")
+    code, _, err = run(capsys, *recipe, *FEW, "run.gpu_gib=1")
     assert (code, "an engine's GPU needs" in err, "run.gpu_gib" in err) == (2, True, True)
 
 
@@ -126,7 +126,7 @@ def test_a_machine_with_too_few_gpus_is_refused_before_ray_starts(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("keel.trainer.cluster.nodes.visible_gpus", lambda: 2)
     monkeypatch.setattr("keel.trainer.cluster.nodes.gpu_gib", lambda: 80.0)
-    code, _, err = run(capsys, "train", "quickstart", "run.device=gpu", "trainer.ranks=4")
+    code, _, err = run(capsys, "train", "quickstart", *FEW, "run.device=gpu", "trainer.ranks=4")
     assert (code, "needs 6 GPUs" in err, "trainer.ranks" in err) == (2, True, True), err
 
 

@@ -186,8 +186,8 @@ def check_room(note: str, *, stays: float, gpu: float, engine_share: float) -> N
         most = max(0.0, 1 - stays / gpu)
         raise ValueError(
             f"{note}. {stays / GIB:.1f} GiB of a GPU's {gpu / GIB:.1f} GiB stay with it then, and "
-            f"rollout.gpu_memory_utilization = {engine_share:g}: set it to at most {most:.2f}, or install "
-            f"DeepSpeed {KNOWN}"
+            f"rollout.gpu_memory_utilization = {engine_share:g}: set it to at most "
+            f"{most:.2f}, or install DeepSpeed {KNOWN}"
         )
 
 

@@ -70,9 +70,13 @@ def test_nobody_joins_without_the_token_which_is_nowhere_to_be_read(tmp_path: Pa
     assert not (tmp_path / ".ray").exists()
 
 
-def test_an_environment_with_a_space_in_its_path(tmp_path: Path) -> None:
+def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_path: Path) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("1" * 64)
     home = tmp_path / "my environment"
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     assert run(home / "bin" / "python", ACTOR, tmp_path).strip() == str(home / "bin" / "python")
+    assert token.read_text() == "1" * 64

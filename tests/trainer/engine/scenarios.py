@@ -8,14 +8,16 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.multiprocessing.spawn import ProcessContext
 
 from keel.configs.schema import (
     AlgorithmConfig,
@@ -343,11 +345,27 @@ def results_of(folder: Path, sizes: Iterable[int]) -> Result:
     return found
 
 
-def wait_for(running: Iterable[ProcessContext | None]) -> None:
-    for context in running:
-        assert context is not None
-        while not context.join(timeout=120):
-            pass
+def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> None:
+    """`run` on every rank of each of these numbers of ranks, all at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        # One process imports the libraries, the others are its copies.
+        get_context("forkserver").set_forkserver_preload(
+            ["keel.trainer.engine.engine", run.__module__]
+        )
+        running = [
+            mp.start_processes(
+                run, (size, free_port(), folder), nprocs=size, join=False, start_method="forkserver"
+            )
+            for size in sizes
+        ]
+        for context in running:
+            assert context is not None
+            while not context.join(timeout=120):
+                pass
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from keel.rl.metrics import values
@@ -19,11 +18,10 @@ from tests.trainer.engine.scenarios import (
     SCENARIOS,
     STAGES,
     STEPS,
-    free_port,
     results_of,
+    run_all,
     run_rank,
     same,
-    wait_for,
 )
 
 pytestmark = pytest.mark.e2e
@@ -37,15 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "untied")
     write_model(folder / "tied", tied=True)
     write_dense(folder / "dense")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        running = [
-            mp.spawn(run_rank, (size, free_port(), folder), nprocs=size, join=False)
-            for size in SCENARIOS
-        ]
-        wait_for(running)
+    run_all(run_rank, SCENARIOS, folder)
     return folder
 
 

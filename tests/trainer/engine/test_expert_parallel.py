@@ -5,13 +5,11 @@ it."""
 from __future__ import annotations
 
 import json
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from keel.rl.metrics import values
@@ -24,7 +22,7 @@ from tests.trainer.engine.expert_scenarios import (
     run_expert_rank,
     write_family,
 )
-from tests.trainer.engine.scenarios import free_port, results_of, same, wait_for
+from tests.trainer.engine.scenarios import results_of, run_all, same
 
 pytestmark = pytest.mark.e2e
 SPREAD = {**SCENARIOS[2], **SCENARIOS[4]}
@@ -42,26 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     for family in FAMILIES:
         write_family(folder / family, family)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        # Seven processes: one imports the libraries, the others are its copies.
-        get_context("forkserver").set_forkserver_preload(
-            ["keel.trainer.engine.engine", run_expert_rank.__module__]
-        )
-        running = [
-            mp.start_processes(
-                run_expert_rank,
-                (size, free_port(), folder),
-                nprocs=size,
-                join=False,
-                start_method="forkserver",
-            )
-            for size in SCENARIOS
-        ]
-        wait_for(running)
+    run_all(run_expert_rank, SCENARIOS, folder)
     return folder
 
 
