@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt
@@ -59,13 +59,32 @@ class Transcript:
     finish_reason: str
 
 
+Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
+"""Why an episode cannot go on: its environment cannot be imported or started; raised outside a tool
+call; ended itself; was ended by a signal; did not answer in time; said what is no answer; said too
+much; ran out of memory; was closed before."""
+
+
+class EnvironmentLost(RuntimeError):
+    """The episode cannot go on. Its environment has been ended, with all its processes."""
+
+    def __init__(self, fault: Fault, during: str, message: str, words: str = "") -> None:
+        """during: the method that was awaited; words: the last that the environment printed."""
+        said = f"; its last words: {words}" if words else ""
+        super().__init__(f"environment, at {during}: {message}{said}")
+        self.fault: Fault = fault
+        self.during = during
+        self.words = words
+
+
 class Environment(Protocol):
-    """One episode. Single use."""
+    """One episode. Single use. `open`, `call` and `reply` raise `EnvironmentLost` where the episode
+    cannot go on; a `verdict` that cannot be had is `Unscored`; `close` raises nothing."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a call whose arguments fit the tool's schema."""
+        """Run a call. What does not fit a tool's schema is a failed result and is not run."""
         ...
 
     async def reply(self, said: Message) -> Message | None:
