@@ -74,6 +74,7 @@ class EnvironmentLost(RuntimeError):
         super().__init__(f"environment, at {during}: {message}{said}")
         self.fault: Fault = fault
         self.during = during
+        self.detail = message
         self.words = words
 
 
