@@ -79,14 +79,17 @@ class Object:
     def __init__(self, found: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._found = found
         self._tools = {name: Tool(name, function) for name, function in functions.items()}
-        offered = getattr(found, "offered", None)
-        if offered is not None:
-            self._tools = {name: self._tools[name] for name in offered}
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
         said = self._ask("opening", task=task, seed=seed)
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        return {"messages": messages, "tools": [tool.spec for tool in self._tools.values()]}
+        offered = getattr(self._found, "offered", None)  # the task may decide
+        names = list(self._tools) if offered is None else list(offered)
+        if unknown := [name for name in names if name not in self._tools]:
+            raise Refused(
+                f"`offered` has {unknown[0]!r}, and the tools are {', '.join(self._tools)}"
+            )
+        return {"messages": messages, "tools": [self._tools[name].spec for name in names]}
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         text = self._tools[name](arguments)

@@ -142,6 +142,22 @@ class Graded:
         return self._verdict
 
 
+class Offers:
+    """Offers what it is told to."""
+
+    def __init__(self, offered: list) -> None:
+        self._later = offered
+
+    def opening(self) -> None:
+        self.offered = self._later
+
+    def one(self) -> str:
+        return "one"
+
+    def two(self) -> str:
+        return "two"
+
+
 class NotANumber(Graded):
     def verdict(self, messages: list) -> float:
         return float("nan")

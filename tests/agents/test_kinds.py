@@ -19,7 +19,7 @@ from keel.agents.inside.games import observed
 from keel.agents.inside.hints import described, schema_of, value_of
 from keel.agents.inside.kinds import Tool
 from keel.agents.schemas import Arguments, arguments_of
-from keel.agents.types import Verdict
+from keel.agents.types import EnvironmentLost, Verdict
 from keel.rl.turns import ToolCall, ToolSpec
 from tests.agents.episodes import TASK, episode, program, run, transcript, use
 
@@ -257,6 +257,23 @@ def test_functions(target: str, tmp_path: Path) -> None:
         assert await environment.reply({"role": "assistant", "content": "5"}) is None
         assert await environment.verdict(transcript()) == Verdict(parts={})
         await environment.close()
+
+    run(play())
+
+
+def test_an_environment_decides_what_it_offers() -> None:
+    async def play() -> None:
+        environment = Hosted(program("shop:Offers", arguments={"offered": ["two"]}))
+        opening = await environment.open(TASK, seed=3)
+        assert [tool.name for tool in opening.tools] == ["two"]
+        assert opening.messages == TASK.messages
+        assert (await use(environment, "one")).failed
+        await environment.close()
+        with pytest.raises(
+            EnvironmentLost, match="`offered` has 'three', and the tools are one, t"
+        ):
+            async with episode("shop:Offers", arguments={"offered": ["three"]}):
+                pass
 
     run(play())
 
