@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +108,7 @@ class Hosted:
         self._arguments: Arguments | None = None
         self._lost: EnvironmentLost | None = None
         self._closed = False
+        self._scratch = ""
         self._requests = 0
         self._turn = asyncio.Lock()
 
@@ -119,9 +123,13 @@ class Hosted:
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
         program = self._program
         folder = program.folder or Path.cwd()
+        own: dict[str, str] = {}
+        if program.wrap is not_wrapped:  # a sandbox has a private one
+            self._scratch = tempfile.mkdtemp(prefix="keel-")
+            own = {"TMPDIR": self._scratch}
         self._process = await LineProcess.start(
             [program.python, str(START)],
-            env={**ENVIRONMENT, "PYTHONHASHSEED": str(seed % 2**32), **program.env},
+            env={**ENVIRONMENT, "PYTHONHASHSEED": str(seed % 2**32), **own, **program.env},
             folder=folder,
             wrap=program.wrap,
             readable=(*READABLE, folder),
@@ -196,15 +204,24 @@ class Hosted:
     async def close(self) -> None:
         self._closed = True
         process = self._process
-        if process is None:
-            return
         try:
-            if self._lost is None:
+            if process is not None and self._lost is None:
                 await self._ask("close", {"do": "close"}, self._program.deadlines.close_s)
         except EnvironmentLost:
             pass
         finally:
-            await process.end()
+            if process is not None:
+                await process.end()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        scratch, self._scratch = self._scratch, ""
+        if not scratch:
+            return
+        try:
+            os.rmdir(scratch)
+        except OSError:  # it left something there
+            shutil.rmtree(scratch, ignore_errors=True)
 
     async def _ask(
         self, during: str, request: Mapping[str, Any], deadline_s: float, *, name: str = ""

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional
@@ -118,6 +119,7 @@ class Shop:
             "keel": sorted(name for name in sys.modules if name.startswith("keel")),
             "heavy": [m for m in ("numpy", "jsonschema", "torch") if m in sys.modules],
             "folder": os.getcwd(),
+            "temporary": tempfile.gettempdir(),
         }
 
     def reply(self, text: str) -> str | None:

@@ -254,6 +254,21 @@ def test_many_at_once_share_nothing() -> None:
     run(play())
 
 
+def test_what_it_leaves_in_its_temporary_folder_goes() -> None:
+    async def play() -> None:
+        for left in (False, True):
+            async with episode() as environment:
+                folder = Path(environment._scratch)
+                assert folder.is_dir()
+                assert (await use(environment, "look")).text.count(str(folder)) == 1
+                if left:
+                    (folder / "deep").mkdir()
+                    (folder / "deep" / "file").write_text("x")
+            assert not folder.exists()
+
+    run(play())
+
+
 def test_what_an_environment_sees() -> None:
     async def play() -> dict[str, Any]:
         async with episode(env={"SHOP": "1"}) as environment:
