@@ -71,12 +71,15 @@ def line_of(message: Mapping[str, Any]) -> bytes:
 class LineProcess:
     """One child process and its group. For one event loop, and one exchange at a time."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        words: _Words,
+    ) -> None:
         self._process = process
-        self._reader = reader
-        self._writer: asyncio.StreamWriter
-        self._words: _Words
-        self._hearing: asyncio.ReadTransport
+        self._reader, self._writer, self._words = reader, writer, words
         self._end: asyncio.Task[str] | None = None
         # Where nobody closes it (an event loop that was given up), the interpreter's end does.
         self._forgotten = weakref.finalize(self, _kill_group, process.pid)
@@ -117,28 +120,16 @@ class LineProcess:
             theirs.close()
             os.close(write_words)
         ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        # No await can fail or be cancelled from here on without the process being seen to.
+        words = _Words(read_words)
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_BYTES)
-        except BaseException:
+        except BaseException:  # given up meanwhile
             _kill_group(process.pid)
             process.wait(REAPING_S)
             ours.close()
-            os.close(read_words)
+            words.close()
             raise
-        child = LineProcess(process, reader)
-        child._writer = writer
-        pipe = os.fdopen(read_words, "rb", buffering=0)
-        try:
-            child._hearing, child._words = await loop.connect_read_pipe(_Words, pipe)
-        except BaseException:
-            pipe.close()
-            child._words = _Words()
-            child._hearing = asyncio.ReadTransport()
-            await child.end()
-            raise
-        return child
+        return LineProcess(process, reader, writer, words)
 
     @property
     def words(self) -> str:
@@ -194,7 +185,7 @@ class LineProcess:
         if code is not None:
             self._forgotten.detach()
         await self._words.heard(0.2)
-        self._hearing.close()
+        self._words.close()
         self._writer.transport.abort()
         if not by_itself or code is None:
             return "closed its output"
@@ -240,18 +231,31 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-class _Words(asyncio.Protocol):
-    """The end of what a process prints."""
+class _Words:
+    """The end of what a process prints to the pipe `fd`, heard as long as the event loop runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._tail = b""
         self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._hear)
 
-    def data_received(self, data: bytes) -> None:
+    def _hear(self) -> None:
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return
         self._tail = (self._tail + data)[-MOST_WORDS:]
+        if not data:
+            self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._ended.set()
+    def close(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
 
     async def heard(self, within_s: float) -> None:
         """Wait for the end. What has fled from the group may hold the pipe open."""

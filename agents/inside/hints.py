@@ -115,8 +115,12 @@ def value_of(hint: Any, value: Any) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a JSON value looks like `hint`: enough to choose among a union's types."""
-    kind = get_origin(hint) or hint
+    """Whether a JSON value is one of `hint`: to choose among a union's types."""
+    if hasattr(hint, "__metadata__"):
+        hint = get_args(hint)[0]
+    if hint is Any:
+        return True
+    kind: Any = get_origin(hint) or (type(None) if hint is None else hint)
     if kind is Literal:
         return value in get_args(hint)
     if kind is float:
@@ -127,12 +131,24 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(value, kind)
     if _is_enum(kind):
         return value in [one.value for one in kind]
+    inner = get_args(hint)
+    if kind in _UNIONS:
+        return any(_fits(one, value) for one in inner)
     if kind in _ARRAYS:
-        return isinstance(value, list)
+        if not isinstance(value, list):
+            return False
+        items = cast("list[Any]", value)
+        if kind is tuple and inner and Ellipsis not in inner:
+            pairs = zip(inner, items)  # noqa: B905  (Python 3.9)
+            return len(items) == len(inner) and all(_fits(one, item) for one, item in pairs)
+        return not inner or all(_fits(inner[0], item) for item in items)
     if not isinstance(value, dict):
         return False
     given = cast("dict[str, Any]", value)
-    return not _is_dataclass(kind) or set(given) <= {one.name for one in dataclasses.fields(kind)}
+    if not _is_dataclass(kind):
+        return len(inner) < 2 or all(_fits(inner[1], one) for one in given.values())
+    hints = hints_of(kind, kind.__name__)
+    return set(given) <= set(hints) and all(_fits(hints[key], one) for key, one in given.items())
 
 
 def _is_enum(hint: Any) -> bool:

@@ -223,6 +223,23 @@ def test_a_caller_that_gives_up_leaves_nothing_behind() -> None:
     run(play())
 
 
+def test_giving_up_on_a_process_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(**_: Any) -> Any:
+        await asyncio.sleep(1000)
+
+    async def play() -> None:
+        environment = Hosted(program())
+        opening = asyncio.create_task(environment.open(TASK, seed=3))
+        await asyncio.sleep(0.05)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await environment.close()
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", never)
+    run(play())
+
+
 def test_calls_of_one_episode_wait_for_each_other() -> None:
     async def play() -> None:
         async with episode() as environment:

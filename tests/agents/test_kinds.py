@@ -180,8 +180,10 @@ def made_as(hint: Any, value: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(made_as(inner[0], one) for one in value)
     if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
         every = [inner[0]] * len(value) if Ellipsis in inner else inner
-        return isinstance(value, tuple) and all(map(made_as, every, value))
+        return len(every) == len(value) and all(map(made_as, every, value))
     if origin is dict:
         return isinstance(value, dict) and all(made_as(inner[1], one) for one in value.values())
     if origin is not None or inner:
