@@ -25,12 +25,12 @@ def go_wrong(how: str) -> None:
         raise RuntimeError("the shop burnt down")
     if how == "memory":
         bytearray(1 << 45)
-    if how == "garbage":
+    if how in ("garbage", "another"):
         for fd in os.listdir("/proc/self/fd"):
             if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(
                 f"/proc/self/fd/{fd}"
             ):
-                os.write(int(fd), b"Welcome!\n")
+                os.write(int(fd), b"Welcome!\n" if how == "garbage" else b'{"id": 99, "is": {}}\n')
                 return
         raise AssertionError("no channel to write to")
 

@@ -169,6 +169,15 @@ def test_a_verdict_that_is_none(target: str, given: Any, why: str) -> None:
     assert isinstance(verdict, Unscored) and why in verdict.reason
 
 
+def test_a_reply_to_another_request_is_none() -> None:
+    async def play() -> None:
+        async with episode() as environment:
+            error = await lost(use(environment, "wait", seconds=0, then="another"))
+            assert error.fault == "garbage" and "'id': 99" in str(error)
+
+    run(play())
+
+
 def test_memory_and_large_messages() -> None:
     async def play() -> None:
         async with episode(memory_mib=512) as environment:

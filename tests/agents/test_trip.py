@@ -19,7 +19,7 @@ from keel.agents.environments.trip.environment import Trip, a_plan, answers, mak
 from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import solve, written
 from keel.agents.environments.trip.tasks import KEYS, LEVELS, REPORT, Band, Level, Task
-from keel.agents.environments.trip.verify import checks, judge
+from keel.agents.environments.trip.verify import band_holds, band_of, checks, judge
 from keel.agents.environments.trip.world import Size, World, make_world
 from keel.agents.host.client import Hosted, Program
 from keel.agents.types import Verdict
@@ -288,6 +288,25 @@ def test_answers_that_are_none_are_refused(level: int) -> None:
         trip = Trip((world, task, LEVELS[level]))
         trip.submit_result(one)
         assert trip.verdict()[0]["correct"] == 0.0
+
+
+def test_bounds_are_as_the_text_says_them() -> None:
+    """At least includes the bound; below and less than do not."""
+    assert [band_of(REPORT, price) for price in (199, 200, 499, 500, 799, 800)] == [
+        None,
+        REPORT[2],
+        REPORT[2],
+        REPORT[1],
+        REPORT[1],
+        REPORT[0],
+    ]
+    dear = REPORT[0]
+    assert band_holds(dear, [(175, 4.0), (174, 4.0)], 119)
+    assert not band_holds(dear, [(175, 4.0), (175, 4.0)], 119)
+    assert not band_holds(dear, [(175, 4.0), (174, 3.9)], 119)
+    assert not band_holds(dear, [(175, 4.0), (174, 4.0)], 120)
+    assert band_holds(REPORT[2], [(900, 3.2), (900, 1.0)], 900)
+    assert not band_holds(REPORT[2], [(1, 3.1), (1, 3.1)], 0)
 
 
 def test_only_what_was_submitted_first_counts() -> None:
