@@ -28,6 +28,7 @@ class Game:
         self._textarena = hasattr(game, "get_observation")
         self._by_text = play_by == "text"
         self._over = False
+        self._seen = ""
         self._total = 0.0
         self._moves = 0
         count = getattr(getattr(game, "action_space", None), "n", None)
@@ -42,7 +43,8 @@ class Game:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
         first = self._game.reset(**{k: v for k, v in given.items() if k in wanted or takes_all})
         seen = self._game.get_observation() if self._textarena else first
-        messages = [{"role": "user", "content": observed(seen)}]
+        self._seen = observed(seen)
+        messages = [{"role": "user", "content": self._seen}]
         return {"messages": messages, "tools": [] if self._by_text else [self._spec()]}
 
     def _spec(self) -> dict[str, Any]:
@@ -81,11 +83,17 @@ class Game:
         self._moves += 1
         if self._textarena:
             self._over = bool(after[0])
-            return "The game is over." if self._over else observed(self._game.get_observation())
+            return "The game is over." if self._over else self._news()
         seen, reward, terminated, truncated = after[:4]
         self._total += float(reward)
         self._over = bool(terminated) or bool(truncated)
         return observed(seen)
+
+    def _news(self) -> str:
+        """What is new to see: TextArena's wrappers show everything since the start each time."""
+        before, self._seen = self._seen, observed(self._game.get_observation())
+        new = self._seen[len(before) :] if self._seen.startswith(before) else ""
+        return new.strip("\n") or self._seen
 
     def verdict(self, messages: list[Any], finish_reason: str) -> dict[str, Any]:
         total = self._total

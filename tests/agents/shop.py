@@ -211,7 +211,8 @@ class Echo:
         self._turns = 0
 
     def get_observation(self) -> tuple:
-        return 0, [(-1, f"Say [{self._word}].", 1), (0, "(it is your turn)", 2)]
+        said = [(-1, f"Say [{self._word}].", 1), (0, "(it is your turn)", 2)]
+        return 0, said + [(-1, f"That was no {self._word}.", 1)] * self._turns
 
     def step(self, action: str) -> tuple:
         self._turns += 1

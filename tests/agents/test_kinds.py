@@ -341,7 +341,10 @@ def test_a_textarena_game(play_by: str) -> None:
             word = first.split("[")[1].split("]")[0] if right else "dog"
             for _ in range(1 if right else 2):
                 if play_by == "tool":
-                    over = (await use(environment, "play", action=f"[{word}]")).done
+                    result = await use(environment, "play", action=f"[{word}]")
+                    over = result.done
+                    # Only what is new.
+                    assert result.text.startswith("The game is over." if over else "That was no")
                 else:
                     said = {"role": "assistant", "content": f"[{word}]"}
                     over = await environment.reply(said) is None
