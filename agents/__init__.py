@@ -1,0 +1,1 @@
+"""Conversations over many turns: environments, tools, their host, and context management."""

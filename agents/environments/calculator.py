@@ -1,0 +1,134 @@
+"""A calculator: arithmetic on numbers, of bounded size, and nothing of Python's besides."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, cast
+
+Number = int | float
+
+MOST_CHARACTERS = 500
+MOST_DIGITS = 1000
+"""Of a whole number, in between too."""
+_MOST = 10**MOST_DIGITS
+_TWO: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda one, two: one / two,
+    ast.FloorDiv: lambda one, two: one // two,
+    ast.Mod: operator.mod,
+}
+_NAMES: dict[str, Number] = {"pi": math.pi, "e": math.e, "tau": math.tau}
+
+
+def _round(value: Number, digits: int = 0) -> Number:
+    if abs(digits) > 15:
+        raise ValueError("round to at most 15 digits")
+    return round(value, digits) if digits else round(value)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "acos": math.acos,
+    "asin": math.asin,
+    "atan": math.atan,
+    "ceil": math.ceil,
+    "cos": math.cos,
+    "exp": math.exp,
+    "floor": math.floor,
+    "gcd": math.gcd,
+    "lcm": math.lcm,
+    "log": math.log,
+    "log10": math.log10,
+    "log2": math.log2,
+    "max": max,
+    "min": min,
+    "round": _round,
+    "sin": math.sin,
+    "sqrt": math.sqrt,
+    "tan": math.tan,
+}
+
+
+class Calculator:
+    """An environment of one tool; the verdict is somebody else's."""
+
+    def calculate(self, expression: str) -> str:
+        """Work out an arithmetic expression.
+
+        Args:
+            expression: Numbers with + - * / // % ** and brackets; pi, e; sqrt, log, sin, round,
+                gcd and the like. For example: (3 + 4) * 2 ** 5
+        """
+        return shown(evaluate(expression))
+
+
+def evaluate(expression: str) -> Number:
+    """The value of `expression`. Raises ValueError for what is no arithmetic, has no value, or is
+    too large."""
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"an expression has at most {MOST_CHARACTERS} characters")
+    text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/")
+    try:
+        tree = ast.parse(text.replace("−", "-"), mode="eval")
+        return _value(tree.body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} is no arithmetic expression") from error
+    except OverflowError as error:
+        raise ValueError("a number is too large") from error
+    except (ArithmeticError, TypeError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            return _bounded(cast(Number, node.value))
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left), _value(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _TWO:
+            return _bounded(_TWO[type(op)](_value(left), _value(right)))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _bounded(_FUNCTIONS[name](*map(_value, args)))
+        case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name):
+            known = ", ".join((*_NAMES, *_FUNCTIONS))
+            raise ValueError(f"there is no {name!r}; there are {known}")
+        case _:
+            raise ValueError("only numbers, + - * / // % **, brackets and functions can be used")
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    whole = isinstance(base, int) and isinstance(exponent, int)
+    # Looked at before it is worked out, which takes as long as it is large.
+    if whole and abs(base) > 1 and exponent > MOST_DIGITS / math.log10(abs(base)):
+        raise ValueError(f"a number may have at most {MOST_DIGITS} digits")
+    found: object = base**exponent
+    if isinstance(found, complex):
+        raise ValueError(f"({base}) ** ({exponent}) is no real number")
+    return _bounded(cast(Number, found))
+
+
+def _bounded(value: Number) -> Number:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("the result is not finite")
+    elif abs(value) > _MOST:
+        raise ValueError(f"a number may have at most {MOST_DIGITS} digits")
+    return value
+
+
+def shown(value: Number) -> str:
+    """Without the noise of the last bits: 0.1 + 0.2 is 0.3."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return str(value)

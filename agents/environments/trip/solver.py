@@ -1,0 +1,116 @@
+"""Solves a trip by its tools alone: what can be known of the world comes from their answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from itertools import permutations
+from typing import Any
+
+from keel.agents.environments.trip.tasks import Task
+from keel.agents.environments.trip.verify import MEALS, band_holds, band_of
+
+Calls = Generator[tuple[str, dict[str, Any]], str, Any]
+"""Yields calls (name, arguments) and is sent what they return."""
+_ABOUT = {
+    "hotel": ["price"],
+    "restaurant": ["price", "rating"],
+    "attraction": ["ticket", "outdoor"],
+}
+
+
+def solve(task: Task) -> Calls:
+    """Ends with a call of submit_result, or without one where there is no solution. Returns whether
+    there is one."""
+    known: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    if task.cities is not None:
+        routes = [task.cities]
+    else:
+        cities: list[str] = json.loads((yield "get_all_cities", {}))
+        others = [city for city in cities if city != task.start]
+        routes = permutations(others, len(task.dates))
+    days: dict[tuple[str, int], dict[str, str] | None] = {}
+    legs: dict[tuple[str, str], bool] = {}
+    for route in routes:
+        plan: list[dict[str, str]] = []
+        for day, city in enumerate(route):
+            if task.connected:
+                leg = (route[day - 1] if day else task.start, city)
+                if leg not in legs:
+                    said = yield (
+                        "get_inter_city_transport",
+                        dict(zip(("from_city", "to_city"), leg, strict=True)),
+                    )
+                    legs[leg] = bool(json.loads(said))
+                if not legs[leg]:
+                    break
+            if (city, day) not in days:
+                days[city, day] = yield from _day(task, day, city, known)
+            found = days[city, day]
+            if found is None:
+                break
+            plan.append(found)
+        else:
+            yield "submit_result", {"answer_text": written(task, plan)}
+            return True
+    return False
+
+
+def _day(
+    task: Task, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
+) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
+    """A plan for one day in a city that meets all that is asked of such a day."""
+    wanted = [key for key in task.keys if key not in ("time", "city")]
+    lists: dict[str, list[dict[str, Any]]] = {}
+    for kind in _ABOUT:
+        if any(kind in key for key in wanted):
+            if (kind, city) not in known:
+                known[kind, city] = yield from _all(kind, city, task.plain)
+            lists[kind] = known[kind, city]
+    sights: list[dict[str, Any]] = lists.get("attraction", [{"name": "", "ticket": 0}])
+    if task.dry:
+        weather = json.loads(
+            (yield "get_weather_by_city_date", {"city": city, "date": task.dates[day]})
+        )
+        sights = [one for one in sights if not (one["outdoor"] and weather["weather"] == "rain")]
+    meals = [key for key in MEALS if key in wanted]
+    for hotel in lists.get("hotel", []):
+        if task.hotel_at_most is not None and hotel["price"] > task.hotel_at_most:
+            continue
+        band = band_of(task.bands, hotel["price"]) if day == task.rule_day else None
+        if task.bands and day == task.rule_day and band is None:
+            continue
+        for sight in sights:
+            for chosen in permutations(lists.get("restaurant", []), len(meals)):
+                eaten = [(one["price"], one["rating"]) for one in chosen]
+                if band is None or band_holds(band, eaten, sight["ticket"]):
+                    plan = {"time": task.dates[day], "city": city, "hotel": hotel["name"]}
+                    plan["afternoon_attraction"] = sight["name"]
+                    plan |= {key: one["name"] for key, one in zip(meals, chosen, strict=True)}
+                    return {key: plan[key] for key in task.keys}
+    return None
+
+
+def _all(
+    kind: str, city: str, plain: bool
+) -> Generator[tuple[str, dict[str, Any]], str, list[dict[str, Any]]]:
+    said = yield f"get_all_{kind}s_by_city", {"city": city}
+    if plain:
+        pairs = [line.rsplit(" ", 1) for line in said.splitlines()]
+        return [{"name": name, _ABOUT[kind][0]: int(price)} for name, price in pairs]
+    listed: list[Any] = json.loads(said)
+    found: list[dict[str, Any]] = []
+    for one in listed:
+        if isinstance(one, str):
+            asked = {"info_keywords": _ABOUT[kind], kind: one}
+            found.append({"name": one, **json.loads((yield f"get_infos_by_{kind}", asked))})
+        else:
+            found.append(one)
+    return found
+
+
+def written(task: Task, plan: list[dict[str, str]]) -> str:
+    """A plan as it is submitted."""
+    if task.plain:
+        return "\n".join(", ".join(day[key] for key in task.keys) for day in plan)
+    return json.dumps(plan, ensure_ascii=False)

@@ -1,0 +1,237 @@
+"""Tasks of the trip planner: so many days, nothing twice, and a rule by the price of one hotel."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from dataclasses import dataclass, replace
+
+from keel.agents.environments.trip.world import Size, World, make_world
+
+KEYS = (
+    "time",
+    "city",
+    "hotel",
+    "afternoon_restaurant",
+    "afternoon_attraction",
+    "evening_restaurant",
+)
+"""Of the object for one day."""
+START_OF_TIME = datetime.date(2025, 10, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """What follows for a day whose hotel costs from `low` to below `high` CNY. None: nothing."""
+
+    low: int
+    high: int | None = None
+    """None: no end."""
+    meals_below: int | None = None
+    """Both restaurants together, CNY."""
+    both_rated: float | None = None
+    one_rated: float | None = None
+    """At least one of the restaurants."""
+    ticket_below: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """A degree of difficulty."""
+
+    size: Size
+    days: int = 1
+    keys: tuple[str, ...] = KEYS
+    """What is asked for of each day."""
+    plain: bool = False
+    """The answer is the bare words, separated by commas, and not JSON."""
+    bands: tuple[Band, ...] = ()
+    """Drawn anew for every task, around these; none of them: the hotel's price is bounded."""
+    fixed: bool = False
+    """The task names each day's city."""
+    connected: bool = False
+    """Each city must have a route from the one before."""
+    dry: bool = False
+    """No outdoor attraction where it rains."""
+    listing: bool = True
+    """Whether lists hold prices and ratings, or names alone. A plain level's are lines of a name
+    and a price."""
+    tools: tuple[str, ...] | None = None
+    """Those offered. None: all."""
+
+
+REPORT = (
+    Band(low=800, meals_below=350, both_rated=4.0, ticket_below=120),
+    Band(low=500, high=800, one_rated=4.0, ticket_below=180),
+    Band(low=200, high=500, one_rated=3.2),
+)
+"""DeepSeek-V3.2 (2025), section 3.2.3."""
+_HOTELS = ("get_all_hotels_by_city", "submit_result")
+_LISTS = ("get_all_restaurants_by_city", "get_all_attractions_by_city")
+LEVELS = (
+    Level(
+        size=Size(
+            cities=2, hotels=3, restaurants=1, attractions=1, long_names=False, price_step=100
+        ),
+        keys=("hotel",),
+        plain=True,
+        fixed=True,
+        tools=_HOTELS,
+    ),
+    Level(
+        size=Size(
+            cities=2, hotels=3, restaurants=1, attractions=3, long_names=False, price_step=100
+        ),
+        keys=("hotel", "afternoon_attraction"),
+        plain=True,
+        fixed=True,
+        bands=(Band(low=200, ticket_below=130),),
+        tools=(*_HOTELS, "get_all_attractions_by_city"),
+    ),
+    Level(
+        size=Size(cities=2, hotels=3, restaurants=3, attractions=3, long_names=False),
+        fixed=True,
+        bands=(
+            Band(low=500, both_rated=3.0, ticket_below=130),
+            Band(low=200, high=500, one_rated=3.5),
+        ),
+        tools=(*_HOTELS, *_LISTS),
+    ),
+    Level(
+        size=Size(cities=4, hotels=3, restaurants=4, attractions=3),
+        days=2,
+        bands=(*REPORT[:2], replace(REPORT[2], ticket_below=150)),
+    ),
+    Level(size=Size(cities=7, hotels=4, restaurants=5, attractions=4), days=3, bands=REPORT),
+    Level(
+        size=Size(cities=10, hotels=4, restaurants=5, attractions=4, routes=0.4),
+        days=3,
+        bands=REPORT,
+        connected=True,
+        dry=True,
+        listing=False,
+    ),
+)
+"""From one call and a hotel's name to more than the report's example."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What has to be planned. Nothing in here is a secret."""
+
+    dates: tuple[str, ...]
+    start: str
+    """Where the journey begins; "" where the cities are fixed. It is not stayed in."""
+    cities: tuple[str, ...] | None
+    """Each day's, where they are fixed."""
+    keys: tuple[str, ...]
+    plain: bool
+    rule_day: int
+    """Index of the day that `bands` is about."""
+    bands: tuple[Band, ...]
+    hotel_at_most: int | None
+    connected: bool
+    dry: bool
+
+    def text(self) -> str:
+        """As the policy is told of it."""
+        return " ".join([*self._what(), *self._how(), self._form()])
+
+    def _what(self) -> list[str]:
+        days = len(self.dates)
+        span = self.dates[0] if days == 1 else f"{self.dates[0]} to {self.dates[-1]}"
+        wanted = [key for key in self.keys if key not in ("time", "city")]
+        if self.cities is not None and days == 1:
+            where = f"in {self.cities[0]}"
+            if wanted == ["hotel"]:
+                return [f"Find a hotel {where} for at most {self.hotel_at_most} CNY."]
+            things = ", ".join(f"the {key.replace('_', ' ')}" for key in wanted)
+            return [f"Plan one day {where} ({span}): {things}."]
+        places = ""
+        if self.cities is not None:
+            places = f" Stay in {', then '.join(self.cities)}."
+        elif self.start:
+            places = f" Choose a city for each day; {self.start} itself is not one of them."
+        return [
+            f"Plan a journey of {days} days from {self.start or self.dates[0]} ({span}), with a "
+            "hotel, an afternoon restaurant, an afternoon attraction and an evening restaurant for "
+            f"each day.{places}"
+        ]
+
+    def _how(self) -> list[str]:
+        said: list[str] = []
+        if len(self.keys) > 1:
+            said.append("Everything must be in that day's city, and nothing may come twice.")
+        if self.connected:
+            said.append("Every city must have a transport connection from the one before it.")
+        if self.dry:
+            said.append("Where it rains on the day, the attraction must not be outdoors.")
+        if not self.bands:
+            return said
+        day = "" if len(self.dates) == 1 else f" of day {self.rule_day + 1}"
+        for band in self.bands:
+            most = "" if band.high is None else f" and below {band.high}"
+            said.append(f"If the hotel{day} costs at least {band.low} CNY{most}: {_terms(band)}.")
+        return said
+
+    def _form(self) -> str:
+        if self.plain:
+            words = " and ".join(key.replace("_", " ") for key in self.keys)
+            return (
+                f"Submit the {words}, separated by a comma."
+                if len(self.keys) > 1
+                else (f"Submit the {words}.")
+            )
+        keys = ", ".join(self.keys)
+        return (
+            f"Submit a JSON list with an object for each day, in order, with the keys {keys}; time "
+            "is the date as YYYY-MM-DD, and the others are names."
+        )
+
+
+def _terms(band: Band) -> str:
+    said = [
+        (band.meals_below, "both restaurants together cost less than {} CNY"),
+        (band.both_rated, "both restaurants are rated at least {}"),
+        (band.one_rated, "at least one restaurant is rated at least {}"),
+        (band.ticket_below, "the attraction's ticket costs less than {} CNY"),
+    ]
+    return ", ".join(text.format(value) for value, text in said if value is not None) or "anything"
+
+
+def draw_task(seed: int, level: Level) -> tuple[World, Task]:
+    """A world and a task in it, which may have no solution: `environment.make_task` looks."""
+    draw = random.Random(f"task {seed}")
+    first = START_OF_TIME + datetime.timedelta(days=draw.randrange(60))
+    dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
+    world = make_world(seed, level.size, dates)
+    prices = sorted(hotel.price for hotel in world.hotels.values())
+    cities = draw.sample(world.cities, level.days if level.fixed else 1)
+    at_most = None
+    if not level.bands:  # the cheaper half of the city's hotels may do, and at least one
+        prices = sorted(one.price for one in world.hotels.values() if one.city == cities[0])
+        at_most = prices[draw.randrange(max(1, len(prices) // 2))]
+    exact = level.bands == REPORT
+    return world, Task(
+        dates=dates,
+        start="" if level.fixed else cities[0],
+        cities=tuple(cities) if level.fixed else None,
+        keys=level.keys,
+        plain=level.plain,
+        rule_day=min(1, level.days - 1),
+        bands=level.bands if exact else tuple(_varied(band, draw) for band in level.bands),
+        hotel_at_most=at_most,
+        connected=level.connected,
+        dry=level.dry,
+    )
+
+
+def _varied(band: Band, draw: random.Random) -> Band:
+    """The same band with other bounds."""
+    return replace(
+        band,
+        meals_below=band.meals_below and band.meals_below + 10 * draw.randrange(-6, 7),
+        both_rated=band.both_rated and round(band.both_rated + draw.randrange(-4, 5) / 10, 1),
+        one_rated=band.one_rated and round(band.one_rated + draw.randrange(-4, 5) / 10, 1),
+        ticket_below=band.ticket_below and band.ticket_below + 10 * draw.randrange(-4, 5),
+    )

@@ -1,0 +1,131 @@
+"""Whether a submitted plan does what its task asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from keel.agents.environments.trip.tasks import Band, Task
+from keel.agents.environments.trip.world import World
+
+MOST_CHARACTERS = 20_000
+MEALS = ("afternoon_restaurant", "evening_restaurant")
+Day = Mapping[str, str]
+
+
+def checks(world: World, task: Task, answer: str) -> dict[str, bool]:
+    """Each demand by name, and whether `answer` meets it. It is right if it meets all of them.
+
+    A text that is no plan of as many days meets none: the demands are then those of its form.
+    """
+    plan = parse(task, answer)
+    if plan is None:
+        return {"form": False}
+    return {"form": True, **judge(world, task, plan)}
+
+
+def parse(task: Task, answer: str) -> list[dict[str, str]] | None:
+    """The days of a plan, each with the task's keys and no others. None: it is no such thing."""
+    if len(answer) > MOST_CHARACTERS:
+        return None
+    if task.plain:
+        lines = [line for line in answer.strip().splitlines() if line.strip()]
+        words = [[word.strip() for word in line.split(",")] for line in lines]
+        if len(words) != len(task.dates) or any(len(day) != len(task.keys) for day in words):
+            return None
+        return [dict(zip(task.keys, day, strict=True)) for day in words]
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    days = cast(list[Any], found) if isinstance(found, list) else []
+    if len(days) != len(task.dates):
+        return None
+    for day in days:
+        fields = cast(dict[str, Any], day) if isinstance(day, dict) else {}
+        if set(fields) != set(task.keys) or not all(isinstance(v, str) for v in fields.values()):
+            return None
+    return days
+
+
+def judge(world: World, task: Task, plan: Sequence[Day]) -> dict[str, bool]:
+    """The demands on a plan of the right form."""
+    days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
+    if task.cities is not None:
+        days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
+    told: dict[str, bool] = {}
+    if "time" in task.keys:
+        told["time"] = [day["time"] for day in days] == list(task.dates)
+    cities = [day["city"] for day in days]
+    if "city" in task.keys:
+        wanted = task.cities is None or cities == list(task.cities)
+        told["cities"] = wanted and all(c in world.cities and c != task.start for c in cities)
+        told["no city twice"] = len(set(cities)) == len(cities)
+    if task.connected:
+        legs = zip((task.start, *cities), cities, strict=False)
+        told["connections"] = all(leg in world.routes for leg in legs)
+    places: dict[str, Mapping[str, Any]] = {
+        "hotel": world.hotels,
+        "afternoon_restaurant": world.restaurants,
+        "evening_restaurant": world.restaurants,
+        "afternoon_attraction": world.attractions,
+    }
+    keys = [key for key in task.keys if key in places]
+    known = True
+    for key in keys:
+        found = [places[key].get(day[key]) for day in days]
+        there = [
+            one is not None and one.city == day["city"]
+            for one, day in zip(found, days, strict=True)
+        ]
+        told[f"{key} in the city"] = all(there)
+        known = known and all(one is not None for one in found)
+    names = [day[key] for day in days for key in keys]
+    if len(names) > 1:
+        told["nothing twice"] = len(set(names)) == len(names)
+    if task.hotel_at_most is not None:
+        told["hotel's price"] = known and all(
+            world.hotels[day["hotel"]].price <= task.hotel_at_most for day in days
+        )
+    if task.bands:
+        told["rule"] = known and _rule(world, task.bands, days[task.rule_day])
+    if task.dry:
+        told["no rain"] = known and not any(
+            world.attractions[day["afternoon_attraction"]].outdoor
+            and world.weather.get((day["city"], date)) == "rain"
+            for date, day in zip(task.dates, days, strict=True)
+        )
+    return told
+
+
+def _rule(world: World, bands: Sequence[Band], day: Day) -> bool:
+    meals = [world.restaurants[day[key]] for key in MEALS if key in day]
+    ticket = (
+        world.attractions[day["afternoon_attraction"]].ticket
+        if "afternoon_attraction" in day
+        else 0
+    )
+    band = band_of(bands, world.hotels[day["hotel"]].price)
+    return band is not None and band_holds(
+        band, [(meal.price, meal.rating) for meal in meals], ticket
+    )
+
+
+def band_of(bands: Sequence[Band], price: int) -> Band | None:
+    """The band of a hotel's price."""
+    for band in bands:
+        if band.low <= price and (band.high is None or price < band.high):
+            return band
+    return None
+
+
+def band_holds(band: Band, meals: Sequence[tuple[int, float]], ticket: int) -> bool:
+    """meals: price and rating of each restaurant."""
+    ratings = [rating for _, rating in meals]
+    return (
+        (band.meals_below is None or sum(price for price, _ in meals) < band.meals_below)
+        and (band.both_rated is None or all(rating >= band.both_rated for rating in ratings))
+        and (band.one_rated is None or any(rating >= band.one_rated for rating in ratings))
+        and (band.ticket_below is None or ticket < band.ticket_below)
+    )

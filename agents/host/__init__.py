@@ -1,0 +1,1 @@
+"""Environments in processes of their own, one for each live episode."""

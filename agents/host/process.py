@@ -1,0 +1,268 @@
+"""A process that speaks JSON lines, and whose end is certain.
+
+For hundreds of them on one event loop: two descriptors each and no thread. (Python 3.11 gives every
+process of `asyncio.create_subprocess_exec` a thread that waits for it.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from keel.agents.types import EnvironmentLost, Fault
+
+MOST_BYTES = 8 << 20
+"""Of one message. An environment that says more at once is ended."""
+MOST_WORDS = 4096
+"""Bytes of standard error that are kept: the last."""
+ENDING_S = 1.0
+"""Wait for a process that closed its side to be gone by itself, which tells how it ended."""
+REAPING_S = 10.0
+"""Longest wait for a killed process to be gone."""
+PASSED_ON = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
+"""What an environment sees of this process's environment: no key and no token is among it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command line as it is to be started."""
+
+    command: Sequence[str]
+    pass_fds: Sequence[int] = ()
+
+
+class Wrap(Protocol):
+    """Puts a command line into a sandbox. What it opens for that may close once it is started."""
+
+    def __call__(
+        self, command: Sequence[str], *, readable: Sequence[Path]
+    ) -> AbstractContextManager[Launch]:
+        """readable: files and folders that the program needs beyond the system and its
+        interpreter's own."""
+        ...
+
+
+def not_wrapped(
+    command: Sequence[str], *, readable: Sequence[Path]
+) -> AbstractContextManager[Launch]:
+    """No sandbox: the environment may do whatever this process's user may."""
+    return nullcontext(Launch(command))
+
+
+def line_of(message: Mapping[str, Any]) -> bytes:
+    """As it is sent. Raises ValueError for what is no JSON."""
+    try:
+        return json.dumps(message, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON: {error}") from error
+
+
+class LineProcess:
+    """One child process and its group. For one event loop, and one exchange at a time."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        words: _Words,
+    ) -> None:
+        self._process = process
+        self._reader, self._writer, self._words = reader, writer, words
+        self._end: asyncio.Task[str] | None = None
+        # Where nobody closes it (an event loop that was given up), the interpreter's end does.
+        self._forgotten = weakref.finalize(self, _kill_group, process.pid)
+
+    @staticmethod
+    async def start(
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        folder: Path | None,
+        wrap: Wrap = not_wrapped,
+        readable: Sequence[Path] = (),
+    ) -> LineProcess:
+        """Raises EnvironmentLost where there is nothing to start, and OSError out of files."""
+        ours, theirs = socket.socketpair()
+        read_words, write_words = os.pipe()
+        try:
+            with wrap(command, readable=readable) as launch:
+                process = subprocess.Popen(
+                    launch.command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=write_words,
+                    env={**{k: os.environ[k] for k in PASSED_ON if k in os.environ}, **env},
+                    cwd=folder,
+                    pass_fds=launch.pass_fds,
+                    start_new_session=True,
+                )
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            ours.close()
+            os.close(read_words)
+            raise EnvironmentLost("start", "open", f"cannot run {command[0]}: {error}") from error
+        except BaseException:
+            ours.close()
+            os.close(read_words)
+            raise
+        finally:
+            theirs.close()
+            os.close(write_words)
+        ours.setblocking(False)
+        words = _Words(read_words)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_BYTES)
+        except BaseException:  # given up meanwhile
+            _kill_group(process.pid)
+            process.wait(REAPING_S)
+            ours.close()
+            words.close()
+            raise
+        return LineProcess(process, reader, writer, words)
+
+    @property
+    def words(self) -> str:
+        """The last that the process printed to standard error."""
+        return self._words.text()
+
+    async def send(self, line: bytes) -> None:
+        """Raises OSError where nobody listens."""
+        self._writer.write(line)
+        await self._writer.drain()
+
+    async def receive(self) -> dict[str, Any] | str:
+        """The next message; as text where it is none. Raises ValueError for one that is too long,
+        EOFError where no more will come."""
+        line = await self._reader.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if isinstance(message, dict):
+            return cast(dict[str, Any], message)
+        return line.decode(errors="replace").strip()
+
+    async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
+        """End the process, and say what happened with its last words."""
+        ended = await self.end(ENDING_S if fault == "exit" else 0.0)
+        if fault == "exit":
+            fault = "crash" if ended.startswith("was ended") else "exit"
+            message = ended
+        return EnvironmentLost(fault, during, message, self.words)
+
+    async def end(self, within_s: float = 0.0) -> str:
+        """Kill the group, its leader's children included. Says how the leader ended, if it did so
+        by itself within `within_s`. Safe to call more than once."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._ending(within_s))
+        return await asyncio.shield(self._end)
+
+    async def _ending(self, within_s: float) -> str:
+        pid = self._process.pid
+        try:
+            by_itself = await _gone(pid, within_s)
+        finally:
+            # The leader is not reaped yet, so that its number is nobody else's.
+            for child in _below(pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(child, signal.SIGKILL)
+            _kill_group(pid)
+        await _gone(pid, REAPING_S)
+        code = self._process.poll()
+        if code is not None:
+            self._forgotten.detach()
+        await self._words.heard(0.2)
+        self._words.close()
+        self._writer.transport.abort()
+        if not by_itself or code is None:
+            return "closed its output"
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        if code > 128 and code - 128 in set(signal.Signals):  # told by a sandbox's outer process
+            return f"was ended by {signal.Signals(code - 128).name}"
+        return f"exited with status {code}"
+
+
+async def _gone(pid: int, within_s: float) -> bool:
+    """Whether a child has ended by then. It is not reaped."""
+    until, pause = time.monotonic() + within_s, 0.001
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while True:
+        try:
+            if os.waitid(os.P_PID, pid, flags) is not None:
+                return True
+        except ChildProcessError:
+            return True
+        if time.monotonic() >= until:
+            return False
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _below(pid: int) -> list[int]:
+    """Processes under `pid`, those that left its group included, as long as their parents live."""
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        folder = Path("/proc") / str(pending.pop()) / "task"
+        with suppress(OSError):
+            for task in os.listdir(folder):
+                children = (folder / task / "children").read_bytes().split()
+                pending += map(int, children)
+                found += map(int, children)
+    return found
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+class _Words:
+    """The end of what a process prints to the pipe `fd`, heard as long as the event loop runs."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._tail = b""
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._hear)
+
+    def _hear(self) -> None:
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return
+        self._tail = (self._tail + data)[-MOST_WORDS:]
+        if not data:
+            self.close()
+
+    def close(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+
+    async def heard(self, within_s: float) -> None:
+        """Wait for the end. What has fled from the group may hold the pipe open."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), within_s)
+
+    def text(self) -> str:
+        """For a terminal: a policy's text may be in there, and escape sequences in that."""
+        text = self._tail.decode(errors="replace").strip()
+        return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -1,0 +1,144 @@
+"""Objects whose public methods are tools, and functions that are."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any, Callable, cast  # noqa: UP035  (Python 3.9)
+
+from keel.agents.inside.errors import Refused
+from keel.agents.inside.hints import described, hints_of, object_schema, schema_of, value_of
+
+OWN = ("opening", "reply", "verdict", "close")
+"""Methods that are no tools. An attribute `done` that is True ends the episode; `offered` is the
+names of the tools that the policy is told of, where it is not all of them."""
+
+
+class Tool:
+    """A function, and how the policy is told of it."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._hints = hints_of(function, f"tool {name}")
+        about, parameters = described(inspect.getdoc(function) or "")
+        properties: dict[str, Any] = {}
+        required: list[str] = []
+        for key, one in inspect.signature(function).parameters.items():
+            where = f"tool {name}: parameter {key}"
+            if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
+                raise Refused(f"{where} is `{one}`; a tool's parameters are passed by name")
+            if key not in self._hints and one.default is one.empty:
+                raise Refused(f"{where} has no type hint; write `{key}: str`, for example")
+            shape = schema_of(self._hints.get(key, Any), where)
+            if key in parameters:
+                shape.setdefault("description", parameters[key].strip())
+            if one.default is one.empty:
+                required.append(key)
+            elif isinstance(one.default, (str, int, float, bool)):
+                shape["default"] = one.default
+            properties[key] = shape
+        self.spec = {
+            "name": name,
+            "description": about,
+            "parameters": object_schema(properties, required),
+        }
+
+    def __call__(self, arguments: dict[str, Any]) -> str:
+        given = {key: value_of(self._hints.get(key, Any), arguments[key]) for key in arguments}
+        return text_of(awaited(self._function(**given)))
+
+
+def text_of(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+_loop: Any = None
+
+
+def awaited(value: Any) -> Any:
+    """The result, where `value` is a coroutine. All of an episode's run on one loop."""
+    global _loop
+    if not inspect.isawaitable(value):
+        return value
+    import asyncio  # noqa: PLC0415  (most environments do without)
+
+    if _loop is None:
+        _loop = asyncio.new_event_loop()
+
+    async def outcome() -> Any:
+        return await value
+
+    return _loop.run_until_complete(outcome())
+
+
+class Object:
+    """An object whose public methods are tools, or plain functions."""
+
+    def __init__(self, found: Any, functions: dict[str, Callable[..., Any]]) -> None:
+        self._found = found
+        self._tools = {name: Tool(name, function) for name, function in functions.items()}
+
+    def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
+        said = self._ask("opening", task=task, seed=seed)
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        offered = getattr(self._found, "offered", None)  # the task may decide
+        names = list(self._tools) if offered is None else list(offered)
+        if unknown := [name for name in names if name not in self._tools]:
+            raise Refused(
+                f"`offered` has {unknown[0]!r}, and the tools are {', '.join(self._tools)}"
+            )
+        return {"messages": messages, "tools": [self._tools[name].spec for name in names]}
+
+    def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        text = self._tools[name](arguments)
+        return {"text": text, "done": getattr(self._found, "done", False) is True}
+
+    def reply(self, said: dict[str, Any]) -> Any:
+        text = self._ask("reply", text=str(said.get("content") or ""))
+        return {"role": "user", "content": text} if isinstance(text, str) else text
+
+    def verdict(self, messages: list[Any], finish_reason: str) -> dict[str, Any]:
+        said = self._ask("verdict", messages=messages, finish_reason=finish_reason)
+        parts, facts = cast("tuple[Any, Any]", said if isinstance(said, tuple) else (said, {}))
+        if parts is None:
+            if hasattr(self._found, "verdict"):
+                raise TypeError("verdict returned None; a number or a dict of numbers is wanted")
+            parts = {}
+        return {"parts": parts if isinstance(parts, dict) else {"correct": parts}, "facts": facts}
+
+    def close(self) -> None:
+        self._ask("close")
+
+    def _ask(self, name: str, **given: Any) -> Any:
+        """What the environment's own method says, called with what it has parameters for."""
+        method = getattr(self._found, name, None)
+        if method is None:
+            return None
+        wanted = inspect.signature(method).parameters
+        if len(wanted) == 1 and not set(wanted) & set(given):
+            return awaited(method(*list(given.values())[:1]))
+        return awaited(method(**{key: value for key, value in given.items() if key in wanted}))
+
+
+def methods_of(found: Any) -> dict[str, Callable[..., Any]]:
+    made_from = cast(Any, type(found))
+    names = [name for name in dir(made_from) if not name.startswith("_") and name not in OWN]
+    kept = [name for name in names if inspect.isroutine(inspect.getattr_static(found, name))]
+    order = list(
+        cast("dict[str, Any]", vars(made_from))
+    )  # as written; what is inherited after that
+    kept.sort(key=lambda name: order.index(name) if name in order else len(order))
+    return {name: getattr(found, name) for name in kept}
+
+
+def functions_of(found: Any) -> dict[str, Callable[..., Any]]:
+    if inspect.ismodule(found):
+        public = getattr(found, "__all__", [name for name in vars(found) if name[0] != "_"])
+        every = [getattr(found, name) for name in public]
+        found = [
+            one for one in every if inspect.isfunction(one) and one.__module__ == found.__name__
+        ]
+    several = cast("list[Any]", found) if isinstance(found, (list, tuple)) else [found]
+    return {one.__name__: one for one in several}

@@ -1,0 +1,67 @@
+"""From the name of an environment to one that is ready to open."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from typing import Any
+
+from keel.agents.inside.errors import Refused, place, told
+from keel.agents.inside.games import Game
+from keel.agents.inside.kinds import Object, functions_of, methods_of
+
+
+def load(target: str) -> Any:
+    """What `module:name`, `module` or `file.py:name` names."""
+    name, _, attribute = target.partition(":")
+    try:
+        if name.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(os.path.basename(name)[:-3], name)
+            assert spec is not None and spec.loader is not None
+            found = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = found
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(name)
+    except Exception as error:  # a module may raise anything
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing and not f"{name}.".startswith(f"{missing}."):
+            cure = f"; install it for this interpreter: {sys.executable} -m pip install {missing}"
+        elif missing:
+            cure = f"; looked in {', '.join(filter(None, sys.path))}"
+        else:
+            cure = f" ({place(error)})" if place(error) else ""
+        raise Refused(f"{name} cannot be imported: {told(error)}{cure}") from error
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(found, part):
+            known = ", ".join(key for key in vars(found) if not key.startswith("_"))
+            raise Refused(f"{name} has no {part!r}; it has {known or 'nothing public'}")
+        found = getattr(found, part)
+    return found
+
+
+def make(request: dict[str, Any]) -> Any:
+    """The environment that an `open` asks for."""
+    found, kind, arguments = load(request["target"]), request["kind"], request["arguments"]
+    if kind == "auto":
+        made = inspect.isclass(found) or not (inspect.isroutine(found) or inspect.ismodule(found))
+        game = made and hasattr(found, "reset") and hasattr(found, "step")
+        several = isinstance(found, (list, tuple))
+        kind = "game" if game else "class" if made and not several else "functions"
+    if kind == "functions":
+        functions = functions_of(found)
+        if not functions:
+            raise Refused(f"{request['target']} has no public function to be a tool")
+        return Object(None, functions)
+    options = {key: arguments.pop(key) for key in ("play_by", "scale") if key in arguments}
+    if kind == "class":
+        arguments.update(options)
+    environment = found(**arguments) if callable(found) else found
+    if kind == "class":
+        return Object(environment, methods_of(environment))
+    if not hasattr(environment, "reset") or not hasattr(environment, "step"):
+        raise Refused(f"{request['target']} has no `reset` and `step`, and is no game")
+    return Game(environment, **options)

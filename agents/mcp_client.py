@@ -1,0 +1,287 @@
+"""Servers of the Model Context Protocol as environments: over stdio, a process for each episode, or
+over HTTP, a session for each.
+
+The kept client speaks the protocol; the processes are `LineProcess`es, so that deadlines, last
+words and the end of a server's children are as with every other environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from keel.agents.host.client import Deadlines
+from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, not_wrapped
+from keel.agents.schemas import Arguments, arguments_of
+from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored, Verdict
+from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.rl.types import Prompt
+
+MOST_PAGES = 100
+"""Of a server's list of tools."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServer:
+    """How to reach a server: either `command` or `url`."""
+
+    command: Sequence[str] = ()
+    """Run once an episode; `{seed}` in it stands for the episode's seed."""
+    url: str = ""
+    """Of a server that speaks Streamable HTTP, for all episodes."""
+    folder: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    offered: Sequence[str] | None = None
+    """The tools that the policy is told of. None: all that the server lists."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    wrap: Wrap = not_wrapped
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("MCP server: either command or url must be given")
+        if self.folder is not None and not self.folder.is_dir():
+            raise ValueError(f"MCP server {self.name}: there is no folder {self.folder}")
+        if find_spec("mcp") is None:
+            raise ValueError(
+                f"MCP server {self.name}: the package mcp is not installed: "
+                "python -m pip install 'mcp>=2,<3'"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.url or " ".join(self.command)
+
+
+class McpEpisode:
+    """One episode with a server. Implements `keel.agents.types.Environment`; the protocol knows no
+    user and no grader, so `reply` ends it and the verdict has no parts."""
+
+    def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
+        self._server = server
+        self._starting = starting
+        self._process: LineProcess | None = None
+        self._wire: _Wire | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._client: Any = None
+        self._arguments: Arguments | None = None
+        self._lost: EnvironmentLost | None = None
+
+    async def open(self, task: Prompt, *, seed: int) -> Opening:
+        if self._starting is None:
+            return await self._open(task, seed)
+        async with self._starting:
+            return await self._open(task, seed)
+
+    async def _open(self, task: Prompt, seed: int) -> Opening:
+        if self._keeper is not None or self._closing.is_set():
+            raise EnvironmentLost("closed", "open", "an environment serves one episode")
+        server, deadline_s = self._server, self._server.deadlines.open_s
+        transport: Any = server.url
+        if server.command:
+            self._process = await LineProcess.start(
+                [word.replace("{seed}", str(seed)) for word in server.command],
+                env={"PYTHONHASHSEED": str(seed % 2**32), **server.env},
+                folder=server.folder,
+                wrap=server.wrap,
+                readable=() if server.folder is None else (server.folder,),
+            )
+            self._wire = _Wire(self._process)
+            transport = self._wire.streams()
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Client and transport must be left by the task that entered them.
+        self._keeper = asyncio.create_task(self._keep(transport, ready))
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.wait({ready, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
+                if not ready.done():
+                    self._keeper.result()
+                self._client = ready.result()
+                tools = await self._tools()
+            self._arguments = arguments_of(tools)
+        except TimeoutError as error:
+            why = f"did not open within {deadline_s:g} s"
+            raise await self._fail("hang", "open", why) from error
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        except Exception as error:  # the client's own, in groups, and what a server says
+            raise await self._broken("open", error) from error
+        return Opening(messages=task.messages, tools=tuple(tools))
+
+    async def _keep(self, transport: Any, ready: asyncio.Future[Any]) -> None:
+        from mcp import Client  # noqa: PLC0415  (takes a second, and most runs have no such server)
+
+        async with Client(transport) as client:
+            ready.set_result(client)
+            await self._closing.wait()
+
+    async def _tools(self) -> list[ToolSpec]:
+        listed: list[Any] = []
+        cursor: str | None = None
+        for _ in range(MOST_PAGES):
+            page = await self._client.list_tools(cursor=cursor)
+            listed += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        tools = {
+            tool.name: ToolSpec(
+                name=tool.name, description=tool.description or "", parameters=tool.input_schema
+            )
+            for tool in listed
+        }
+        offered = list(tools) if self._server.offered is None else self._server.offered
+        if missing := [name for name in offered if name not in tools]:
+            raise ValueError(f"has no tool {missing[0]}; it has {', '.join(tools) or 'none'}")
+        return [tools[name] for name in offered]
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        if self._lost is not None or self._arguments is None or self._closing.is_set():
+            why = f"lost before this: {self._lost}" if self._lost else "is not open"
+            raise EnvironmentLost("closed", "call", why)
+        if complaint := self._arguments.complaint(call):
+            return ToolResult(text=complaint, failed=True)
+        from mcp import MCPError  # noqa: PLC0415
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await self._client.call_tool(call.name, dict(call.arguments))
+        except TimeoutError as error:
+            why = f"call of {call.name} did not end within {timeout_s:g} s"
+            raise await self._fail("hang", "call", why) from error
+        except MCPError as error:
+            # A refusal is an answer; the end of the connection comes as one, too.
+            if self._wire is None or not (self._wire.ended or self._wire.large):
+                return ToolResult(text=f"{call.name}: {error}", failed=True)
+            raise await self._broken("call", error) from error
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise await self._broken("call", error) from error
+        return ToolResult(text=_text_of(result), failed=result.is_error)
+
+    async def reply(self, said: Message) -> Message | None:
+        return None
+
+    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
+        if self._lost is not None:
+            return Unscored(reason=f"lost before this: {self._lost}")
+        return Verdict(parts={})
+
+    async def close(self) -> None:
+        self._closing.set()
+        keeper = self._keeper
+        try:
+            if keeper is not None and self._lost is None:
+                await asyncio.wait({keeper}, timeout=self._server.deadlines.close_s)
+        finally:
+            if self._process is not None:
+                await self._process.end()
+            if keeper is not None:
+                keeper.cancel()
+                with suppress(BaseException):  # whatever it ended with has been said, or is moot
+                    await asyncio.wait({keeper}, timeout=self._server.deadlines.close_s)
+                    keeper.exception()
+
+    async def _broken(self, during: str, error: BaseException) -> EnvironmentLost:
+        if self._wire is not None and self._wire.large:
+            return await self._fail("large", during, f"a message over {MOST_BYTES >> 20} MiB")
+        if self._wire is not None and self._wire.ended:
+            return await self._fail("exit", during, "")
+        fault = "start" if during == "open" else "crash"
+        return await self._fail(fault, during, _leaves(error))
+
+    async def _fail(self, fault: Any, during: str, message: str) -> EnvironmentLost:
+        if self._process is None:
+            self._lost = EnvironmentLost(fault, during, f"{self._server.name}: {message}")
+        else:
+            # Named, because a server's own words need not say which it is.
+            lost = await self._process.lost(fault, during, message)
+            said = lost.detail or message
+            name = self._server.name
+            self._lost = EnvironmentLost(lost.fault, during, f"{name}: {said}", lost.words)
+        await self.close()
+        return self._lost
+
+
+class _Wire:
+    """A process's lines as the client's streams of messages."""
+
+    def __init__(self, process: LineProcess) -> None:
+        self._process = process
+        self.ended = False
+        self.large = False
+
+    @asynccontextmanager
+    async def streams(self) -> AsyncGenerator[Any]:
+        import anyio  # noqa: PLC0415  (the client's)
+        from mcp.shared.message import SessionMessage  # noqa: PLC0415
+        from mcp_types import jsonrpc_message_adapter  # noqa: PLC0415
+
+        to_client, from_server = anyio.create_memory_object_stream[Any](0)
+        to_server, from_client = anyio.create_memory_object_stream[Any](0)
+
+        async def hear() -> None:
+            async with to_client:
+                while True:
+                    try:
+                        message = await self._process.receive()
+                    except (EOFError, OSError):
+                        self.ended = True
+                        return
+                    except ValueError:
+                        self.large = True
+                        return
+                    if isinstance(message, str):
+                        continue  # not of the protocol: many servers greet on standard output
+                    try:
+                        parsed = SessionMessage(jsonrpc_message_adapter.validate_python(message))
+                    except ValueError as error:
+                        parsed = error
+                    with suppress(anyio.BrokenResourceError):
+                        await to_client.send(parsed)
+
+        async def say() -> None:
+            async with from_client:
+                async for one in from_client:
+                    text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    try:
+                        await self._process.send(text.encode() + b"\n")
+                    except OSError:
+                        self.ended = True
+                        to_client.close()
+                        return
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(hear)
+            group.start_soon(say)
+            try:
+                yield from_server, to_server
+            finally:
+                group.cancel_scope.cancel()
+                to_server.close()
+                from_server.close()
+
+
+def _text_of(result: Any) -> str:
+    texts = [
+        one.text if one.type == "text" else f"[{one.type}: not shown]" for one in result.content
+    ]
+    if not texts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(texts)
+
+
+def _leaves(error: BaseException) -> str:
+    """What a group of exceptions says, without the groups."""
+    if isinstance(error, BaseExceptionGroup):
+        said = [_leaves(one) for one in error.exceptions]  # pyright: ignore
+        return "; ".join(dict.fromkeys(said))
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,109 @@
+"""Tools' JSON schemas: sound before anything runs, and what a call's arguments lack."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+from keel.rl.turns import ToolCall, ToolSpec
+
+MOST_SAID = 300
+"""Characters of one complaint: it quotes what the policy wrote."""
+MOST_COMPLAINTS = 3
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Arguments:
+    """Says what is wrong with calls of a set of tools. Nothing is fetched for a schema."""
+
+    def __init__(self, tools: Sequence[ToolSpec]) -> None:
+        """Raises ValueError for tools that could not be called."""
+        # Takes a fifth of a second, which runs without tools can do without.
+        from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415
+        from jsonschema.validators import validator_for  # noqa: PLC0415
+        from referencing import Registry, Resource  # noqa: PLC0415
+        from referencing.exceptions import Unresolvable  # noqa: PLC0415
+        from referencing.jsonschema import DRAFT202012  # noqa: PLC0415
+
+        self._validators: dict[str, Any] = {}
+        for tool in tools:
+            schema: Any = tool.parameters
+            if not _NAME.fullmatch(tool.name):
+                raise ValueError(
+                    f"tool {tool.name!r}: a name is 1 to 64 letters, digits, '_', '-' and '.'"
+                )
+            if tool.name in self._validators:
+                raise ValueError(f"tool {tool.name}: there are two of that name")
+            if not isinstance(schema, Mapping) or cast(Any, schema).get("type") != "object":
+                raise ValueError(
+                    f"tool {tool.name}: its schema must be one of an object (type: object), whose "
+                    "properties are the arguments"
+                )
+            schema = dict(cast(Mapping[str, Any], schema))
+            kind: Any = validator_for(schema, default=Draft202012Validator)
+            try:
+                kind.check_schema(schema)
+            except SchemaError as error:
+                raise ValueError(
+                    f"tool {tool.name}: its schema is no JSON schema: {error.message[:MOST_SAID]} "
+                    f"(at {error.json_path})"
+                ) from error
+            resource = Resource[Any].from_contents(schema, default_specification=DRAFT202012)
+            registry = Registry[Any]().with_resource("", resource).crawl()
+            for reference in _references(schema):
+                try:
+                    registry.resolver().lookup(reference)
+                except Unresolvable as error:
+                    raise ValueError(
+                        f"tool {tool.name}: its schema has no {reference!r} in itself, and nothing "
+                        "is fetched"
+                    ) from error
+            self._validators[tool.name] = kind(schema, registry=registry)
+
+    def complaint(self, call: ToolCall) -> str:
+        """What is wrong with `call`, for the policy to mend; "" if nothing is."""
+        validator = self._validators.get(call.name)
+        if validator is None:
+            near = difflib.get_close_matches(call.name, self._validators, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(self._validators) or "none"
+            return f"there is no tool {call.name[:64]!r}{hint} (there are: {known})"
+        arguments: Any = call.arguments
+        if not isinstance(arguments, Mapping):
+            return f"{call.name}: its arguments must be an object, by name"
+        try:
+            errors = list(validator.iter_errors(dict(cast(Mapping[str, Any], arguments))))
+        except RecursionError:
+            return f"{call.name}: its arguments are nested too deeply"
+        said = [
+            f"{error.message[:MOST_SAID]}" + (f" (at {error.json_path})" if error.path else "")
+            for error in errors[:MOST_COMPLAINTS]
+        ]
+        return f"{call.name}: {'; '.join(said)}" if said else ""
+
+
+def arguments_of(tools: Sequence[ToolSpec]) -> Arguments:
+    """As `Arguments(tools)`; episodes with the same tools share one."""
+    return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
+
+
+@lru_cache(maxsize=64)
+def _arguments_of(text: str) -> Arguments:
+    return Arguments(
+        [ToolSpec(name=n, description=d, parameters=p) for n, d, p in json.loads(text)]
+    )
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, Any], value)
+        if isinstance(items.get("$ref"), str):
+            yield items["$ref"]
+        value = list(items.values())
+    if isinstance(value, list):
+        for item in cast(list[Any], value):
+            yield from _references(item)

@@ -1,0 +1,79 @@
+"""Short words for what tests do with environments."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.types import ToolResult, Transcript
+from keel.rl.turns import ToolCall
+from keel.rl.types import Prompt
+
+HERE = Path(__file__).parent
+TASK = Prompt(prompt_id="p7", domain="shop", messages=({"role": "user", "content": "Shop."},))
+SHORT = Deadlines(open_s=20.0, reply_s=0.3, verdict_s=0.3, close_s=0.3)
+
+
+def program(target: str = "shop:Shop", **settings: Any) -> Program:
+    return Program(**{"target": target, "folder": HERE, "deadlines": SHORT, **settings})
+
+
+@asynccontextmanager
+async def episode(
+    target: str = "shop:Shop", seed: int = 3, **settings: Any
+) -> AsyncIterator[Hosted]:
+    environment = Hosted(program(target, **settings))
+    try:
+        await environment.open(TASK, seed=seed)
+        yield environment
+    finally:
+        await environment.close()
+
+
+async def use(
+    environment: Any, name: str, within_s: float = 20.0, /, **arguments: Any
+) -> ToolResult:
+    call = ToolCall(call_id="c1", name=name, arguments=arguments)
+    return await environment.call(call, timeout_s=within_s)
+
+
+def transcript(*messages: dict[str, Any], finish_reason: str = "stop") -> Transcript:
+    return Transcript(messages=messages, finish_reason=finish_reason)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """On an event loop of its own. Nothing may be left of it: no process, file or thread."""
+    before = held()
+
+    async def bounded() -> Any:
+        return await asyncio.wait_for(work, 60)
+
+    result = asyncio.run(bounded())
+    until = time.monotonic() + 2
+    while held() != before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert held() == before
+    return result
+
+
+def held() -> tuple[int, int, list[str]]:
+    """This process's open files, threads, and children."""
+    children: list[str] = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            children += Path(f"/proc/self/task/{task}/children").read_text().split()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), children
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: one that is dead and not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,223 @@
+"""An environment that goes wrong in the way and at the place that it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Annotated, Literal, Optional
+
+
+def go_wrong(how: str) -> None:
+    print("these are my last words", file=sys.stderr)
+    if how == "crash":
+        os.kill(os.getpid(), 11)
+    if how == "hang":
+        time.sleep(1000)
+    if how == "exit":
+        sys.exit(3)
+    if how == "raise":
+        raise RuntimeError("the shop burnt down")
+    if how == "memory":
+        bytearray(1 << 45)
+    if how in ("garbage", "another"):
+        for fd in os.listdir("/proc/self/fd"):
+            if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(
+                f"/proc/self/fd/{fd}"
+            ):
+                os.write(int(fd), b"Welcome!\n" if how == "garbage" else b'{"id": 99, "is": {}}\n')
+                return
+        raise AssertionError("no channel to write to")
+
+
+@dataclass
+class Item:
+    name: str
+    count: int = 1
+
+
+class Shop:
+    """go_wrong: `crash`, … at: `open`, `reply`, `verdict`, `close` or `call`."""
+
+    def __init__(self, how: str = "", at: str = "") -> None:
+        self._how, self._at = how, at
+        self._bought: list[str] = []
+        self.done = False
+        print("the shop is open")
+        self._maybe("import")
+
+    def _maybe(self, at: str) -> None:
+        if at == self._at:
+            go_wrong(self._how)
+
+    def opening(self, task: dict, seed: int) -> str:
+        self._maybe("open")
+        return f"{task['prompt_id']} {seed} {random.random()} {hash('salt')}"
+
+    def buy(
+        self,
+        item: Item,
+        pay: Optional[float] = None,  # noqa: UP045
+        how: Literal["cash", "card"] = "cash",
+        note: Annotated[str, "For the till."] = "",
+    ) -> str:
+        """Buy something.
+
+        Whatever it is.
+
+        Args:
+            item: What is
+                wanted.
+            pay (float): What it may cost.
+
+        Returns:
+            A receipt.
+        """
+        print("somebody buys")
+        if item.name == "bomb":
+            raise ValueError("no bombs here")
+        self._bought.append(item.name)
+        return f"{type(item).__name__} {item.name} {item.count} {pay!r} {how} {note}"
+
+    async def wait(self, seconds: float, then: str = "") -> dict:
+        """Wait.
+
+        :param seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        go_wrong(then)
+        self.done = then == "done"
+        return {"slept": seconds, "of": type(seconds).__name__}
+
+    def call(self) -> str:
+        """Go wrong where that was asked for."""
+        self._maybe("call")
+        return "fine"
+
+    def say(self, letters: int) -> str:
+        """Say much."""
+        return "x" * letters
+
+    def hire(self) -> list:
+        """Two helpers, of which one leaves the group; both ignore being asked to go."""
+        deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
+        started = [
+            subprocess.Popen([sys.executable, "-S", "-c", deaf], start_new_session=apart)
+            for apart in (False, True)
+        ]
+        return [helper.pid for helper in started]
+
+    def look(self) -> dict:
+        """What can be seen of Keel's secrets and packages."""
+        return {
+            "environ": sorted(os.environ),
+            "keel": sorted(name for name in sys.modules if name.startswith("keel")),
+            "heavy": [m for m in ("numpy", "jsonschema", "torch") if m in sys.modules],
+            "folder": os.getcwd(),
+            "temporary": tempfile.gettempdir(),
+        }
+
+    def reply(self, text: str) -> str | None:
+        self._maybe("reply")
+        return None if text == "bye" else f"you said {text}"
+
+    def verdict(self, messages: list, finish_reason: str) -> tuple:
+        self._maybe("verdict")
+        return {"correct": float("ring" in self._bought)}, {"ended": finish_reason}
+
+    def close(self) -> None:
+        self._maybe("close")
+
+
+class Graded:
+    """Whose verdict is what it is given."""
+
+    def __init__(self, verdict: object) -> None:
+        self._verdict = verdict
+
+    def verdict(self, messages: list) -> object:
+        return self._verdict
+
+
+class Offers:
+    """Offers what it is told to."""
+
+    def __init__(self, offered: list) -> None:
+        self._later = offered
+
+    def opening(self) -> None:
+        self.offered = self._later
+
+    def one(self) -> str:
+        return "one"
+
+    def two(self) -> str:
+        return "two"
+
+
+class NotANumber(Graded):
+    def verdict(self, messages: list) -> float:
+        return float("nan")
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def greet(name: str = "you") -> str:
+    """Greet somebody."""
+    return f"Hello, {name}!"
+
+
+def _hidden() -> None: ...
+
+
+class Guess:
+    """A game of gymnasium's shape: guess a number."""
+
+    class _Space:
+        n, start = 8, 1
+
+    action_space = _Space()
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        self._number = random.Random(seed).randint(1, 8)
+        self._left = 3
+        return "Guess from 1 to 8.", {"left": 3}
+
+    def step(self, action: int) -> tuple:
+        assert type(action) is int
+        self._left -= 1
+        right = action == self._number
+        seen = "Right." if right else "Higher." if action < self._number else "Lower."
+        return seen, float(right), right, self._left == 0, {}
+
+    def close(self) -> None: ...
+
+
+class Echo:
+    """A game of TextArena's shape: say what you are told to."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        assert num_players == 1
+        self._word = random.Random(seed).choice(["ant", "bee", "cow"])
+        self._won = False
+        self._turns = 0
+
+    def get_observation(self) -> tuple:
+        said = [(-1, f"Say [{self._word}].", 1), (0, "(it is your turn)", 2)]
+        return 0, said + [(-1, f"That was no {self._word}.", 1)] * self._turns
+
+    def step(self, action: str) -> tuple:
+        self._turns += 1
+        self._won = f"[{self._word}]" in action
+        return self._won or self._turns == 2, {}
+
+    def close(self) -> tuple:
+        return {0: 1.0 if self._won else -1.0}, {}

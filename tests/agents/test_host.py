@@ -1,0 +1,412 @@
+"""An environment's process: what it is told and tells, and that whatever it does ends in words."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.host.room import make_room
+from keel.agents.types import EnvironmentLost, Unscored, Verdict
+from keel.rl.turns import ToolCall
+from tests.agents.episodes import (
+    HERE,
+    SHORT,
+    TASK,
+    alive,
+    episode,
+    program,
+    run,
+    transcript,
+    use,
+)
+
+FAULTS = {"crash": "was ended by SIGSEGV", "hang": "within 0.3 s", "exit": "exited with status 3"}
+FAULTS["garbage"] = "Welcome!"
+
+
+async def lost(work: Any) -> EnvironmentLost:
+    with pytest.raises(EnvironmentLost) as caught:
+        await work
+    return caught.value
+
+
+def test_an_episode_from_its_opening_to_its_verdict() -> None:
+    async def play() -> None:
+        environment = Hosted(program())
+        opening = await environment.open(TASK, seed=3)
+        (message,) = opening.messages
+        assert message["role"] == "user" and message["content"].startswith("p7 3 0.")
+        assert "buy" in [tool.name for tool in opening.tools]
+        result = await use(environment, "buy", item={"name": "ring"}, pay=3)
+        assert (result.text, result.failed) == ("Item ring 1 3.0 cash ", False)
+        result = await use(environment, "wait", seconds=0, then="done")
+        assert (result.text, result.done) == ('{"slept": 0.0, "of": "float"}', True)
+        reply = await environment.reply({"role": "assistant", "content": "hello"})
+        assert reply == {"role": "user", "content": "you said hello"}
+        assert await environment.reply({"role": "assistant", "content": "bye"}) is None
+        verdict = await environment.verdict(transcript(finish_reason="length"))
+        assert verdict == Verdict(parts={"correct": 1.0}, facts={"ended": "length"})
+        await environment.close()
+        await environment.close()
+        assert (await lost(use(environment, "call"))).fault == "closed"
+        assert (await lost(environment.open(TASK, seed=3))).fault == "closed"
+
+    run(play())
+
+
+def test_the_seed_decides_what_is_drawn() -> None:
+    async def play() -> list[str]:
+        said: list[str] = []
+        for seed in (5, 5, 6):
+            environment = Hosted(program())
+            said.append((await environment.open(TASK, seed=seed)).messages[0]["content"][5:])
+            await environment.close()
+        return said
+
+    first, again, other = run(play())
+    assert first == again
+    assert not set(first.split()) & set(other.split())  # neither `random` nor hashes
+
+
+def test_a_call_that_cannot_be_is_answered_and_not_run() -> None:
+    async def play() -> None:
+        async with episode() as environment:
+            for name, arguments, why in [
+                ("byu", {}, "did you mean buy?"),
+                ("buy", {}, "'item' is a required property"),
+                ("buy", {"item": 3}, "3 is not of type 'object' (at $.item)"),
+                ("buy", {"item": {"name": "a"}, "how": "theft"}, "is not one of ['cash', 'card']"),
+                ("buy", {"item": {"name": "a"}, "price": 1}, "Additional properties"),
+                ("wait", {"seconds": float("nan")}, "is no JSON"),
+                ("_maybe", {"at": "call"}, "there is no tool"),
+                ("opening", {}, "there is no tool"),
+            ]:
+                result = await use(environment, name, **arguments)
+                assert result.failed and why in result.text, result
+            listed = ToolCall(call_id="1", name="buy", arguments=[1])  # type: ignore[arg-type]
+            assert "must be an object" in (await environment.call(listed, timeout_s=1)).text
+            result = await use(environment, "buy", item={"name": "bomb"})
+            assert (result.text, result.failed) == ("ValueError: no bombs here", True)
+            assert (await use(environment, "call")).text == "fine"
+
+    run(play())
+
+
+@pytest.mark.parametrize(("how", "at"), list(itertools.product(FAULTS, ("open", "call", "reply"))))
+def test_a_fault_ends_in_a_typed_error_with_its_last_words(how: str, at: str) -> None:
+    async def play() -> None:
+        deadlines = Deadlines(open_s=0.3 if (how, at) == ("hang", "open") else 20.0, reply_s=0.3)
+        environment = Hosted(program(arguments={"how": how, "at": at}, deadlines=deadlines))
+        if at == "open":
+            error = await lost(environment.open(TASK, seed=3))
+        else:
+            await environment.open(TASK, seed=3)
+            said = {"role": "assistant", "content": "hello"}
+            asked = environment.reply(said) if at == "reply" else use(environment, "call", 0.3)
+            error = await lost(asked)
+            left = await environment.verdict(transcript())
+            assert isinstance(left, Unscored) and "lost before this" in left.reason
+        assert (error.fault, error.during) == (how, at)
+        if (how, at) != ("hang", "open"):  # it may have had no time to speak
+            assert FAULTS[how] in str(error) and error.words.endswith("my last words")
+        await environment.close()
+
+    run(play())
+
+
+@pytest.mark.parametrize("how", [*FAULTS, "raise", "memory"])
+def test_a_grader_that_fails_is_no_zero(how: str) -> None:
+    async def play() -> None:
+        async with episode(arguments={"how": how, "at": "verdict"}) as environment:
+            verdict = await environment.verdict(transcript())
+            assert isinstance(verdict, Unscored)
+            assert (FAULTS | {"raise": "burnt down", "memory": "memory"})[how] in verdict.reason
+            assert "my last words" in verdict.reason
+
+    run(play())
+
+
+@pytest.mark.parametrize("how", [*FAULTS, "raise"])
+def test_closing_always_ends_it(how: str) -> None:
+    async def play() -> None:
+        environment = Hosted(program(arguments={"how": how, "at": "close"}))
+        await environment.open(TASK, seed=3)
+        started = time.monotonic()
+        await environment.close()
+        assert time.monotonic() - started < 5
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "why"),
+    [
+        ("shop:Graded", 1.5, "must be a number from 0 to 1"),
+        ("shop:NotANumber", None, "must be a number from 0 to 1"),
+        ("shop:Graded", "good", "'good'"),
+        ("shop:Graded", None, "returned None"),
+        ("shop:Graded", [1.0], "must be a number"),
+        ("shop:Graded", {"correct": "yes"}, "must be a number"),
+    ],
+)
+def test_a_verdict_that_is_none(target: str, given: Any, why: str) -> None:
+    async def play() -> Any:
+        async with episode(target, arguments={"verdict": given}) as environment:
+            return await environment.verdict(transcript())
+
+    verdict = run(play())
+    assert isinstance(verdict, Unscored) and why in verdict.reason
+
+
+def test_a_reply_to_another_request_is_none() -> None:
+    async def play() -> None:
+        async with episode() as environment:
+            error = await lost(use(environment, "wait", seconds=0, then="another"))
+            assert error.fault == "garbage" and "'id': 99" in str(error)
+
+    run(play())
+
+
+def test_memory_and_large_messages() -> None:
+    async def play() -> None:
+        async with episode(memory_mib=512) as environment:
+            error = await lost(use(environment, "wait", seconds=0, then="memory"))
+            assert error.fault == "memory" and "memory_mib = 512" in str(error)
+        async with episode() as environment:
+            assert len((await use(environment, "say", letters=7 << 20)).text) == 7 << 20
+            error = await lost(use(environment, "say", letters=9 << 20))
+            assert error.fault == "large" and "more than 8 MiB" in str(error)
+
+    run(play())
+
+
+def test_whatever_it_started_ends_with_it() -> None:
+    async def play() -> None:
+        for how in ("close", "hang", "exit"):
+            async with episode() as environment:
+                helpers = list(map(int, (await use(environment, "hire")).text[1:-1].split(",")))
+                assert len(helpers) == 2 and all(map(alive, helpers))
+                if how != "close":
+                    error = await lost(use(environment, "wait", 0.3, seconds=0, then=how))
+                    assert error.fault == how
+            # One that had left the group is found only below a parent that lives.
+            gone = helpers[:1] if how == "exit" else helpers
+            until = time.monotonic() + 5
+            while any(map(alive, gone)) and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            assert not any(map(alive, gone)), how
+            for pid in filter(alive, helpers):
+                os.kill(pid, signal.SIGKILL)
+
+    run(play())
+
+
+def test_a_caller_that_gives_up_leaves_nothing_behind() -> None:
+    async def play() -> None:
+        for at in (0.0, 0.01, 0.05, 0.2):
+            environment = Hosted(program())
+            opening = asyncio.create_task(environment.open(TASK, seed=3))
+            await asyncio.sleep(at)
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            await environment.close()
+        async with episode() as environment:
+            waiting = asyncio.create_task(use(environment, "wait", seconds=100))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert "given up" in str(await lost(use(environment, "call")))
+
+    run(play())
+
+
+def test_giving_up_on_a_process_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(**_: Any) -> Any:
+        await asyncio.sleep(1000)
+
+    async def play() -> None:
+        environment = Hosted(program())
+        opening = asyncio.create_task(environment.open(TASK, seed=3))
+        await asyncio.sleep(0.05)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await environment.close()
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", never)
+    run(play())
+
+
+def test_calls_of_one_episode_wait_for_each_other() -> None:
+    async def play() -> None:
+        async with episode() as environment:
+            said = await asyncio.gather(
+                *(use(environment, "buy", item={"name": f"n{i}"}) for i in range(20))
+            )
+            assert [result.text.split()[1] for result in said] == [f"n{i}" for i in range(20)]
+
+    run(play())
+
+
+def test_many_at_once_share_nothing() -> None:
+    async def one(seed: int, starting: asyncio.Semaphore) -> str:
+        environment = Hosted(program(), starting=starting)
+        try:
+            await environment.open(TASK, seed=seed)
+            assert not (await use(environment, "wait", seconds=0.2)).failed
+            assert not (await use(environment, "buy", item={"name": "ring"})).failed
+            verdict = await environment.verdict(transcript())
+            assert isinstance(verdict, Verdict) and verdict.parts["correct"] == 1.0
+            return "fine"
+        finally:
+            await environment.close()
+
+    async def play() -> None:
+        starting = asyncio.Semaphore(4)
+        assert set(await asyncio.gather(*(one(seed, starting) for seed in range(12)))) == {"fine"}
+
+    run(play())
+
+
+def test_what_it_leaves_in_its_temporary_folder_goes() -> None:
+    async def play() -> None:
+        for left in (False, True):
+            async with episode() as environment:
+                folder = Path(environment._scratch)
+                assert folder.is_dir()
+                assert (await use(environment, "look")).text.count(str(folder)) == 1
+                if left:
+                    (folder / "deep").mkdir()
+                    (folder / "deep" / "file").write_text("x")
+            assert not folder.exists()
+
+    run(play())
+
+
+def test_what_an_environment_sees() -> None:
+    async def play() -> dict[str, Any]:
+        async with episode(env={"SHOP": "1"}) as environment:
+            return eval((await use(environment, "look")).text)
+
+    os.environ["SECRET_API_KEY"] = "sesame"
+    try:
+        seen = run(play())
+    finally:
+        del os.environ["SECRET_API_KEY"]
+    assert "SECRET_API_KEY" not in seen["environ"] and "SHOP" in seen["environ"]
+    assert seen["heavy"] == [] and Path(seen["folder"]) == HERE
+    assert all(
+        name in ("keel", "keel.agents") or name.startswith("keel.agents.inside")
+        for name in seen["keel"]
+    )
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also while it hangs, and though nobody could close it."""
+    code = (
+        "import asyncio, os; from tests.agents.episodes import *\n"
+        "async def play():\n"
+        "    environment = Hosted(program()); await environment.open(TASK, seed=3)\n"
+        "    print(environment._process._process.pid, flush=True)\n"
+        "    await use(environment, 'wait', seconds=0, then='hang')\n"
+        "asyncio.run(play())"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        assert alive(pid)
+        time.sleep(0.1)
+        child.kill()
+    until = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"target": "shap:Shop"}, "shap cannot be imported: ModuleNotFoundError"),
+        ({"target": "shap:Shop"}, "looked in"),
+        ({"target": "shop:Shap"}, "shop has no 'Shap'; it has "),
+        ({"target": "needs:Shop"}, "-m pip install a_package_that_nobody_has"),
+        ({"target": "broken.py:Shop"}, "cannot be imported: SyntaxError"),
+        ({"target": "raises:Shop"}, "RuntimeError: not today ("),
+        ({"target": "raises:Shop"}, "raises.py:1 in <module>)"),
+        ({"target": "hints:Bad"}, "tool use: parameter x has the type"),
+        ({"target": "hints:Untyped"}, "parameter x has no type hint"),
+        ({"target": "hints:Starred"}, "passed by name"),
+        ({"target": "hints:Unread"}, "its type hints cannot be read: NameError"),
+        ({"target": "hints:empty"}, "is no game"),
+        ({"target": "shop:Shop", "arguments": {"hou": 1}}, "unexpected keyword argument 'hou'"),
+        ({"target": "shop:Shop", "python": "/no/such/python"}, "cannot run /no/such/python"),
+        ({"target": "shop:Shop", "python": "/bin/false"}, "exited with status 1"),
+        ({"target": "shop:Shop", "python": "/bin/echo"}, ""),  # no reply, or its end: a race
+        ({"target": "shop:Shop", "memory_mib": 64}, ""),
+    ],
+)
+def test_what_cannot_be_started_says_why_and_the_cure(
+    tmp_path: Path, settings: dict[str, Any], why: str
+) -> None:
+    (tmp_path / "needs.py").write_text("import a_package_that_nobody_has\n")
+    (tmp_path / "broken.py").write_text("class Shop\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('not today')\n")
+    (tmp_path / "shop.py").write_text((HERE / "shop.py").read_text())
+    (tmp_path / "hints.py").write_text(
+        "class Bad:\n    def use(self, x: complex): ...\n"
+        "class Untyped:\n    def use(self, x): ...\n"
+        "class Starred:\n    def use(self, *x: int): ...\n"
+        "class Unread:\n    def use(self, x: 'Nobody'): ...\n"
+        "empty = 3\n"
+    )
+    kind = "game" if settings["target"] == "hints:empty" else "auto"
+
+    async def play() -> None:
+        environment = Hosted(Program(folder=tmp_path, deadlines=SHORT, kind=kind, **settings))
+        error = await lost(environment.open(TASK, seed=3))
+        assert why in str(error) and error.during == "open"
+        await environment.close()
+
+    if "memory_mib" in settings:
+        settings["arguments"] = {"how": "memory", "at": "open"}
+    run(play())
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="write module:name"):
+        Program(target=":Shop")
+    with pytest.raises(ValueError, match="there is no folder"):
+        Program(target="shop", folder=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="arguments: is no JSON"):
+        Program(target="shop", arguments={"rate": float("nan")})
+    with pytest.raises(ValueError, match="at least 64"):
+        Program(target="shop", memory_mib=8)
+    with pytest.raises(ValueError, match="close_s = 0 must be positive"):
+        Deadlines(close_s=0)
+
+
+def test_room_for_many_episodes() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(600, before[1]), before[1]))
+        make_room(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 712
+        with pytest.raises(ValueError, match="raise the limit"):
+            make_room(1 << 40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,120 @@
+"""The Python interpreter: a real kernel, its state, and cells that go wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import keel
+from keel.agents.environments.interpreter import MOST_CHARACTERS, _Said
+from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.types import EnvironmentLost
+from tests.agents.episodes import TASK, alive, run, use
+
+PYTHON = Program(
+    target="keel.agents.environments.interpreter:Interpreter",
+    folder=Path(keel.__file__).parent,
+    arguments={"cell_s": 2.0, "ending_s": 2.0},
+    env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+    deadlines=Deadlines(close_s=10.0),
+)
+needs_jupyter = pytest.mark.skipif(
+    find_spec("jupyter_client") is None or find_spec("ipykernel") is None,
+    reason="jupyter_client and ipykernel are not installed",
+)
+
+
+def kernels(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.e2e
+@needs_jupyter
+def test_a_kernel_from_cell_to_cell() -> None:
+    async def play() -> None:
+        environment = Hosted(PYTHON)
+        opening = await environment.open(TASK, seed=3)
+        assert [tool.name for tool in opening.tools] == ["python"]
+        assert opening.messages == TASK.messages
+
+        async def cell(code: str) -> str:
+            result = await use(environment, "python", 60, code=code)
+            assert not result.failed
+            return result.text
+
+        assert await cell("import math\nx = 6\nprint('a')\nx * 7") == "a\n42"
+        assert await cell("math.floor(x / 4)") == "1"
+        assert "ZeroDivisionError: division by zero" in await cell("x / 0")
+        assert "SyntaxError" in await cell("x +")
+        assert "StdinNotImplementedError" in await cell("input()")
+        said = await cell("print('y' * 50_000)")
+        assert len(said) < MOST_CHARACTERS + 100 and "characters left out" in said
+        # Interrupted; the cells after it run, and the state is still there.
+        started = time.monotonic()
+        said = await cell("print('begun', flush=True)\nimport time; time.sleep(1000)")
+        assert said.startswith("begun") and "KeyboardInterrupt" in said
+        assert "a cell may run for 2 s" in said and time.monotonic() - started < 15
+        assert [await cell(f"x + {one}") for one in range(3)] == ["6", "7", "8"]
+        # Dead, and deaf to interrupts: started anew.
+        assert "all variables are gone" in await cell("import os; os._exit(3)")
+        assert "NameError" in await cell("x")
+        deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
+        said = await cell(deaf)
+        assert "could not be interrupted" in said and "all variables are gone" in said
+        assert await cell("1 + 1") == "2"
+        assert environment._process is not None
+        (kernel,) = kernels(environment._process._process.pid)
+        assert alive(kernel)
+        await environment.close()
+        assert not alive(kernel)
+
+    run(play())
+
+
+@pytest.mark.e2e
+@needs_jupyter
+def test_a_kernel_ends_with_its_episode() -> None:
+    async def play() -> None:
+        environment = Hosted(PYTHON)
+        await environment.open(TASK, seed=3)
+        assert environment._process is not None
+        (kernel,) = kernels(environment._process._process.pid)
+        with pytest.raises(EnvironmentLost, match=r"did not end within 0\.5 s"):
+            await use(environment, "python", 0.5, code="import time; time.sleep(1000)")
+        until = time.monotonic() + 5
+        while alive(kernel) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not alive(kernel)
+        await environment.close()
+
+    run(play())
+
+
+def test_a_long_output_loses_its_middle() -> None:
+    said = _Said()
+    for one in range(10_000):
+        said.add("stream", {"text": f"{one}\n"})
+    text = str(said)
+    assert text.startswith("0\n1\n") and text.endswith("9998\n9999")
+    assert MOST_CHARACTERS < len(text) < MOST_CHARACTERS + 50
+    said = _Said()
+    said.add("error", {"traceback": ["\x1b[0;31mKeyError\x1b[0m: 3"]})
+    said.add("execute_result", {"data": {"text/plain": "x"}})
+    assert str(said) == "KeyError: 3\nx"
+
+
+def test_without_the_packages_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "ipykernel.py").write_text("import nobody_has_this\n")
+
+    async def play() -> None:
+        program = Program(target=PYTHON.target, env={"PYTHONPATH": str(tmp_path)})
+        environment = Hosted(program)
+        with pytest.raises(EnvironmentLost, match="pip install jupyter_client ipykernel"):
+            await environment.open(TASK, seed=3)
+        await environment.close()
+
+    run(play())

@@ -1,0 +1,143 @@
+"""Real servers of the Model Context Protocol as environments, and how they go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from keel.agents.host.client import Deadlines
+from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.types import EnvironmentLost, Opening, Unscored, Verdict
+from tests.agents.episodes import HERE, TASK, run, transcript, use
+
+pytestmark = pytest.mark.e2e
+
+SHOP = (sys.executable, str(HERE / "mcp_shop.py"), "{seed}")
+SHORT = Deadlines(open_s=30.0, close_s=2.0)
+
+
+@asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[tuple[McpEpisode, Opening]]:
+    server = McpServer(**{"command": SHOP, "deadlines": SHORT, **settings})
+    environment = McpEpisode(server)
+    try:
+        yield environment, await environment.open(TASK, seed=3)
+    finally:
+        await environment.close()
+
+
+async def shop(environment: McpEpisode, opening: Opening) -> None:
+    assert opening.messages == TASK.messages
+    assert [tool.name for tool in opening.tools] == ["buy", "go_wrong"]
+    assert opening.tools[0].description == "Buy something."
+    assert opening.tools[0].parameters["properties"]["count"]["type"] == "integer"
+    assert (await use(environment, "buy", name="apple", count=2)).text == "1 left"
+    result = await use(environment, "buy", name="pear")
+    assert result.failed and "no pear here" in result.text
+    result = await use(environment, "buy", count=1)
+    assert result.failed and "'name' is a required property" in result.text
+    assert (await use(environment, "sell")).failed
+    assert await environment.reply({"role": "assistant", "content": "bye"}) is None
+    assert await environment.verdict(transcript()) == Verdict(parts={})
+
+
+def test_a_server_over_stdio() -> None:
+    async def play() -> None:
+        async with served() as (environment, opening):
+            await shop(environment, opening)
+            # A greeting on standard output is none of the protocol, and common.
+            assert (await use(environment, "go_wrong", how="garbage")).text == "fine"
+        with pytest.raises(EnvironmentLost, match="is not open"):
+            await use(environment, "buy", name="apple")
+        async with served(offered=["buy"]) as (environment, opening):
+            assert [tool.name for tool in opening.tools] == ["buy"]
+            assert "there is no tool" in (await use(environment, "go_wrong", how="exit")).text
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("exit", "exited with status 3"),
+        ("crash", "was ended by SIGSEGV"),
+        ("hang", "within 0.5 s"),
+        ("large", "a message over 8 MiB"),
+    ],
+)
+def test_a_server_that_goes_wrong(how: str, why: str) -> None:
+    async def play() -> None:
+        async with served() as (environment, _):
+            with pytest.raises(EnvironmentLost) as caught:
+                await use(environment, "go_wrong", 0.5 if how == "hang" else 20, how=how)
+            assert caught.value.fault == how and why in str(caught.value)
+            assert "seed 3" in caught.value.words and "last words" in caught.value.words
+            assert isinstance(await environment.verdict(transcript()), Unscored)
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault", "why"),
+    [
+        ({"command": (*SHOP[:2], "broken")}, "exit", "closed on Sundays"),
+        ({"command": ("/no/such/server",)}, "start", "cannot run /no/such/server"),
+        ({"command": ("sleep", "1000"), "deadlines": Deadlines(open_s=0.5)}, "hang", "sleep 1000"),
+        ({"offered": ["sell"]}, "start", "has no tool sell; it has buy, go_wrong"),
+        ({"command": (), "url": "http://127.0.0.1:9/mcp"}, "start", "127.0.0.1:9"),
+    ],
+)
+def test_a_server_that_cannot_be_reached(settings: dict[str, Any], fault: str, why: str) -> None:
+    async def play() -> None:
+        with pytest.raises(EnvironmentLost) as caught:
+            async with served(**settings):
+                pass
+        assert (caught.value.fault, caught.value.during) == (fault, "open")
+        assert why in str(caught.value)
+
+    run(play())
+
+
+def test_a_server_over_http() -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, str(HERE / "mcp_shop.py"), "http", str(port)], stderr=subprocess.DEVNULL
+    )
+
+    async def play() -> None:
+        for _ in range(200):
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                break
+            except OSError:
+                await asyncio.sleep(0.1)
+        async with served(command=(), url=f"http://127.0.0.1:{port}/mcp") as (environment, opening):
+            await shop(environment, opening)
+            with pytest.raises(EnvironmentLost, match=r"within 0\.5 s"):
+                await use(environment, "go_wrong", 0.5, how="hang")
+
+    try:
+        run(play())
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="either command or url"):
+        McpServer()
+    with pytest.raises(ValueError, match="either command or url"):
+        McpServer(command=["a"], url="http://b")
+    monkeypatch.setattr("keel.agents.mcp_client.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"python -m pip install 'mcp>=2,<3'"):
+        McpServer(command=["a"])

@@ -1,0 +1,432 @@
+"""The trip planner: its tasks can be solved by its tools, and its verifier is right."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import keel
+from keel.agents.environments.trip.environment import Trip, a_plan, answers, make_task
+from keel.agents.environments.trip.prompts import trip_prompts
+from keel.agents.environments.trip.solver import solve, written
+from keel.agents.environments.trip.tasks import KEYS, LEVELS, REPORT, Band, Level, Task
+from keel.agents.environments.trip.verify import band_holds, band_of, checks, judge
+from keel.agents.environments.trip.world import Size, World, make_world
+from keel.agents.host.client import Hosted, Program
+from keel.agents.types import Verdict
+from tests.agents.episodes import run, transcript, use
+
+TOOLS = {
+    "get_all_attractions_by_city": ["city"],
+    "get_all_cities": [],
+    "get_all_hotels_by_city": ["city"],
+    "get_all_restaurants_by_city": ["city"],
+    "get_city_by_attraction": ["attraction"],
+    "get_city_by_hotel": ["hotel"],
+    "get_city_by_restaurant": ["restaurant"],
+    "get_city_transport": ["city"],
+    "get_infos_by_attraction": ["info_keywords", "attraction"],
+    "get_infos_by_city": ["info_keywords", "city"],
+    "get_infos_by_hotel": ["info_keywords", "hotel"],
+    "get_infos_by_restaurant": ["info_keywords", "restaurant"],
+    "get_inter_city_transport": ["from_city", "to_city"],
+    "get_weather_by_city_date": ["city", "date"],
+    "submit_result": ["answer_text"],
+}
+DATES = ("2025-10-01", "2025-10-02", "2025-10-03")
+SMALL = Size(cities=3, hotels=2, restaurants=2, attractions=2, long_names=False, routes=0.7)
+
+
+def right(world: World, task: Task, answer: str) -> bool:
+    return all(checks(world, task, answer).values())
+
+
+def begun(seed: int, level: int) -> tuple[Trip, World, Task]:
+    world, task = make_task(seed, LEVELS[level])
+    trip = Trip((world, task, LEVELS[level]))
+    return trip, world, task
+
+
+def solution(seed: int, level: int) -> tuple[World, Task, str]:
+    trip, world, task = begun(seed, level)
+    assert answers(trip, solve(task))
+    assert trip._submitted is not None
+    return world, task, trip._submitted
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+def test_every_task_can_be_solved_by_its_tools_alone(level: int) -> None:
+    for seed in range(12):
+        world, task, answer = solution(seed, level)
+        assert right(world, task, answer)
+        assert (world, task) == make_task(seed, LEVELS[level])
+        draw = random.Random(seed)
+        guesses = [judge(world, task, a_plan(world, task, draw)) for _ in range(60)]
+        assert sum(all(met.values()) for met in guesses) < 50  # some plans of its form are wrong
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+def test_the_tools_that_are_offered_are_enough(level: int) -> None:
+    _, _, task = begun(3, level)
+    offered = LEVELS[level].tools or TOOLS
+    trip, _, _ = begun(3, level)
+    used: list[str] = []
+
+    def watched() -> Any:
+        calls, said = solve(task), None
+        while True:
+            try:
+                name, arguments = calls.send(said) if said is not None else next(calls)
+            except StopIteration as end:
+                return end.value
+            used.append(name)
+            said = yield name, arguments
+
+    assert answers(trip, watched())
+    assert set(used) <= set(offered) and used[-1] == "submit_result"
+
+
+def plans(world: World, task: Task) -> Iterator[list[dict[str, str]]]:
+    """Every plan whose fields name things of the right kind."""
+    kinds = {
+        "time": task.dates[:1],
+        "city": world.cities,
+        "hotel": tuple(world.hotels),
+        "afternoon_restaurant": tuple(world.restaurants),
+        "afternoon_attraction": tuple(world.attractions),
+        "evening_restaurant": tuple(world.restaurants),
+    }
+    days = [
+        dict(zip(task.keys, values, strict=True))
+        for values in itertools.product(*(kinds[key] for key in task.keys))
+    ]
+    for chosen in itertools.product(days, repeat=len(task.dates)):
+        yield [
+            {**day, **({"time": date} if "time" in day else {})}
+            for date, day in zip(task.dates, chosen, strict=True)
+        ]
+
+
+def by_hand(world: World, task: Task, plan: Sequence[dict[str, str]]) -> bool:
+    """What the task's text says, written down a second time and more simply."""
+    seen: list[str] = []
+    before = task.start
+    for number, day in enumerate(plan):
+        city = day["city"] if "city" in day else task.cities[number]  # type: ignore[index]
+        hotel = world.hotels[day["hotel"]]
+        sight = world.attractions[day["afternoon_attraction"]]
+        lunch = world.restaurants[day["afternoon_restaurant"]]
+        dinner = world.restaurants[day["evening_restaurant"]]
+        for place in (hotel, sight, lunch, dinner):
+            if place.city != city or place.name in seen:
+                return False
+            seen.append(place.name)
+        if city in seen or city == task.start:
+            return False
+        seen.append(city)
+        if task.cities is not None and city != task.cities[number]:
+            return False
+        if task.connected and (before, city) not in world.routes:
+            return False
+        before = city
+        if task.dry and sight.outdoor and world.weather[city, task.dates[number]] == "rain":
+            return False
+        if number != task.rule_day:
+            continue
+        meals, best = lunch.price + dinner.price, max(lunch.rating, dinner.rating)
+        worst = min(lunch.rating, dinner.rating)
+        if hotel.price >= 800:
+            good = meals < 350 and worst >= 4.0 and sight.ticket < 120
+        elif hotel.price >= 500:
+            good = best >= 4.0 and sight.ticket < 180
+        else:
+            good = best >= 3.2
+        if not good:
+            return False
+    return True
+
+
+def small_task(world: World, days: int, **fields: Any) -> Task:
+    plain: dict[str, Any] = {
+        "dates": DATES[:days],
+        "start": world.cities[0],
+        "cities": None,
+        "keys": KEYS,
+        "plain": False,
+        "rule_day": days - 1,
+        "bands": REPORT,
+        "hotel_at_most": None,
+        "connected": False,
+        "dry": False,
+    }
+    return Task(**(plain | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"connected": True}, {"dry": True}, {"start": ""}],
+    ids=["report", "connected", "dry", "anywhere"],
+)
+def test_the_verifier_and_the_solver_by_brute_force(fields: dict[str, Any]) -> None:
+    """Every plan of one day in small worlds, those included whose things are elsewhere."""
+    possible = 0
+    for seed in range(5):
+        world = make_world(seed, SMALL, DATES)
+        task = small_task(world, 1, **({"start": world.cities[0]} | fields))
+        good = 0
+        for plan in plans(world, task):
+            wanted = by_hand(world, task, plan)
+            assert right(world, task, json.dumps(plan)) == wanted, plan
+            good += wanted
+        trip = Trip((world, task, LEVELS[4]))
+        assert answers(trip, solve(task)) == (good > 0)
+        possible += good > 0
+        if good:
+            assert trip.verdict()[0] == {"correct": 1.0, "share": 1.0}
+    assert possible
+
+
+def test_two_days_by_brute_force() -> None:
+    """All plans of two days that keep each thing to a city, though not to the day's."""
+    size = replace(SMALL, hotels=1, restaurants=2, attractions=1)
+    good = 0
+    for seed in range(12):
+        world = make_world(seed, size, DATES)
+        task = small_task(world, 2, connected=seed % 2 == 0, dry=seed % 3 == 0)
+        places = [
+            {"city": city, "hotel": hotel.name, "afternoon_restaurant": one.name}
+            | {"afternoon_attraction": sight.name, "evening_restaurant": two.name}
+            for city in world.cities
+            for hotel in world.hotels.values()
+            for sight in world.attractions.values()
+            for one, two in itertools.product(world.restaurants.values(), repeat=2)
+            if hotel.city == sight.city and city in (hotel.city, one.city)
+        ]
+        rng = random.Random(seed)
+        found = 0
+        some = [rng.sample(places, 2) for _ in range(300)]
+        exact = [day for day in places if by_place(world, day)]
+        for pair in [*some, *itertools.product(exact, repeat=2)]:
+            plan = [{"time": d, **day} for d, day in zip(task.dates, pair, strict=True)]
+            wanted = by_hand(world, task, plan)
+            assert right(world, task, json.dumps(plan)) == wanted
+            found += wanted
+        trip = Trip((world, task, LEVELS[4]))
+        assert answers(trip, solve(task)) == (found > 0)
+        good += found > 0
+    assert 0 < good < 12
+
+
+def by_place(world: World, day: dict[str, str]) -> bool:
+    places = {**world.hotels, **world.restaurants, **world.attractions}
+    return all(places[name].city == day["city"] for key, name in day.items() if key != "city")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_mutated_answer_is_right_only_where_it_still_is(data: st.DataObject) -> None:
+    level = data.draw(st.sampled_from([3, 4, 5]))
+    world, task, answer = solution(data.draw(st.integers(0, 3)), level)
+    plan: list[dict[str, str]] = json.loads(answer)
+    day = data.draw(st.sampled_from(plan))
+    key = data.draw(st.sampled_from(KEYS))
+    every = [*world.cities, *world.hotels, *world.restaurants, *world.attractions, *DATES, ""]
+    new = data.draw(st.sampled_from(every))
+    changed = new != day[key]
+    day[key] = new
+    kinds = [world.hotels, world.restaurants, world.attractions, world.restaurants]
+    names = ["hotel", "afternoon_restaurant", "afternoon_attraction", "evening_restaurant"]
+    sound = all(
+        d["time"] == date
+        and d["city"] in world.cities
+        and all(d[name] in kind for name, kind in zip(names, kinds, strict=True))
+        for d, date in zip(plan, task.dates, strict=True)
+    )
+    wanted = sound and (by_hand(world, task, plan) if level > 3 else None)
+    got = right(world, task, json.dumps(plan))
+    if wanted is not None:
+        assert got == wanted
+    if changed and (key in ("time", "city") or not sound):
+        assert not got
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+def test_answers_that_are_none_are_refused(level: int) -> None:
+    world, task, answer = solution(1, level)
+    easier = [solution(seed, lower)[2] for lower in range(level) for seed in range(3)]
+    junk = ["", "[]", "{}", "null", "[[]]", "[1, 2, 3]", "[" * 5000, "x" * 30_000, "the first", ","]
+    whole = [f"{answer} ", f"\n{answer}\n"]
+    assert all(right(world, task, one) for one in whole)
+    junk += [f"My answer: {answer}", f"```json\n{answer}\n```", answer[: len(answer) // 2]]
+    if not task.plain:
+        plan: list[dict[str, str]] = json.loads(answer)
+        junk += [
+            json.dumps(plan[:-1]),
+            json.dumps([*plan, plan[-1]]),
+            json.dumps([{**day, "note": "x"} for day in plan]),
+            json.dumps([{k: v for k, v in day.items() if k != "time"} for day in plan]),
+            json.dumps([{**day, "hotel": [day["hotel"]]} for day in plan]),
+            json.dumps(
+                [{**day, "evening_restaurant": day["afternoon_restaurant"]} for day in plan]
+            ),
+            json.dumps({"plan": plan}),
+        ]
+        if len(plan) > 1:
+            junk.append(json.dumps(plan[::-1]))
+            junk.append(json.dumps([{**plan[0], "time": date} for date in task.dates]))
+    for one in [*easier, *junk]:
+        assert not right(world, task, one), one
+        trip = Trip((world, task, LEVELS[level]))
+        trip.submit_result(one)
+        assert trip.verdict()[0]["correct"] == 0.0
+
+
+def test_bounds_are_as_the_text_says_them() -> None:
+    """At least includes the bound; below and less than do not."""
+    assert [band_of(REPORT, price) for price in (199, 200, 499, 500, 799, 800)] == [
+        None,
+        REPORT[2],
+        REPORT[2],
+        REPORT[1],
+        REPORT[1],
+        REPORT[0],
+    ]
+    dear = REPORT[0]
+    assert band_holds(dear, [(175, 4.0), (174, 4.0)], 119)
+    assert not band_holds(dear, [(175, 4.0), (175, 4.0)], 119)
+    assert not band_holds(dear, [(175, 4.0), (174, 3.9)], 119)
+    assert not band_holds(dear, [(175, 4.0), (174, 4.0)], 120)
+    assert band_holds(REPORT[2], [(900, 3.2), (900, 1.0)], 900)
+    assert not band_holds(REPORT[2], [(1, 3.1), (1, 3.1)], 0)
+
+
+def test_only_what_was_submitted_first_counts() -> None:
+    world, task, answer = solution(2, 0)
+    wrong = next(name for name in world.hotels if not right(world, task, name))
+    trip = Trip((world, task, LEVELS[0]))
+    assert trip.verdict() == ({"correct": 0.0, "share": 0.0}, {"submitted": False})
+    trip.submit_result(wrong)
+    trip.submit_result(answer)
+    parts, facts = trip.verdict()
+    assert parts["correct"] == 0.0 and 0 < parts["share"] < 1 and facts["not met"]
+
+
+def test_the_smallest_tasks_are_small() -> None:
+    """A call, and the one of three names whose price is right."""
+    for seed in range(20):
+        trip, world, task = begun(seed, 0)
+        assert task.cities is not None
+        listed = trip.get_all_hotels_by_city(task.cities[0])
+        assert len(listed) == len("Ab 200\n") * 3 - 1 and len(task.text()) < 80
+        good = [name for name in world.hotels if right(world, task, name)]
+        assert 1 <= len(good) <= 2
+    assert solution(0, 0)[2] in begun(0, 0)[1].hotels
+
+
+def test_worlds_are_whole_and_seeded() -> None:
+    size = LEVELS[5].size
+    world = make_world(4, size, DATES)
+    assert world == make_world(4, size, DATES) != make_world(5, size, DATES)
+    names = [*world.cities, *world.hotels, *world.restaurants, *world.attractions]
+    assert len(set(names)) == len(names) == 10 * (1 + 4 + 5 + 4)
+    assert all(world.routes[b, a] == route for (a, b), route in world.routes.items())
+    assert 0 < len(world.routes) < 90
+    assert {hotel.price >= 200 for hotel in world.hotels.values()} == {True}
+    with pytest.raises(ValueError, match="no names of two letters"):
+        Size(cities=10, hotels=5, restaurants=5, attractions=5, long_names=False)
+    impossible = Level(size=SMALL, days=1, bands=(Band(low=5000),))
+    with pytest.raises(ValueError, match="can be solved"):
+        make_task(0, impossible)
+
+
+def test_prompts() -> None:
+    prompts = trip_prompts(0, 20, seed=1)
+    assert len({prompt.prompt_id for prompt in prompts}) == 20
+    assert len({prompt.messages[0]["content"] for prompt in prompts}) > 10
+    others = {prompt.prompt_id for prompt in trip_prompts(0, 20, seed=2)}
+    assert not others & {prompt.prompt_id for prompt in prompts}
+    with pytest.raises(ValueError, match="level = 6, there are 0 to 5"):
+        trip_prompts(6, 1, seed=0)
+
+
+@pytest.mark.parametrize("level", [0, 5])
+def test_a_task_from_its_prompt_to_its_verdict_in_a_process_of_its_own(level: int) -> None:
+    async def play() -> None:
+        (prompt,) = trip_prompts(level, 1, seed=3)
+        here = Path(keel.__file__).parent
+        target = "keel.agents.environments.trip.environment:Trip"
+        environment = Hosted(Program(target=target, folder=here))
+        try:
+            opening = await environment.open(prompt, seed=0)
+            assert opening.messages == prompt.messages
+            offered = {tool.name: list(tool.parameters["properties"]) for tool in opening.tools}
+            wanted = LEVELS[level].tools or TOOLS
+            assert offered == {name: TOOLS[name] for name in wanted}
+            assert all(tool.description for tool in opening.tools)
+            if level == 5:
+                for name, arguments, why in [
+                    ("get_city_by_hotel", {"hotel": "Nowhere"}, "there is no hotel 'Nowhere'"),
+                    ("get_weather_by_city_date", {"city": "X", "date": "1"}, "no city 'X'"),
+                    ("get_infos_by_hotel", {"info_keywords": "price", "hotel": "X"}, "'array'"),
+                ]:
+                    result = await use(environment, name, **arguments)
+                    assert result.failed and why in result.text
+            _, task = make_task(prompt.reward["trip"]["seed"], LEVELS[level])
+            calls, said, done = solve(task), None, False
+            while True:
+                try:
+                    name, arguments = calls.send(said) if said is not None else next(calls)
+                except StopIteration:
+                    break
+                result = await use(environment, name, **arguments)
+                assert not result.failed and not done
+                said, done = result.text, result.done
+            assert done
+            verdict = await environment.verdict(transcript())
+            assert isinstance(verdict, Verdict)
+            assert verdict.parts == {"correct": 1.0, "share": 1.0}
+        finally:
+            await environment.close()
+
+    run(play())
+
+
+def test_every_tool_answers() -> None:
+    trip, world, task = begun(0, 5)
+    city = world.cities[0]
+    hotel = next(one for one in world.hotels.values() if one.city == city)
+    sight = next(one for one in world.attractions.values() if one.city == city)
+    table = next(one for one in world.restaurants.values() if one.city == city)
+    assert trip.get_all_cities() == list(world.cities)
+    assert hotel.name in trip.get_all_hotels_by_city(city)
+    assert sight.name in trip.get_all_attractions_by_city(city)
+    assert table.name in trip.get_all_restaurants_by_city(city)
+    assert trip.get_city_by_hotel(hotel.name) == city
+    assert trip.get_city_by_attraction(sight.name) == city
+    assert trip.get_city_by_restaurant(table.name) == city
+    assert trip.get_infos_by_hotel(["price"], hotel.name) == {"price": hotel.price}
+    assert trip.get_infos_by_attraction(["ticket"], sight.name) == {"ticket": sight.ticket}
+    assert trip.get_infos_by_restaurant([], table.name)["cuisine"] == table.cuisine
+    assert trip.get_infos_by_city(["hotels"], city) == {"hotels": 4}
+    assert len(trip.get_city_transport(city)) == 2
+    assert trip.get_weather_by_city_date(city, task.dates[0])["weather"] in (
+        "sunny",
+        "cloudy",
+        "rain",
+    )
+    one, other = next(iter(world.routes))
+    assert trip.get_inter_city_transport(one, other)[0]["hours"] > 0
+    with pytest.raises(LookupError, match="nothing is known of 'stars'"):
+        trip.get_infos_by_hotel(["stars"], hotel.name)
+    with pytest.raises(LookupError, match="no forecast"):
+        trip.get_weather_by_city_date(city, "2001-01-01")
+    assert written(task, []) == "[]"
