@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
@@ -41,8 +41,7 @@ class TemplateChat:
         self.ends: dict[str, int] = {text: controls[text] for text in ends}
         """Control tokens that end a turn."""
         self._ids_of_ends = frozenset(self.ends.values())
-        self.speaks = cache(self._speaks)
-        """What stands between a user's last words and the policy's first, by thinking or not."""
+        self._spoken: dict[bool, str] = {}
 
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
@@ -131,6 +130,14 @@ class TemplateChat:
         """The control text that ends a turn which `messages` follow."""
         return self._what_follows(messages, thinking=thinking)[1]
 
+    def speaks(self, thinking: bool) -> str:
+        """What stands between a user's last words and the policy's first."""
+        if thinking not in self._spoken:
+            word = "Keelprobe"
+            asked = [{"role": "user", "content": word}]
+            self._spoken[thinking] = self.text(asked, (), thinking=thinking)[0].rpartition(word)[2]
+        return self._spoken[thinking]
+
     def opened(self, *, thinking: bool) -> bool:
         """Whether the prompt opens the thinking, which the policy then only closes."""
         return thinking_open(self.speaks(thinking), opened=False)
@@ -148,12 +155,6 @@ class TemplateChat:
             self.format.read(part, (), opened=False, inside=False).reasoning.strip()
             for part in spoken
         )
-
-    def _speaks(self, thinking: bool) -> str:
-        word = "Keelprobe"
-        asked = [{"role": "user", "content": word}]
-        text, _ = self.text(asked, (), thinking=thinking)
-        return text.rpartition(word)[2]
 
     @cached_property
     def header(self) -> str:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 _PRIVATE = range(0x100000, 0x10FFFE)
 """Code points without a meaning (plane 16, private use)."""
+_PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Marks:
 
 def free_marks(values: Any) -> Marks:
     """Marks that are in no string of `values`."""
-    used = {c for text in strings(values) for c in text if ord(c) in _PRIVATE}
+    used = {character for text in strings(values) for character in _PRIVATE_TEXT.findall(text)}
     free = (chr(code) for code in _PRIVATE if chr(code) not in used)
     return Marks(next(free), next(free))
 

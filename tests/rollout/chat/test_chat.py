@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -209,6 +210,12 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"no chat template.*model\.tokenizer"):
         TemplateChat(tokenizer)
+
+
+def test_it_can_be_sent_to_another_process() -> None:
+    chat = chat_of("qwen3")
+    opening = chat.opening(USER, [CITY], thinking=True)
+    assert pickle.loads(pickle.dumps(chat)).opening(USER, [CITY], thinking=True) == opening
 
 
 def test_tools_cost_the_embedded_model_few_tokens() -> None:
