@@ -13,6 +13,8 @@ from keel.rollout.chat.render import call_message
 
 _CLOSED_AT_ONCE = re.compile(rf"\A\s*(?:{THINK_START}\s*)?{THINK_END}\s*")
 _MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")
+_OTHER_TOKENIZER = "Name a tokenizer of byte-level BPE in model.tokenizer"
+_LISTS_TOOLS = "Save the tokenizer with a chat_template that lists the tools"
 _TOOLS = tuple(
     ToolSpec(
         name=name,
@@ -118,13 +120,18 @@ def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: 
         ids = chat.opening([{"role": "user", "content": content}], tools, thinking=thinking)
         counts.append(sum(index in chat.encoder.text_of for index in ids))
     if counts[0] != counts[1]:
-        raise _failure(chat, thinking, "control tokens in a message's text reach the policy")
+        raise _failure(
+            chat, thinking, "control tokens in a message's text reach the policy", _OTHER_TOKENIZER
+        )
     text, marks = chat.text([{"role": "user", "content": "Which?"}], tools, thinking=thinking)
     if chat.encoder.encode(text, marks) != chat.encoder.encode_in_pieces(text, marks):
-        raise _failure(chat, thinking, "its tokenizer joins text across control tokens")
+        raise _failure(
+            chat, thinking, "its tokenizer joins text across control tokens", _OTHER_TOKENIZER
+        )
     missing = [tool.name for tool in tools if tool.name not in text]
     if missing:
-        raise _failure(chat, thinking, f"it does not show the policy the tool {missing[0]}")
+        what = f"it does not show the policy the tool {missing[0]}"
+        raise _failure(chat, thinking, what, _LISTS_TOOLS)
 
 
 def _words(turn: int, count: int, tools: Sequence[ToolSpec], *, thinking: bool) -> dict[str, Any]:
@@ -175,11 +182,14 @@ def _difference(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -
     return f"extended {ours[start : place + 60]!r}, rendered whole {whole[start : place + 60]!r}"
 
 
-def _failure(chat: TemplateChat, thinking: bool, what: str) -> ValueError:
+def _failure(chat: TemplateChat, thinking: bool, what: str, cure: str = "") -> ValueError:
     mode = "with" if thinking else "without"
     other = "without" if thinking else "with"
+    usual = (
+        f"Train {other} thinking (`thinking` of the data source), or save the tokenizer with a "
+        "chat_template that keeps its history as it was"
+    )
     return ValueError(
         f"{chat.renderer.name} (format {chat.format.name}) does not let a conversation grow "
-        f"{mode} thinking: {what}. Train {other} thinking (`thinking` of the data source), or save "
-        "the tokenizer with a chat_template that keeps its history as it was"
+        f"{mode} thinking: {what}. {cure or usual}"
     )

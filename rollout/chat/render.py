@@ -54,7 +54,9 @@ class Renderer:
                 "an instruction-tuned model of the same family in model.tokenizer"
             )
         self._arguments_as_text = False
+        self._tools_by_hand = False
         self._find_out_about_arguments()
+        self._find_out_about_tools()
 
     def render(
         self,
@@ -72,6 +74,8 @@ class Renderer:
         """
         shielded = [self._shield_message(message, marks) for message in messages]
         offered: Any = [self._shield_all(tool, marks) for tool in tools]
+        if self._tools_by_hand and offered:
+            shielded, offered = _with_tools(shielded, offered), ()
         if self._code:
             return _deepseek_v32(shielded, offered, thinking=thinking)
         try:
@@ -135,6 +139,36 @@ class Renderer:
             self.render(asked, (), free_marks(()), thinking=False)
         except ValueError:
             self._arguments_as_text = True
+
+    def _find_out_about_tools(self) -> None:
+        """DeepSeek-V3.1's template leaves it to the system message to list the tools."""
+        if "<｜tool▁calls▁begin｜>" in str(self._tokenizer.chat_template or ""):
+            name = "Keeltool"
+            tool = {"type": "function", "function": {"name": name, "parameters": {}}}
+            asked = [{"role": "user", "content": "a"}]
+            text = self.render(asked, [tool], free_marks(()), thinking=False)
+            self._tools_by_hand = name not in text
+
+
+def _with_tools(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The tools and the form of a call in the system message, for DeepSeek-V3.1."""
+    functions = [tool["function"] for tool in tools]
+    listed = [
+        f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
+        for function in functions
+    ]
+    form = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{arguments as JSON}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    section = "\n".join(["## Tools", *listed, f"Call a tool in exactly this form:\n{form}"])
+    first, rest = messages[0], messages[1:]
+    if first["role"] != "system":
+        return [{"role": "system", "content": section}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{section}"}, *rest]
 
 
 def _deepseek_v32(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.turns import Message
+from keel.rl.turns import Message, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.laws import check_prefix_law, turn_ids
 from keel.rollout.chat.render import call_message
@@ -178,7 +178,20 @@ def test_a_template_that_breaks_the_law_is_refused(old: str, new: str, why: str)
     with pytest.raises(ValueError, match=why) as refused:
         check_prefix_law(changed("qwen3", old, new))
     assert "chat template (format hermes)" in str(refused.value)
-    assert "save the tokenizer with a chat_template" in str(refused.value)
+    assert "ave the tokenizer with a chat_template" in str(refused.value)
+
+
+def test_a_template_of_deepseek_v31_that_lists_no_tools_gets_them_in_the_system_message() -> None:
+    listing = "{%- for tool in tools or [] -%}{{ '\n### ' + tool.function.name }}{%- endfor -%}"
+    chat = changed("deepseek-v3.1", listing, "")
+    check_prefix_law(chat, modes=(False,))
+    hostile = ToolSpec(name="city", description="".join(chat.encoder.controls), parameters={})
+    for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
+        plain, *others = (
+            chat.decode(chat.opening(messages, [tool], thinking=False)) for tool in (CITY, hostile)
+        )
+        assert plain.index("### city\nDescription: Looks") < plain.index("<｜User｜>Where to?")
+        assert all(text.count("<｜User｜>") == 1 for text in (plain, *others))
 
 
 def test_tools_need_a_format_that_is_known() -> None:
