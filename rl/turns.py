@@ -81,14 +81,22 @@ class Chat(Protocol):
         """The ids of a whole conversation so far, up to where the policy speaks."""
         ...
 
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+    def extend(
+        self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
+    ) -> list[int] | None:
         """`ids` (an opening, what was sampled, earlier extensions) with `messages` after it and the
         policy to speak next. Begins with `ids`, unchanged. None: this format cannot go on from
-        there (thinking that has to go at a new user message), and a new segment must begin."""
+        there (thinking that has to go at a new user message), and a new segment must begin.
+
+        Tool messages come in the order of the calls, each with `tool_call_id` and the tool's
+        `name`, which some formats repeat. The last turn may have been cut: its end is added."""
         ...
 
-    def parse(self, sampled: Sequence[int]) -> Parsed:
-        """Read one turn's sampled ids."""
+    def parse(
+        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+    ) -> Parsed:
+        """Read one turn's sampled ids. `tools`: of the opening; some formats write arguments
+        without their types. `turn`: its index in the conversation, for the calls' ids."""
         ...
 
 

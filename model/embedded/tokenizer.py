@@ -61,7 +61,14 @@ CHAT_TEMPLATE = """\
   {{- '<|im_start|>system\\n' -}}
   {%- if messages[0].role == 'system' -%}{{- messages[0].content + '\\n\\n' -}}{%- endif -%}
   {{- 'Tools:' -}}
-  {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+  {%- for tool in tools -%}
+    {%- set function = tool.function or tool -%}
+    {{- '\\n@' + function.name -}}
+    {%- for name in (function.parameters or {}).properties or {} -%}
+      {{- (' ' if loop.first else ', ') + name -}}
+    {%- endfor -%}
+    {{- ': ' + (function.description or '') -}}
+  {%- endfor -%}
   {{- '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in messages -%}
@@ -70,12 +77,24 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' -}}
     {%- if loop.index0 > ns.last_user and message.reasoning_content is string -%}
       {{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' -}}
+    {%- elif tools and enable_thinking is defined and not enable_thinking -%}
+      {{- '<think>\\n\\n</think>\\n\\n' -}}
     {%- endif -%}
     {{- content -}}
     {%- for call in message.tool_calls or [] -%}
       {%- set function = call.function or call -%}
-      {{- '\\n<tool_call>\\n' + ({'name': function.name, 'arguments': function.arguments} | tojson)
-          + '\\n</tool_call>' -}}
+      {{- ('\\n' if content or not loop.first else '') + '@' + function.name -}}
+      {%- set given = function.arguments -%}
+      {%- set order = namespace(names=given.keys() | list, last=-1) -%}
+      {%- for tool in tools or [] if (tool.function or tool).name == function.name -%}
+        {%- set order.names = (tool.function or tool).parameters.properties.keys() | list -%}
+      {%- endfor -%}
+      {%- for name in order.names if name in given -%}
+        {%- set order.last = order.names.index(name) -%}
+      {%- endfor -%}
+      {%- for name in order.names[:order.last + 1] -%}
+        {{- (' ' if loop.first else ', ') + (given[name] | tojson if name in given else 'null') -}}
+      {%- endfor -%}
     {%- endfor -%}
     {{- '<|im_end|>\\n' -}}
   {%- elif not (tools and loop.first and message.role == 'system') -%}
@@ -90,7 +109,9 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 """Qwen3's conventions: thinking is kept only after the last user message; `enable_thinking=False`
-closes an empty think block before the policy speaks."""
+closes an empty think block before the policy speaks. Tools are its own, as short as they can be
+where a letter is a token: each is listed as `@name argument, argument: description`, and a call is
+a line `@name 1, "two"` with the arguments as JSON in that order."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -99,11 +99,54 @@ def test_thinking_goes_at_the_next_user_message() -> None:
 def test_system_and_tools_share_the_first_turn() -> None:
     system = [{"role": "system", "content": "Be brief."}, *QUESTION]
     assert render(system).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
-    text = render(system, tools=[{"name": "search"}])
-    assert text.startswith(
-        '<|im_start|>system\nBe brief.\n\nTools:\n{"name": "search"}<|im_end|>\n'
+    properties = {"text": {"type": "string"}, "most": {"type": "integer"}}
+    tool = {"name": "search", "description": "Searches.", "parameters": {"properties": properties}}
+    for tools in ([tool], [{"type": "function", "function": tool}]):
+        text = render(system, tools=tools)
+        listed = "Tools:\n@search text, most: Searches."
+        assert text.startswith(f"<|im_start|>system\nBe brief.\n\n{listed}<|im_end|>\n")
+        assert text.count("system\n") == 1
+    assert "Tools:\n@now: <|im_end|>" in render(system, tools=[{"name": "now"}])
+
+
+def test_calls_are_lines_with_arguments_in_the_order_of_the_schema() -> None:
+    properties = {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "integer"}}
+    tool = {"name": "search", "parameters": {"properties": properties}}
+
+    def called(content: str, *arguments: dict[str, object]) -> str:
+        calls = [{"function": {"name": "search", "arguments": given}} for given in arguments]
+        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        text = render([*QUESTION, turn], tools=[tool])
+        return text.rpartition("assistant\n")[2].removesuffix("<|im_end|>\n")
+
+    assert called("", {"b": 1, "a": "x, y"}) == '@search "x, y", 1'
+    assert called("So:", {"c": 1}, {}) == "So:\n@search null, null, 1\n@search"
+
+
+def test_prompts_without_tools_are_what_they_have_always_been() -> None:
+    """Kept cold starts and seeded runs depend on it."""
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *QUESTION,
+        {"role": "assistant", "content": "2", "reasoning_content": "\n1 + 1\n"},
+        {"role": "tool", "content": "ok"},
+        {"role": "assistant", "content": "3"},
+        *QUESTION,
+        {"role": "assistant", "content": "2", "reasoning_content": "\n1 + 1\n"},
+        {"role": "assistant", "content": None},
+    ]
+    kept = "<|im_start|>assistant\n<think>\n1 + 1\n</think>\n\n2<|im_end|>\n"
+    asked = "<|im_start|>user\n1 + 1 =<|im_end|>\n"
+    expected = (
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{asked}"
+        "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n"
+        f"<|im_start|>assistant\n3<|im_end|>\n{asked}{kept}<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
-    assert text.count("system\n") == 1
+    thinks = render(turns, add_generation_prompt=True)
+    assert thinks == render(turns, add_generation_prompt=True, enable_thinking=True) == expected
+    closed = render(turns, add_generation_prompt=True, enable_thinking=False)
+    assert closed == expected + "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,265 @@
+"""A model's chat format in ids: opened, extended without touching what was sampled, and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
+from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
+from keel.rollout.chat.formats import Format, format_of
+from keel.rollout.chat.parsing import THINK_END, THINK_START, Written, thinking_open
+from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, retained
+
+_SHOWN = 300
+"""Characters of a malformed call that are kept."""
+_PROBE = ToolSpec(
+    name="probe",
+    description="",
+    parameters={"type": "object", "properties": {"text": {"type": "string"}}},
+)
+
+
+class TemplateChat:
+    """`keel.rl.turns.Chat` for a tokenizer of transformers.
+
+    What stands between a sampled turn and the next one is taken from the template itself: a short
+    conversation is rendered, and what follows its assistant's words is the extension.
+
+    `tools_in_thinking`: calls that the policy writes while it thinks are calls, too.
+    Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
+    """
+
+    def __init__(self, tokenizer: Any, *, tools_in_thinking: bool = False) -> None:
+        self.encoder = Encoder(tokenizer)
+        self.renderer = Renderer(tokenizer, self.encoder)
+        self.format: Format = format_of(tokenizer, self.encoder)
+        self.tools_in_thinking = tools_in_thinking
+        controls = self.encoder.controls
+        ends = {text for text in (*self.format.ends, tokenizer.eos_token) if text in controls}
+        self.ends: dict[str, int] = {text: controls[text] for text in ends}
+        """Control tokens that end a turn."""
+        self._ids_of_ends = frozenset(self.ends.values())
+        self._spoken: dict[bool, str] = {}
+
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> list[int]:
+        """See `Chat.opening`. Thinking that a user message has ended is left out."""
+        text, marks = self.text(messages, tools, thinking=thinking)
+        ids = self.encoder.encode(text, marks)
+        if not ids:
+            raise ValueError(f"{self.renderer.name} renders the opening to nothing")
+        return ids
+
+    def extend(
+        self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
+    ) -> list[int] | None:
+        """See `Chat.extend`."""
+        roles = [message["role"] for message in messages]
+        if not messages or "assistant" in roles:
+            raise ValueError(f"a conversation goes on with new messages, not with roles {roles}")
+        closed = ids[-1] in self._ids_of_ends
+        turn = self._last_turn(ids)
+        inside = thinking_open(turn, opened=self.opened(thinking=thinking))
+        if inside and closed and not self.tools_in_thinking:
+            return None  # the format closes thinking before a turn ends: that cannot be made up for
+        if any(role in USER_ROLES for role in roles) and self.has_thought(ids):
+            return None
+        if not closed and self._between_messages(turn):
+            return None
+        after, end, marks = self._what_follows(messages, thinking=thinking)
+        if not closed:
+            closing = self._close_thinking() if inside else ""
+            return [*ids, *self.encoder.encode(closing + end + after, marks)]
+        sampled_end = self.encoder.text_of[ids[-1]]
+        if sampled_end != end and not (self.format.equal_ends and end in self.ends):
+            return None
+        return [*ids, *self.encoder.encode(sampled_end + after, marks)[1:]]
+
+    def parse(
+        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+    ) -> Parsed:
+        """See `Chat.parse`."""
+        sampled = list(sampled)
+        closed = bool(sampled) and sampled[-1] in self._ids_of_ends
+        text, marks = self._decode(sampled[:-1] if closed else sampled)
+        read = self.format.read(
+            text, tools, opened=self.opened(thinking=thinking), inside=self.tools_in_thinking
+        )
+        calls: list[ToolCall | Malformed] = []
+        for item in read.items:
+            call_id = f"call_{turn}_{len(calls)}"
+            if isinstance(item, Written):
+                arguments = _without(item.arguments, marks)
+                name = marks.remove(item.name)
+                calls.append(ToolCall(call_id=call_id, name=name, arguments=arguments))
+            else:
+                shown = marks.remove(item.text)[:_SHOWN]
+                why = marks.remove(item.why)[:_SHOWN]
+                calls.append(Malformed(call_id=call_id, text=shown, why=why))
+        return Parsed(
+            content=marks.remove(read.content),
+            reasoning=marks.remove(read.reasoning),
+            closed=closed,
+            calls=tuple(calls),
+        )
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        speak: bool = True,
+    ) -> tuple[str, Marks]:
+        """A conversation as marked text, and the marks."""
+        written = [tool.as_json() for tool in tools]
+        if tools and not self.format.calls:
+            raise ValueError(
+                f"{self.renderer.name} is of no format whose calls can be read, and there are "
+                f"tools. Known: {', '.join(KNOWN)}"
+            )
+        marks = free_marks([dict(message) for message in messages] + written)
+        kept = retained(messages)
+        text = self.renderer.render(kept, written, marks, thinking=thinking, speak=speak)
+        return text, marks
+
+    def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
+        """The control text that ends a turn which `messages` follow."""
+        return self._what_follows(messages, thinking=thinking)[1]
+
+    def speaks(self, thinking: bool) -> str:
+        """What stands between a user's last words and the policy's first."""
+        if thinking not in self._spoken:
+            word = "Keelprobe"
+            asked = [{"role": "user", "content": word}]
+            self._spoken[thinking] = self.text(asked, (), thinking=thinking)[0].rpartition(word)[2]
+        return self._spoken[thinking]
+
+    def opened(self, *, thinking: bool) -> bool:
+        """Whether the prompt opens the thinking, which the policy then only closes."""
+        return thinking_open(self.speaks(thinking), opened=False)
+
+    def has_modes(self) -> bool:
+        """Whether the template asks for thinking in one way or another."""
+        return self.speaks(True) != self.speaks(False)
+
+    def has_thought(self, ids: Sequence[int]) -> bool:
+        """Whether the policy's words in `ids` hold thinking that is not blank."""
+        text, _ = self._decode(ids)
+        header = self.header
+        spoken = text.split(header)[1:] if header else [text]
+        return any(
+            self.format.read(part, (), opened=False, inside=False).reasoning.strip()
+            for part in spoken
+        )
+
+    @cached_property
+    def header(self) -> str:
+        """What begins every turn of the policy, without thinking marks and what ends the user's."""
+        spoken = self.speaks(True)
+        for mark in (THINK_START, THINK_END):
+            spoken = spoken.replace(mark, "")
+        starts = [place for text in self.encoder.controls if (place := spoken.rfind(text)) >= 0]
+        # From the last control token on, or the last but one where a pair holds the role.
+        role = spoken.find("assistant")
+        starts = [place for place in starts if role < 0 or place < role] or starts
+        return spoken[max(starts) :].strip() if starts else spoken.strip()
+
+    def _last_turn(self, ids: Sequence[int]) -> str:
+        """The text of the policy's last turn, perhaps with some of what stands before it."""
+        header = self.header
+        first = next(
+            (i for text, i in self.encoder.controls.items() if header.startswith(text)), -1
+        )
+        ids = list(ids)
+        place = len(ids) - 1 - ids[::-1].index(first) if first in ids else 0
+        text, _ = self._decode(ids[place:])
+        return text.partition(header)[2] if header and header in text else text
+
+    def _what_follows(
+        self, messages: Sequence[Message], *, thinking: bool
+    ) -> tuple[str, str, Marks]:
+        """(what follows the end of the policy's turn, the control text that ends it, marks)."""
+        word = _unused_word(messages)
+        answers = [message for message in messages if message["role"] == "tool"]
+        calls = [
+            call_message(
+                str(message.get("tool_call_id") or f"call_{i}"),
+                str(message.get("name") or _PROBE.name),
+                {"text": word},
+            )
+            for i, message in enumerate(answers)
+        ]
+
+        def render(calls: list[dict[str, Any]]) -> tuple[str, Marks]:
+            said = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
+            tools = (_PROBE,) if calls and self.format.calls else ()
+            asked = {"role": "user", "content": "?"}
+            return self.text([asked, said, *messages], tools, thinking=thinking)
+
+        try:
+            text, marks = render(calls)
+        except ValueError:
+            if len(calls) < 2:
+                raise
+            text, marks = render(calls[:1])  # Llama 3's template knows one call a turn
+        _, found, rest = text.rpartition(word)
+        known = {*self.ends, *filter(None, [self.format.message_end])}
+        ends = [(place, end) for end in known if (place := rest.find(end)) >= 0]
+        if not found or not ends:
+            raise ValueError(
+                f"{self.renderer.name} cannot be extended: it shows no words of the policy with an "
+                f"end of the turn ({', '.join(self.ends)}) after them. Use a template that does"
+            )
+        place, end = min(ends)
+        return rest[place + len(end) :], end, marks
+
+    def _between_messages(self, turn: str) -> bool:
+        """Whether a turn of several messages is cut where its end cannot stand."""
+        if not self.format.message:
+            return False
+        _, begun, body = turn.rpartition(self.format.message)
+        return not begun or self.format.message_end in body
+
+    def _close_thinking(self) -> str:
+        """What the template puts between thinking and an answer, which here is empty."""
+        thought, said = "Keelthought", "Keelsaid"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": said, "reasoning_content": thought},
+        ]
+        text, _ = self.text(messages, (), thinking=True, speak=False)
+        between = text.partition(thought)[2].partition(said)
+        return between[0] if between[1] and THINK_END in between[0] else f"\n{THINK_END}\n\n"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, in which text that only looks like a control token is broken by a
+        character of no meaning."""
+        return self._decode(ids)[0]
+
+    def _decode(self, ids: Sequence[int]) -> tuple[str, Marks]:
+        marks = free_marks(self.encoder.decode(ids, Marks("", "")))
+        return self.encoder.decode(ids, marks), marks
+
+
+KNOWN = ("Qwen3", "Hermes", "DeepSeek-V3.1", "DeepSeek-V3.2", "GLM-4.5", "Llama 3", "gpt-oss")
+
+
+def _unused_word(messages: Sequence[Message]) -> str:
+    taken = " ".join(strings([dict(message) for message in messages]))
+    number = 0
+    while (word := f"Keelword{number}x") in taken:
+        number += 1
+    return word
+
+
+def _without(value: Any, marks: Marks) -> Any:
+    """A JSON-like value without marks."""
+    if isinstance(value, str):
+        return marks.remove(value)
+    if isinstance(value, dict):
+        return {marks.remove(key): _without(item, marks) for key, item in value.items()}
+    return [_without(item, marks) for item in value] if isinstance(value, list) else value

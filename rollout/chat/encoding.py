@@ -1,0 +1,180 @@
+"""Text and ids, with control tokens only where a template put them.
+
+A rendered conversation mixes the template's text with text from users, tools and the policy. An
+ordinary `encode` turns `<|im_end|>` in a tool's result into the control token. Here, foreign text
+is marked before it is rendered, and what lies between the template's own control tokens is encoded
+by a copy of the tokenizer that has no added tokens. Text without anything to defend against is
+encoded as a whole by the tokenizer itself, so its ids are the usual ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_PRIVATE = range(0x100000, 0x10FFFE)
+"""Code points without a meaning (plane 16, private use)."""
+_PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Two characters that stand in no text of a conversation."""
+
+    inside: str
+    """Breaks a control text that stands in foreign text."""
+    edge: str
+    """Stands at both ends of foreign text, so that nothing forms across them."""
+
+    def remove(self, text: str) -> str:
+        return text.replace(self.inside, "").replace(self.edge, "")
+
+
+def free_marks(values: Any) -> Marks:
+    """Marks that are in no string of `values`."""
+    used = {character for text in strings(values) for character in _PRIVATE_TEXT.findall(text)}
+    free = (chr(code) for code in _PRIVATE if chr(code) not in used)
+    return Marks(next(free), next(free))
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON-like value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from strings(key)
+            yield from strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings(item)
+
+
+class Encoder:
+    """A tokenizer that tells control tokens from text that looks like them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ValueError(
+                f"the tokenizer {type(tokenizer).__name__} cannot be used for turns: conversations "
+                "need one of the tokenizers library (a tokenizer.json)"
+            )
+        written = backend.to_str()
+        self._whole = Tokenizer.from_str(written)
+        self._whole.no_truncation()
+        self._whole.no_padding()
+        added = {
+            token.content: (index, token)
+            for index, token in tokenizer.added_tokens_decoder.items()
+            if len(token.content.strip()) > 1
+        }
+        self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
+        """Ids of the added tokens by their text; blanks and single characters control nothing."""
+        self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
+        self._swallows_left = {text for text, (_, token) in added.items() if token.lstrip}
+        self._swallows_right = {text for text, (_, token) in added.items() if token.rstrip}
+        self._plain = _without_added_tokens(written, self.controls)
+        longest_first = sorted(self.controls, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._heads = {text[:size] for text in self.controls for size in range(1, len(text))}
+        self._tails = {text[-size:] for text in self.controls for size in range(1, len(text))}
+        self._longest = max(map(len, self.controls), default=0)
+
+    def shield(self, text: str, marks: Marks) -> str:
+        """`text` with every control text in it broken."""
+        while (broken := self._pattern.sub(lambda m: m[0][0] + marks.inside + m[0][1:], text)) != (
+            text
+        ):
+            text = broken  # what follows the break may be a control text of its own
+        return text
+
+    def shield_whole(self, text: str, marks: Marks) -> str:
+        """The same for text that stands beside a template's: what it begins or ends with cannot
+        become a control text together with its neighbours. Blanks at its ends stay outside the
+        marks, where templates strip them."""
+        core = text.strip()
+        sizes = range(1, min(len(core), self._longest) + 1)
+        open_ended = any(
+            core[-size:] in self._heads or core[:size] in self._tails for size in sizes
+        ) or any(core in control for control in self.controls)
+        shielded = self.shield(core, marks)
+        edge = marks.edge if core and open_ended else ""
+        start = len(text) - len(text.lstrip())
+        return text[:start] + edge + shielded + edge + text[start + len(core) :]
+
+    def encode(self, text: str, marks: Marks) -> list[int]:
+        """Ids of a rendered text. Only control texts free of marks become control tokens."""
+        wanted = [self.controls[m[0]] for m in self._pattern.finditer(text)]
+        if marks.inside not in text:
+            ids = self._whole.encode(marks.remove(text), add_special_tokens=False).ids
+            if [index for index in ids if index in self.text_of] == wanted:
+                return ids
+        return self.encode_in_pieces(text, marks)
+
+    def encode_in_pieces(self, text: str, marks: Marks) -> list[int]:
+        """The same, piece by piece between the control tokens."""
+        ids: list[int] = []
+        end, strip = 0, False
+        for match in self._pattern.finditer(text):
+            piece = text[end : match.start()]
+            ids += self._encode_plain(
+                piece, marks, left=strip, right=match[0] in self._swallows_left
+            )
+            ids.append(self.controls[match[0]])
+            end, strip = match.end(), match[0] in self._swallows_right
+        return ids + self._encode_plain(text[end:], marks, left=strip, right=False)
+
+    def decode(self, ids: Sequence[int], marks: Marks) -> str:
+        """The text of ids. What is spelled like a control token and is none is broken."""
+        parts: list[str] = []
+        run: list[int] = []
+        for index in [*ids, None]:
+            if index is not None and index not in self.text_of:
+                run.append(index)
+                continue
+            if run:
+                text = self._whole.decode(run, skip_special_tokens=False)
+                parts.append(self.shield(text, marks) if marks.inside else text)
+                run = []
+            if index is not None:
+                parts.append(self.text_of[index])
+        return "".join(parts)
+
+    def _encode_plain(self, text: str, marks: Marks, *, left: bool, right: bool) -> list[int]:
+        text = marks.remove(text)
+        text = text.lstrip() if left else text
+        text = text.rstrip() if right else text
+        return self._plain.encode(text, add_special_tokens=False).ids if text else []
+
+
+def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
+    """The tokenizer of `written` (tokenizer.json), which no text can bring to a control token."""
+    spec = json.loads(written)
+    spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    model = spec["model"]
+    unknown = model.get("unk_token")
+
+    def renamed(text: str, index: int) -> str:
+        # Ids must stay without a gap, so a control token stays, under a name nobody can spell.
+        private = "".join(map(chr, _PRIVATE[-2:]))
+        return f"{private}{index}{private}" if text in controls and text != unknown else text
+
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed(text, index): index for text, index in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [
+            [renamed(text, index), score] for index, (text, score) in enumerate(vocab)
+        ]
+    if model.get("merges"):
+        pairs = [p.split(" ", 1) if isinstance(p, str) else p for p in model["merges"]]
+        model["merges"] = [
+            pair for pair in pairs if not {*pair, "".join(pair)} & set(controls) - {unknown}
+        ]
+    return Tokenizer.from_str(json.dumps(spec))

@@ -1,0 +1,83 @@
+"""The chat formats known: how each one's calls are read and which tokens end its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keel.model.embedded.tokenizer import CHAT_TEMPLATE
+from keel.rollout.chat.encoding import Encoder
+from keel.rollout.chat.parsing import (
+    Read,
+    deepseek_v31_calls,
+    deepseek_v32_calls,
+    embedded_calls,
+    glm_calls,
+    json_calls,
+    llama3_calls,
+    no_calls,
+    read_harmony,
+    tagged,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A family's way of writing."""
+
+    name: str
+    read: Callable[..., Read]
+    ends: tuple[str, ...] = ()
+    """Control texts that end a turn, beside the tokenizer's eos_token."""
+    equal_ends: bool = False
+    """Any of them stands for any other: a template may write another than was sampled."""
+    message: str = ""
+    """Begins the body of each of the several messages that a turn consists of."""
+    message_end: str = ""
+    """Ends such a message, and in a template's history the turn, too."""
+    calls: bool = True
+
+
+FORMATS = {
+    known.name: known
+    for known in (
+        Format(name="embedded", read=tagged(embedded_calls)),
+        Format(
+            name="harmony",
+            read=read_harmony,
+            ends=("<|call|>", "<|return|>"),
+            message="<|message|>",
+            message_end="<|end|>",
+        ),
+        Format(name="deepseek-v3.2", read=tagged(deepseek_v32_calls)),
+        Format(name="deepseek-v3.1", read=tagged(deepseek_v31_calls)),
+        # The policy ends its turn with the mark that begins the next message.
+        Format(name="glm", read=tagged(glm_calls), ends=("<|user|>", "<|observation|>")),
+        Format(
+            name="llama3",
+            read=tagged(llama3_calls),
+            ends=("<|eot_id|>", "<|eom_id|>"),
+            equal_ends=True,
+        ),
+        Format(name="hermes", read=tagged(json_calls)),
+        Format(name="plain", read=tagged(no_calls), calls=False),
+    )
+}
+
+
+def format_of(tokenizer: Any, encoder: Encoder) -> Format:
+    """The format of a tokenizer's family, by its template and control tokens."""
+    template, controls = str(tokenizer.chat_template or ""), encoder.controls
+    signs = {
+        "embedded": template == CHAT_TEMPLATE,
+        "harmony": "<|channel|>" in controls and "<|message|>" in controls,
+        "deepseek-v3.2": "｜DSML｜" in controls and (not template or "｜DSML｜" in template),
+        "deepseek-v3.1": "<｜tool▁calls▁begin｜>" in template,
+        "glm": "<arg_key>" in template,
+        # Qwen3-Coder writes another format between the same marks.
+        "hermes": "<tool_call>" in template and "<function=" not in template,
+        "llama3": "<|python_tag|>" in controls and "<tool_call>" not in template,
+        "plain": True,
+    }
+    return FORMATS[next(name for name, sign in signs.items() if sign)]

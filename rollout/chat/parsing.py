@@ -1,0 +1,340 @@
+"""What the policy wrote, read: thinking first, then the calls of the family's format.
+
+The text comes from `Encoder.decode`: a control text stands in it only where the policy sampled the
+control token. Nothing here raises for what a policy writes; what is no call is `Broken`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from keel.rl.turns import ToolSpec
+
+THINK_START = "<think>"
+THINK_END = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A call, as yet without an id."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What set out to be a call and is none."""
+
+    text: str
+    why: str
+
+
+Item = Written | Broken
+Found = tuple[str, Sequence[Item]]
+"""The text around the calls, and the calls in the order written."""
+FindCalls = Callable[[str, Sequence[ToolSpec]], Found]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A turn, taken apart."""
+
+    content: str
+    reasoning: str
+    items: Sequence[Item] = ()
+
+
+def read_tagged(
+    text: str,
+    tools: Sequence[ToolSpec],
+    *,
+    find_calls: FindCalls,
+    opened: bool,
+    inside: bool,
+) -> Read:
+    """A turn whose thinking stands between `<think>` and `</think>`.
+
+    `opened`: the prompt has opened the thinking. `inside`: calls in the thinking count, too.
+    """
+    reasoning, content = split_thinking(text, opened=opened)
+    items: Sequence[Item] = ()
+    if inside:
+        reasoning, items = find_calls(reasoning, tools)
+    content, after = find_calls(content, tools)
+    return Read(content.strip(), reasoning.strip(), [*items, *after])
+
+
+def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:
+    """(reasoning, content). Thinking that is never closed leaves no content; text before a
+    `</think>` that nothing opened is thinking, too."""
+    first_start, first_end = text.find(THINK_START), text.find(THINK_END)
+    if (opened and not text.lstrip().startswith(THINK_START)) or 0 <= first_end < (
+        first_start if first_start >= 0 else len(text)
+    ):
+        text = THINK_START + text
+    thoughts: list[str] = []
+    said: list[str] = []
+    while THINK_START in text:
+        before, _, text = text.partition(THINK_START)
+        thought, end, text = text.partition(THINK_END)
+        said.append(before)
+        thoughts.append(thought)
+        if not end:
+            return "\n".join([*said, *thoughts]).strip(), ""
+    return "\n".join(part.strip() for part in thoughts), "".join([*said, text])
+
+
+def thinking_open(text: str, *, opened: bool) -> bool:
+    """Whether a turn ends inside its thinking."""
+    start, end = text.rfind(THINK_START), text.rfind(THINK_END)
+    return start > end or (opened and start < 0 and end < 0)
+
+
+def json_calls(
+    text: str, tools: Sequence[ToolSpec], *, start: str = "<tool_call>", end: str = "</tool_call>"
+) -> Found:
+    """Hermes and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    return _blocks(text, start, end, lambda body: _from_json(body, "arguments"))
+
+
+def deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
+    """DeepSeek-V3.1: name, separator and arguments of each call between control tokens."""
+
+    def read(body: str) -> Item:
+        name, separator, arguments = body.partition("<｜tool▁sep｜>")
+        if not separator:
+            return Broken(body, "no <｜tool▁sep｜> between the name and the arguments")
+        return _checked(name, arguments)
+
+    content, items = _blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    if not items and begin in content:
+        items = [Broken(content[content.index(begin) :], "it holds no call")]
+    return content.partition(begin)[0] + content.partition(end)[2], items
+
+
+def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
+    """DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and their parameters."""
+    mark = "｜DSML｜"
+    parameter = re.compile(
+        rf'\s*<{mark}parameter name="([^"]*)" string="(true|false)">(.*?)</{mark}parameter>\s*',
+        re.DOTALL,
+    )
+
+    def read(body: str) -> Item:
+        head, _, rest = body.partition(">")
+        name = re.fullmatch(r'\s*name="([^"]*)"\s*', head)
+        if not name:
+            return Broken(body, 'an invocation begins with name="…">')
+        arguments: dict[str, Any] = {}
+        place = 0
+        while rest[place:].strip():
+            found = parameter.match(rest, place)
+            if not found:
+                return Broken(body, 'a parameter is not of the form name="…" string="true|false"')
+            key, is_text, value = found.groups()
+            try:
+                arguments[key] = value if is_text == "true" else _load(value)
+            except ValueError as error:
+                return Broken(body, f"the parameter {key} is not JSON: {error}")
+            place = found.end()
+        return _named(name[1], arguments, body)
+
+    begin, end = f"<{mark}function_calls>", f"</{mark}function_calls>"
+    content, items = _blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
+    if not items and begin in content:
+        items = [Broken(content[content.index(begin) :], "it holds no invocation")]
+    return content.partition(begin)[0] + content.partition(end)[2], items
+
+
+def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
+    """GLM-4.5: `<tool_call>name`, then `<arg_key>` and `<arg_value>` in pairs. A value is text
+    where the tool's schema says so, and JSON where it can be."""
+    pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+    def read(body: str) -> Item:
+        name, mark, _ = body.partition("<arg_key>")
+        arguments: dict[str, Any] = {}
+        place = len(name) if mark else len(body)
+        while body[place:].strip():
+            found = pair.match(body, place)
+            if not found:
+                return Broken(body, "its <arg_key> and <arg_value> do not come in closed pairs")
+            key, value = found[1].strip(), found[2]
+            arguments[key] = _by_schema(value, _property(tools, name.strip(), key))
+            place = found.end()
+        return _named(name, arguments, body)
+
+    return _blocks(text, "<tool_call>", "</tool_call>", read)
+
+
+def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
+    """Llama 3: a whole turn of JSON with `name` and `parameters`, several parted by `;`, or code
+    after `<|python_tag|>` for a tool that takes `code`."""
+    content, tag, code = text.partition("<|python_tag|>")
+    body = (code if tag else text).strip()
+    looks = re.match(r'\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:', body)
+    if not tag and not looks:
+        return text, []
+    if not looks:
+        takes_code = [
+            tool.name for tool in tools if "code" in tool.parameters.get("properties", {})
+        ]
+        if len(takes_code) == 1 and body:
+            return content, [Written(takes_code[0], {"code": body})]
+        return content, [Broken(body, "code, and not just one of the tools takes `code`")]
+    items: list[Item] = []
+    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    while body:
+        try:
+            value, end = decoder.raw_decode(body)
+        except (ValueError, RecursionError) as error:
+            items.append(Broken(body, f"it is not JSON: {error}"))
+            break
+        items.append(_from_value(value, "parameters", body[:end]))
+        body = body[end:].strip().removeprefix(";").strip()
+    return content if tag else "", items
+
+
+def embedded_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
+    """The embedded model: a line `@name 1, "two"`, arguments as JSON in the order of the tool's
+    schema. Without tools such a line is text."""
+    if not tools:
+        return text, []
+    lines: list[str] = []
+    items: list[Item] = []
+    for line in text.split("\n"):
+        if line.startswith("@"):
+            items.append(_embedded_call(line, tools))
+        else:
+            lines.append(line)
+    return "\n".join(lines), items
+
+
+def no_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
+    """A format without calls."""
+    return text, []
+
+
+def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool) -> Read:
+    """gpt-oss: messages with a channel and, for a call, a recipient. Calls from the `analysis`
+    channel count only with `inside`."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    items: list[Item] = []
+    for part in re.split(r"<\|(?:end|return|call)\|>", text):
+        head, mark, body = part.partition("<|message|>")
+        if not mark:
+            if head.strip():
+                items.append(Broken(part, "a message without <|message|>"))
+            continue
+        channel = re.search(r"<\|channel\|>\s*(\w+)", head)
+        to = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
+        if to and (inside or not channel or channel[1] != "analysis"):
+            items.append(_checked(to[1].removeprefix("functions."), body))
+        elif channel and channel[1] == "analysis":
+            reasoning.append(body)
+        else:
+            content.append(body)
+    return Read("\n".join(content).strip(), "\n".join(reasoning).strip(), items)
+
+
+def tagged(find_calls: FindCalls) -> Callable[..., Read]:
+    """`read_tagged` for one family."""
+    return partial(read_tagged, find_calls=find_calls)
+
+
+def _blocks(text: str, start: str, end: str, read: Callable[[str], Item]) -> Found:
+    """Every block between `start` and `end`; one that is not closed reaches to the next or to the
+    turn's end."""
+    before, *blocks = text.split(start)
+    said = [before]
+    items: list[Item] = []
+    for block in blocks:
+        body, closed, after = block.partition(end)
+        item = read(body) if closed else Broken(body, f"no {end} ends it")
+        if isinstance(item, Broken):
+            item = Broken(start + body + closed, item.why)
+        items.append(item)
+        said.append(after)
+    return "".join(said), items
+
+
+def _from_json(body: str, key: str) -> Item:
+    try:
+        value = _load(body)
+    except ValueError as error:
+        return Broken(body, f"it is not JSON: {error}")
+    return _from_value(value, key, body)
+
+
+def _from_value(value: Any, key: str, body: str) -> Item:
+    if not isinstance(value, dict):
+        return Broken(body, 'a call is a JSON object with "name" and "' + key + '"')
+    return _named(value.get("name"), value.get(key, value.get("arguments", {})), body)
+
+
+def _checked(name: str, arguments: str) -> Item:
+    try:
+        return _named(name, _load(arguments) if arguments.strip() else {}, name + arguments)
+    except ValueError as error:
+        return Broken(name + arguments, f"its arguments are not JSON: {error}")
+
+
+def _named(name: Any, arguments: Any, body: str) -> Item:
+    if not isinstance(name, str) or not name.strip():
+        return Broken(body, "it names no tool")
+    if not isinstance(arguments, dict):
+        return Broken(body, "its arguments are not a JSON object")
+    return Written(name.strip(), arguments)
+
+
+def _load(text: str) -> Any:
+    """JSON as the standard has it. Raises `ValueError`, whatever is wrong with it."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, Any]:
+    schemas = [tool.parameters.get("properties", {}) for tool in tools if tool.name == name]
+    found = schemas[0].get(key, {}) if schemas else {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
+    if schema.get("type") == "string":
+        return value
+    try:
+        return _load(value)
+    except ValueError:
+        return value
+
+
+def _embedded_call(line: str, tools: Sequence[ToolSpec]) -> Item:
+    name, _, rest = line[1:].partition(" ")
+    if not re.fullmatch(r"\w+", name):
+        return Broken(line, "a call is a line `@name argument, argument`")
+    try:
+        values = _load(f"[{rest}]")
+    except ValueError as error:
+        return Broken(line, f"its arguments are not JSON parted by commas: {error}")
+    keys: Iterator[str] = iter(())
+    for tool in tools:
+        if tool.name == name:
+            keys = iter(tool.parameters.get("properties", {}))
+    arguments = dict(zip(keys, values, strict=False))
+    if any(tool.name == name for tool in tools) and len(arguments) < len(values):
+        return Broken(line, f"{len(values)} arguments, and {name} takes {len(arguments)}")
+    return Written(name, {key: value for key, value in arguments.items() if value is not None})

@@ -1,0 +1,208 @@
+"""Messages to text, by a tokenizer's Jinja template or by DeepSeek-V3.2's own code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from keel.rl.turns import Message
+from keel.rollout.chat.encoding import Encoder, Marks, free_marks
+
+USER_ROLES = ("user", "developer")
+"""Whose messages end what the policy has been thinking."""
+
+
+def retained(messages: Sequence[Message]) -> list[Message]:
+    """`messages` without the thinking that a later user message has ended.
+
+    Reasoning stays while only tools answer, and goes at a new user message; calls and their results
+    always stay. DeepSeek-V3.2 (2025), section 3.2.1.
+    """
+    users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
+    last = users[-1] if users else -1
+    return [
+        {key: value for key, value in message.items() if key != "reasoning_content"}
+        if message["role"] == "assistant" and i < last
+        else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as assistant messages hold it in `tool_calls`."""
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+class Renderer:
+    """A model's template, and what was found out about it."""
+
+    def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._code = "｜DSML｜" in encoder.controls and not tokenizer.chat_template
+        self.name = "DeepSeek-V3.2's encoding" if self._code else "the tokenizer's chat template"
+        if not self._code and not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template, and prompts are chats. Name the tokenizer of "
+                "an instruction-tuned model of the same family in model.tokenizer"
+            )
+        self._arguments_as_text = False
+        self._tools_by_hand = False
+        self._find_out_about_arguments()
+        self._find_out_about_tools()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        marks: Marks,
+        *,
+        thinking: bool,
+        speak: bool = True,
+    ) -> str:
+        """The conversation as marked text, up to where the policy speaks (`speak`).
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
+        shielded = [self._shield_message(message, marks) for message in messages]
+        offered: Any = [self._shield_all(tool, marks) for tool in tools]
+        if self._tools_by_hand and offered:
+            shielded, offered = _with_tools(shielded, offered), ()
+        if self._code:
+            return _deepseek_v32(shielded, offered, thinking=thinking)
+        try:
+            return self._tokenizer.apply_chat_template(
+                shielded,
+                tools=offered or None,
+                add_generation_prompt=speak,
+                enable_thinking=thinking,
+                thinking=thinking,
+                tokenize=False,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"{self.name} refuses messages of the roles {roles}: {error}. Choose a model whose "
+                "template takes them, or put a template of your own in the tokenizer's folder"
+            ) from error
+
+    def _shield_message(self, message: Message, marks: Marks) -> dict[str, Any]:
+        shielded: dict[str, Any] = {"role": message["role"], "content": ""}
+        for key, value in message.items():
+            if key in ("content", "reasoning_content") and isinstance(value, str):
+                shielded[key] = self._encoder.shield_whole(value, marks)
+            elif key == "tool_calls":
+                if value:
+                    shielded[key] = [self._shield_call(call, marks) for call in value]
+            elif key != "role" and value is not None:
+                shielded[key] = self._shield_all(value, marks)
+        return shielded
+
+    def _shield_call(self, call: Mapping[str, Any], marks: Marks) -> dict[str, Any]:
+        call = self._shield_all(call, marks)
+        function = dict(call.get("function") or call)
+        arguments = function.get("arguments") or {}
+        if self._arguments_as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not self._arguments_as_text and isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _shield_all(self, value: Any, marks: Marks) -> Any:
+        """Every string in a JSON-like value, keys included."""
+        if isinstance(value, str):
+            return self._encoder.shield(value, marks)
+        if isinstance(value, Mapping):
+            return {
+                self._shield_all(k, marks): self._shield_all(v, marks) for k, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._shield_all(item, marks) for item in value]
+        return value
+
+    def _find_out_about_arguments(self) -> None:
+        """Some templates write a call's arguments as JSON themselves, some want them written."""
+        asked = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
+            {"role": "tool", "content": "e", "tool_call_id": "call_0", "name": "b"},
+        ]
+        try:
+            self.render(asked, (), free_marks(()), thinking=False)
+        except ValueError:
+            self._arguments_as_text = True
+
+    def _find_out_about_tools(self) -> None:
+        """DeepSeek-V3.1's template leaves it to the system message to list the tools."""
+        if "<｜tool▁calls▁begin｜>" in str(self._tokenizer.chat_template or ""):
+            name = "Keeltool"
+            tool = {"type": "function", "function": {"name": name, "parameters": {}}}
+            asked = [{"role": "user", "content": "a"}]
+            text = self.render(asked, [tool], free_marks(()), thinking=False)
+            self._tools_by_hand = name not in text
+
+
+def _with_tools(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The tools and the form of a call in the system message, for DeepSeek-V3.1."""
+    functions = [tool["function"] for tool in tools]
+    listed = [
+        f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
+        for function in functions
+    ]
+    form = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{arguments as JSON}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    section = "\n".join(["## Tools", *listed, f"Call a tool in exactly this form:\n{form}"])
+    first, rest = messages[0], messages[1:]
+    if first["role"] != "system":
+        return [{"role": "system", "content": section}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{section}"}, *rest]
+
+
+def _deepseek_v32(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, thinking: bool
+) -> str:
+    """By the code that DeepSeek publishes with the model: it has no Jinja template."""
+    renamed = [
+        {("reasoning" if key == "reasoning_content" else key): v for key, v in message.items()}
+        for message in messages
+    ]
+    if tools and renamed[0]["role"] == "system":
+        renamed[0]["tools"] = tools
+    elif tools:
+        renamed.insert(0, {"role": "system", "tools": tools})
+    # Thinking that has to go is gone already (`retained`); its own rule drops a developer's
+    # messages, too.
+    mode = "thinking" if thinking else "chat"
+    try:
+        return _deepseek_code().encode_messages(renamed, thinking_mode=mode, drop_thinking=False)
+    except ValueError as error:
+        raise ValueError(f"DeepSeek-V3.2's encoding refuses these messages: {error}") from error
+
+
+@cache
+def _deepseek_code() -> Any:
+    """vLLM's copy of it, without the rest of vLLM: half a second instead of many."""
+    vllm = importlib.util.find_spec("vllm")
+    place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
+    spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)
+    if not place.is_file() or spec is None or spec.loader is None:
+        raise ValueError(
+            "DeepSeek-V3.2's format is taken from vLLM (vllm/tokenizers/deepseek_v32_encoding.py), "
+            "which is not installed or has moved it; install the extra `cpu` or `gpu`"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,289 @@
+"""Conversations recorded: each sampled token trained once, each row from the turn that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, spoken
+from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec, TurnRequest, TurnResult
+from keel.rl.types import NO_ROUTE, KeptSets
+
+USER: Message = {"role": "user", "content": "ab"}
+TOOL: Message = {"role": "tool", "content": "result"}
+
+
+class FakeChat:
+    """Two ids a message; extends unless told not to."""
+
+    def __init__(self) -> None:
+        self.goes_on = True
+        self.opened: list[list[Message]] = []
+
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> list[int]:
+        self.opened.append(list(messages))
+        return [7 * len(self.opened) + i for i in range(2 * len(messages))]
+
+    def extend(
+        self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
+    ) -> list[int] | None:
+        return [*ids, *[5, 6] * len(messages)] if self.goes_on else None
+
+    def parse(
+        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+    ) -> Parsed:
+        return Parsed(content=f"turn {turn}", reasoning="", closed=True)
+
+
+class FakeEngine:
+    """Labels every row by (turn, position, version) and every sampled token by its number."""
+
+    def __init__(self, *, kept: bool = True, routes: bool = True) -> None:
+        self.kept, self.routes = kept, routes
+        self.turns = 0
+        self.tokens = 0
+
+    def sample(self, request: TurnRequest, versions: Sequence[int]) -> TurnResult:
+        context, count = len(request.token_ids_T), len(versions)
+        numbers = np.arange(self.tokens, self.tokens + count)
+        rows = np.arange(request.routes_from, context + count - 1)
+        version_of_row = [versions[max(t + 1 - context, 0)] if count else 0 for t in rows]
+        labels = np.array([[self.turns, t, v] for t, v in zip(rows, version_of_row, strict=True)])
+        self.turns += 1
+        self.tokens += count
+        return TurnResult(
+            token_ids_N=(1000 + numbers).astype(np.int32),
+            logp_old_N=(-0.25 * numbers).astype(np.float32),
+            version_N=np.array(versions, np.int32),
+            finish_reason="stop",
+            routes_RLK=labels.reshape(-1, 1, 3).astype(np.int16) if self.routes else None,
+            kept=KeptSets.from_lists([[n, n + 1] for n in numbers]) if self.kept else None,
+        )
+
+
+def started(chat: FakeChat | None = None) -> Conversation:
+    return Conversation(
+        name="p/0",
+        prompt_id="p",
+        chat=chat or FakeChat(),
+        messages=[USER],
+        tools=(),
+        thinking=False,
+    )
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 3), max_size=4).map(sorted),  # versions of its tokens
+        st.integers(1, 3),  # messages after it
+        st.sampled_from(["extend", "extend", "extend", "fork", "rewrite"]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(turns=TURNS, kept=st.booleans(), routes=st.booleans())
+def test_every_token_is_trained_once_and_every_row_is_of_its_turn(
+    turns: Any, kept: bool, routes: bool
+) -> None:
+    chat, engine = FakeChat(), FakeEngine(kept=kept, routes=routes)
+    conversation = started(chat)
+    sampled: list[int] = []
+    version_of: dict[int, int] = {}
+    covered: list[list[tuple[int, int]]] = [[]]  # of each segment: (turn, end of its rows)
+    contexts: list[list[int]] = []
+    for versions, messages, then in turns:
+        request = conversation.request(max_tokens=9, seed=1)
+        assert request.token_ids_T.tolist() == list(conversation.ids)
+        result = engine.sample(request, versions)
+        covered[-1].append((engine.turns - 1, len(request.token_ids_T) + len(versions) - 1))
+        conversation.append(result)
+        contexts.append(list(conversation.ids))
+        sampled += result.token_ids_N.tolist()
+        version_of |= dict(zip(result.token_ids_N.tolist(), versions, strict=True))
+        chat.goes_on = then == "extend"
+        before = list(conversation.ids)
+        if then == "rewrite":
+            conversation.rewrite([USER], added=[TOOL])
+        else:
+            conversation.answer([TOOL] * messages)
+        if then == "extend":
+            assert list(conversation.ids)[: len(before)] == before
+        else:
+            covered.append([])
+
+    segments = conversation.segments()
+    trained = [t for s in segments for t in s.token_ids_T[s.trainable_T].tolist()]
+    assert trained == sampled
+    assert conversation.sampled_tokens == len(sampled)
+    assert conversation.turns == len(turns)
+    with_tokens = [
+        rows for rows in covered if any(end for _, end in rows) and _has_tokens(rows, turns)
+    ]
+    for segment, rows in zip(segments, with_tokens, strict=True):
+        ids = segment.token_ids_T.tolist()
+        assert any(ids == context[: len(ids)] for context in contexts)
+        assert segment.trainable_T[-1]
+        for t, token in enumerate(ids):
+            is_sampled = token >= 1000
+            assert segment.trainable_T[t] == is_sampled
+            assert segment.version_T[t] == (version_of[token] if is_sampled else -1)
+            assert segment.logp_old_T[t] == (-0.25 * (token - 1000) if is_sampled else 0)
+            if kept:
+                assert segment.kept is not None
+                number = token - 1000
+                span = [number, number + 1] if is_sampled else []
+                assert segment.kept[t].tolist() == span
+        assert (segment.kept is None) is not kept
+        assert (segment.routes_TLK is None) is not routes
+        if segment.routes_TLK is not None:
+            assert segment.routes_TLK.dtype == np.int16
+            made = [next([turn, t] for turn, end in rows if t < end) for t in range(len(ids) - 1)]
+            assert segment.routes_TLK[:-1, 0, :2].tolist() == made
+            assert (segment.routes_TLK[-1] == NO_ROUTE).all()
+            assert (segment.routes_TLK[:-1] != NO_ROUTE).all()
+
+
+def _has_tokens(rows: list[tuple[int, int]], turns: Any) -> bool:
+    return any(turns[turn][0] for turn, _ in rows)
+
+
+def test_the_boundary_row_comes_from_the_next_turn() -> None:
+    conversation, engine = started(), FakeEngine()
+    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [4, 4]))
+    conversation.answer([TOOL])
+    request = conversation.request(max_tokens=9, seed=1)
+    # Two of the user, two sampled, two of the tool: row 3 is the last sampled token's.
+    assert (len(request.token_ids_T), request.routes_from) == (6, 3)
+    conversation.append(engine.sample(request, [5]))
+    (segment,) = conversation.segments()
+    assert segment.routes_TLK is not None
+    turns = segment.routes_TLK[:, 0, 0].tolist()
+    assert turns == [0, 0, 0, 1, 1, 1, NO_ROUTE]
+    assert segment.version_T.tolist() == [-1, -1, 4, 4, -1, -1, 5]
+
+
+def test_what_tools_said_last_is_no_part_of_the_segment() -> None:
+    conversation, engine = started(), FakeEngine()
+    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0]))
+    conversation.answer([TOOL])
+    (segment,) = conversation.segments()
+    assert len(segment.token_ids_T) == 3
+    assert started().segments() == ()
+
+
+def test_a_turn_whose_engine_died_is_asked_for_again_as_it_was() -> None:
+    conversation, engine = started(), FakeEngine()
+    first = conversation.request(max_tokens=9, seed=1)
+    again = conversation.request(max_tokens=9, seed=1)
+    assert first.seed == again.seed != conversation.request(max_tokens=9, seed=2).seed
+    conversation.append(engine.sample(again, [0]))
+    conversation.answer([TOOL])
+    assert conversation.request(max_tokens=9, seed=1).seed != first.seed
+
+
+def test_turns_of_which_one_was_not_truncated_have_empty_spans_there() -> None:
+    conversation = started()
+    for kept in (True, False):
+        engine = FakeEngine(kept=kept)
+        conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0, 0]))
+        conversation.answer([TOOL])
+    (segment,) = conversation.segments()
+    assert segment.kept is not None
+    assert segment.kept.sizes().tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
+
+
+def test_routes_of_one_byte_have_room_for_the_last_row() -> None:
+    conversation, engine = started(), FakeEngine()
+    result = engine.sample(conversation.request(max_tokens=9, seed=1), [0])
+    assert result.routes_RLK is not None
+    conversation.append(replace(result, routes_RLK=result.routes_RLK.astype(np.uint8)))
+    (segment,) = conversation.segments()
+    assert segment.routes_TLK is not None and (segment.routes_TLK[-1] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"logp_old_N": np.zeros(1, np.float32)}, "logp_old_N .* 1 entries, expected 2"),
+        ({"version_N": np.zeros(3, np.int32)}, "version_N"),
+        ({"kept": KeptSets.empty(1)}, "kept"),
+        ({"routes_RLK": np.zeros((2, 1, 3), np.int16)}, "routes_RLK .* 2 entries, expected 3"),
+    ],
+)
+def test_an_incomplete_turn_is_refused(change: dict[str, Any], named: str) -> None:
+    conversation, engine = started(), FakeEngine()
+    result = engine.sample(conversation.request(max_tokens=9, seed=1), [0, 0])
+    with pytest.raises(ValueError, match=named):
+        conversation.append(replace(result, **change))
+
+
+def test_turns_with_and_without_routes_do_not_mix() -> None:
+    conversation = started()
+    conversation.append(FakeEngine().sample(conversation.request(max_tokens=9, seed=1), [0]))
+    conversation.answer([TOOL])
+    request = conversation.request(max_tokens=9, seed=1)
+    with pytest.raises(ValueError, match="some have not"):
+        conversation.append(FakeEngine(routes=False).sample(request, [0]))
+
+
+def test_what_is_out_of_order_is_refused() -> None:
+    conversation, engine = started(), FakeEngine()
+    with pytest.raises(ValueError, match="nobody asked for"):
+        conversation.append(engine.sample(conversation_request(), [0]))
+    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0]))
+    with pytest.raises(ValueError, match="waits for words"):
+        conversation.request(max_tokens=9, seed=1)
+    with pytest.raises(ValueError, match="left the opening out"):
+        conversation.rewrite([TOOL])
+    record = SegmentRecord("p", [1, 2])
+    with pytest.raises(ValueError, match="changes ids"):
+        record.extend([1, 3, 4])
+    old = record.request("p/0", max_tokens=9, seed=1)
+    record.extend([1, 2, 3])
+    with pytest.raises(ValueError, match="older context"):
+        record.append(old, engine.sample(old, [0]))
+
+
+def conversation_request() -> TurnRequest:
+    return TurnRequest(conversation="a", token_ids_T=np.array([1], np.int32), max_tokens=1, seed=0)
+
+
+def test_forks_show_what_the_context_showed() -> None:
+    chat, engine = FakeChat(), FakeEngine()
+    conversation = started(chat)
+    conversation.append(engine.sample(conversation.request(max_tokens=9, seed=1), [0]))
+    chat.goes_on = False
+    conversation.answer([TOOL])
+    said = {"role": "assistant", "content": "turn 0"}
+    assert chat.opened == [[USER], [USER, said, TOOL]]
+    assert (conversation.forks, conversation.turns) == (1, 1)
+    summary: Message = {"role": "user", "content": "so far"}
+    conversation.rewrite([USER, summary], added=[summary])
+    assert chat.opened[-1] == conversation.view == [USER, summary]
+    assert conversation.transcript == [USER, said, TOOL, summary]
+
+
+def test_a_turn_as_a_message() -> None:
+    call = ToolCall(call_id="call_0_0", name="city", arguments={"a": 1})
+    broken = Malformed(call_id="call_0_1", text="{", why="it is not JSON")
+    parsed = Parsed(content="c", reasoning="r", closed=True, calls=(call, broken))
+    message = spoken(parsed)
+    assert (message["content"], message["reasoning_content"]) == ("c", "r")
+    assert [(c["id"], c["function"]) for c in message["tool_calls"]] == [
+        ("call_0_0", {"name": "city", "arguments": {"a": 1}}),
+        ("call_0_1", {"name": MALFORMED, "arguments": {"text": "{"}}),
+    ]
+    assert spoken(Parsed(content="c", reasoning="", closed=True)) == {
+        "role": "assistant",
+        "content": "c",
+    }

@@ -1,0 +1,237 @@
+"""What the policy wrote, read: thinking, words, calls and what set out to be a call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.rl.turns import Malformed, Parsed, ToolCall, ToolSpec
+from keel.rollout.chat.laws import turn_ids
+from keel.rollout.chat.render import call_message
+from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
+
+USER = [{"role": "user", "content": "Where to?"}]
+CODE = ToolSpec(
+    name="python",
+    description="Runs code.",
+    parameters={"type": "object", "properties": {"code": {"type": "string"}}},
+)
+DSML = "｜DSML｜"
+ENDS = {
+    "harmony": "<|call|>",
+    "deepseek-v3.1": "<｜end▁of▁sentence｜>",
+    "deepseek-v3.2": "<｜end▁of▁sentence｜>",
+    "glm": "<|observation|>",
+    "llama3": "<|eot_id|>",
+}
+
+
+def parse(
+    name: str, text: str, *, thinking: bool = False, inside: bool = False, cut: bool = False
+) -> Parsed:
+    """A turn of this text, its control texts as control tokens, ended unless `cut`."""
+    end = "" if cut else ENDS.get(name, "<|im_end|>")
+    ids = tokenizer_of(name).encode(text + end, add_special_tokens=False)
+    chat = chat_of(name, tools_in_thinking=inside)
+    return chat.parse(ids, [CITY, CODE], thinking=thinking, turn=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=15)
+@given(
+    words=st.text('ab<>|{}"\\é\n/', max_size=8),
+    days=st.one_of(st.none(), st.integers()),
+)
+def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | None) -> None:
+    chat = chat_of(name)
+    arguments: dict[str, Any] = {"name": words} | ({} if days is None else {"days": days})
+    last = f"q{len(words)}z"  # the last argument ends in words that stand nowhere else
+    said: dict[str, Any] = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call_message("a", "city", arguments | {"last": last})],
+    }
+    properties = {**CITY.parameters["properties"], "last": {"type": "string"}}
+    tool = ToolSpec(name="city", description="", parameters={"properties": properties})
+    thinking = name not in ("deepseek-v3.1", *WITHOUT_THINKING)
+    if thinking:
+        said["reasoning_content"] = "so"
+    after = [{"role": "tool", "content": "", "tool_call_id": "a", "name": "city"}]
+    sampled = turn_ids(chat, USER, said, after, [tool], thinking=thinking)
+    parsed = chat.parse(sampled, [tool], thinking=thinking, turn=0)
+    call = ToolCall(call_id="call_0_0", name="city", arguments=arguments | {"last": last})
+    expected = Parsed(content="", reasoning="so" if thinking else "", closed=True, calls=(call,))
+    assert parsed == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "name_and_arguments"),
+    [
+        (
+            "qwen3",
+            '<tool_call>{"name": "city", "arguments": {"days": 1}}</tool_call>',
+            ("city", {"days": 1}),
+        ),
+        ("hermes", '<tool_call>{"name": "city"}</tool_call>', ("city", {})),
+        (
+            "llama3",
+            '<|python_tag|>{"name": "city", "parameters": {"days": 1}}',
+            ("city", {"days": 1}),
+        ),
+        ("llama3", "<|python_tag|>print(1)", ("python", {"code": "print(1)"})),
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.city <|constrain|>json<|message|>{"days": 1}',
+            ("city", {"days": 1}),
+        ),
+        (
+            "glm",
+            "<tool_call>city\n<arg_key>name</arg_key>\n<arg_value>12</arg_value>\n"
+            "<arg_key>days</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
+            ("city", {"name": "12", "days": 12}),
+        ),
+        ("glm", "<tool_call>city</tool_call>", ("city", {})),
+        ("embedded", '@city "a, b", 2', ("city", {"name": "a, b", "days": 2})),
+        ("embedded", "@city null, 2", ("city", {"days": 2})),
+        ("embedded", "@nothing 1", ("nothing", {})),
+    ],
+)
+def test_calls_in_forms_a_template_does_not_write(
+    name: str, text: str, name_and_arguments: tuple[str, dict[str, Any]]
+) -> None:
+    (call,) = parse(name, text).calls
+    assert isinstance(call, ToolCall)
+    assert (call.name, call.arguments) == name_and_arguments
+    assert call.call_id == "call_3_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("qwen3", '<tool_call>{"name": "city", </tool_call>', "not JSON"),
+        ("qwen3", '<tool_call>["city"]</tool_call>', "a call is a JSON object"),
+        ("qwen3", '<tool_call>{"arguments": {}}</tool_call>', "names no tool"),
+        ("qwen3", '<tool_call>{"name": "city", "arguments": [1]}</tool_call>', "not a JSON object"),
+        ("qwen3", '<tool_call>{"name": "city", "arguments": {"a": NaN}}</tool_call>', "NaN"),
+        ("qwen3", '<tool_call>{"name": "city"}', "no </tool_call> ends it"),
+        ("qwen3", f"<tool_call>{'[' * 100_000}</tool_call>", "nested too deep"),
+        ("qwen3", f'<tool_call>{{"name": {"9" * 5000}}}</tool_call>', "not JSON"),
+        ("deepseek-v3.1", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "holds no call"),
+        ("deepseek-v3.1", "<｜tool▁call▁begin｜>city{}<｜tool▁call▁end｜>", "no <｜tool▁sep｜>"),
+        ("deepseek-v3.1", "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{<｜tool▁call▁end｜>", "not JSON"),
+        ("deepseek-v3.2", f"<{DSML}function_calls></{DSML}function_calls>", "holds no invocation"),
+        ("deepseek-v3.2", f"<{DSML}invoke city></{DSML}invoke>", "begins with name="),
+        ("deepseek-v3.2", f'<{DSML}invoke name="city">1</{DSML}invoke>', "parameter"),
+        (
+            "deepseek-v3.2",
+            f'<{DSML}invoke name="city"><{DSML}parameter name="days" string="false">x'
+            f"</{DSML}parameter></{DSML}invoke>",
+            "days is not JSON",
+        ),
+        ("glm", "<tool_call>city<arg_key>a</arg_key></tool_call>", "closed pairs"),
+        ("glm", "<tool_call></tool_call>", "names no tool"),
+        ("llama3", '{"name": "city", "parameters": {', "not JSON"),
+        ("llama3", '{"name": "city", "parameters": 1}', "not a JSON object"),
+        ("harmony", "<|channel|>commentary to=functions.city<|message|>{", "not JSON"),
+        ("harmony", "city", "without <|message|>"),
+        ("embedded", "@city [", "not JSON"),
+        ("embedded", "@city 1, 2, 3", "takes 2"),
+        ("embedded", "@ city", "a call is a line"),
+    ],
+)
+def test_what_is_no_call_is_said_to_be_none(name: str, text: str, why: str) -> None:
+    (call,) = parse(name, text).calls
+    assert isinstance(call, Malformed)
+    assert why in call.why and call.text and len(call.text) <= 300
+
+
+def test_one_broken_call_spoils_no_other() -> None:
+    good = '<tool_call>{"name": "city"}</tool_call>'
+    parsed = parse("qwen3", f"First {good} then <tool_call>{{{good} and <tool_call>x</tool_call>.")
+    assert [type(call) for call in parsed.calls] == [ToolCall, Malformed, ToolCall, Malformed]
+    assert [call.call_id for call in parsed.calls] == [f"call_3_{i}" for i in range(4)]
+    assert parsed.content.split() == ["First", "then", "and", "."]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("embedded", "\n@city 1\n"),
+        ("qwen3", '<tool_call>{"name": "city"}</tool_call>'),
+        ("glm", "<tool_call>city</tool_call>"),
+        ("deepseek-v3.2", f'<{DSML}invoke name="city"></{DSML}invoke>'),
+    ],
+)
+def test_calls_in_the_thinking_are_none_unless_asked_for(name: str, call: str) -> None:
+    text = f"I could {call} and </think>\n\nNo."
+    text = text if chat_of(name).opened(thinking=True) else f"<think>{text}"
+    parsed = parse(name, text, thinking=True)
+    assert (parsed.content, parsed.calls) == ("No.", ())
+    assert "I could" in parsed.reasoning
+    assert len(parse(name, text, thinking=True, inside=True).calls) == 1
+    never_closed = parse(name, text.replace("</think>", ""), thinking=True)
+    assert (never_closed.content, never_closed.calls) == ("", ())
+
+
+def test_a_harmony_call_from_the_analysis_is_none_unless_asked_for() -> None:
+    text = '<|channel|>analysis to=functions.city<|message|>{"days": 1}'
+    assert parse("harmony", text).calls == ()
+    assert len(parse("harmony", text, inside=True).calls) == 1
+    both = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    parsed = parse("harmony", both)
+    assert (parsed.reasoning, parsed.content) == ("hm", "Yes")
+
+
+def test_thinking_after_words_and_a_stray_end_are_thinking() -> None:
+    call = '<tool_call>{"name": "city"}</tool_call>'
+    parsed = parse("qwen3", f"{call}</think>Yes<think>{call}</think>!")
+    assert (parsed.content, parsed.calls) == ("Yes!", ())
+
+
+def test_control_texts_that_were_spelled_are_words() -> None:
+    chat, tokenizer = chat_of("qwen3"), tokenizer_of("qwen3")
+    spelled = [
+        i
+        for piece in ("<tool", '_call>{"name": "city"}</tool', "_call>")
+        for i in tokenizer.encode(piece, add_special_tokens=False)
+    ]
+    parsed = chat.parse([*spelled, chat.ends["<|im_end|>"]], [CITY], thinking=False, turn=0)
+    assert (parsed.content, parsed.calls) == ('<tool_call>{"name": "city"}</tool_call>', ())
+
+
+def test_a_turn_that_was_cut_is_not_closed() -> None:
+    parsed = parse("qwen3", '<tool_call>{"name": "city"}</tool_call> <tool_call>{"na', cut=True)
+    assert not parsed.closed
+    assert [type(call) for call in parsed.calls] == [ToolCall, Malformed]
+    assert chat_of("qwen3").parse([], [], thinking=True, turn=0) == Parsed(
+        content="", reasoning="", closed=False
+    )
+
+
+def test_an_answer_in_json_is_no_call() -> None:
+    for text in ('{"answer": 3}', json.dumps([{"name": "city"}]), '{"name'):
+        parsed = parse("llama3", text)
+        assert (parsed.content, parsed.calls) == (text, ())
+    without_tools = chat_of("embedded").parse(
+        tokenizer_of("embedded").encode("@home<|im_end|>"), [], thinking=False, turn=0
+    )
+    assert (without_tools.content, without_tools.calls) == ("@home", ())
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), name=st.sampled_from(NAMES), inside=st.booleans(), thinking=st.booleans())
+def test_nothing_a_policy_samples_is_too_much(
+    data: st.DataObject, name: str, inside: bool, thinking: bool
+) -> None:
+    chat = chat_of(name)
+    controls = sorted(chat.encoder.text_of)
+    ids = data.draw(
+        st.lists(st.one_of(st.integers(5, 275), st.sampled_from(controls)), max_size=20)
+    )
+    ids = [i for i in ids if i in chat.encoder.text_of or tokenizer_of(name).decode([i])]
+    parsed = chat.parse(ids, [CITY, CODE] if inside else [], thinking=thinking, turn=1)
+    assert parsed.closed == (bool(ids) and ids[-1] in chat.ends.values())
