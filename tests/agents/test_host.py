@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host.client import Deadlines, Hosted, Program
-from keel.agents.host.room import make_room
+from keel.agents.host.client import Deadlines, Hosted
 from keel.agents.types import EnvironmentLost, Unscored, Verdict
 from keel.rl.turns import ToolCall
 from tests.agents.episodes import (
     HERE,
-    SHORT,
     TASK,
     alive,
     episode,
@@ -336,77 +333,3 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     while alive(pid) and time.monotonic() < until:
         time.sleep(0.01)
     assert not alive(pid)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"target": "shap:Shop"}, "shap cannot be imported: ModuleNotFoundError"),
-        ({"target": "shap:Shop"}, "looked in"),
-        ({"target": "shop:Shap"}, "shop has no 'Shap'; it has "),
-        ({"target": "needs:Shop"}, "-m pip install a_package_that_nobody_has"),
-        ({"target": "broken.py:Shop"}, "cannot be imported: SyntaxError"),
-        ({"target": "raises:Shop"}, "RuntimeError: not today ("),
-        ({"target": "raises:Shop"}, "raises.py:1 in <module>)"),
-        ({"target": "hints:Bad"}, "tool use: parameter x has the type"),
-        ({"target": "hints:Untyped"}, "parameter x has no type hint"),
-        ({"target": "hints:Starred"}, "passed by name"),
-        ({"target": "hints:Unread"}, "its type hints cannot be read: NameError"),
-        ({"target": "hints:empty"}, "is no game"),
-        ({"target": "shop:Shop", "arguments": {"hou": 1}}, "unexpected keyword argument 'hou'"),
-        ({"target": "shop:Shop", "python": "/no/such/python"}, "cannot run /no/such/python"),
-        ({"target": "shop:Shop", "python": "/bin/false"}, "exited with status 1"),
-        ({"target": "shop:Shop", "python": "/bin/echo"}, ""),  # no reply, or its end: a race
-        ({"target": "shop:Shop", "memory_mib": 64}, ""),
-    ],
-)
-def test_what_cannot_be_started_says_why_and_the_cure(
-    tmp_path: Path, settings: dict[str, Any], why: str
-) -> None:
-    (tmp_path / "needs.py").write_text("import a_package_that_nobody_has\n")
-    (tmp_path / "broken.py").write_text("class Shop\n")
-    (tmp_path / "raises.py").write_text("raise RuntimeError('not today')\n")
-    (tmp_path / "shop.py").write_text((HERE / "shop.py").read_text())
-    (tmp_path / "hints.py").write_text(
-        "class Bad:\n    def use(self, x: complex): ...\n"
-        "class Untyped:\n    def use(self, x): ...\n"
-        "class Starred:\n    def use(self, *x: int): ...\n"
-        "class Unread:\n    def use(self, x: 'Nobody'): ...\n"
-        "empty = 3\n"
-    )
-    kind = "game" if settings["target"] == "hints:empty" else "auto"
-
-    async def play() -> None:
-        environment = Hosted(Program(folder=tmp_path, deadlines=SHORT, kind=kind, **settings))
-        error = await lost(environment.open(TASK, seed=3))
-        assert why in str(error) and error.during == "open"
-        await environment.close()
-
-    if "memory_mib" in settings:
-        settings["arguments"] = {"how": "memory", "at": "open"}
-    run(play())
-
-
-def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="write module:name"):
-        Program(target=":Shop")
-    with pytest.raises(ValueError, match="there is no folder"):
-        Program(target="shop", folder=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="arguments: is no JSON"):
-        Program(target="shop", arguments={"rate": float("nan")})
-    with pytest.raises(ValueError, match="at least 64"):
-        Program(target="shop", memory_mib=8)
-    with pytest.raises(ValueError, match="close_s = 0 must be positive"):
-        Deadlines(close_s=0)
-
-
-def test_room_for_many_episodes() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(600, before[1]), before[1]))
-        make_room(100)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 712
-        with pytest.raises(ValueError, match="raise the limit"):
-            make_room(1 << 40)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

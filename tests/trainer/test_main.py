@@ -57,7 +57,7 @@ def test_check_prints_the_plan_and_starts_nothing(
         ("algorithm.keep_sampling_mask=false", "every probability ratio is wrong"),
         ("algorithm.keep_routing=false", "mixture of experts"),
         ("rollout.sampling.repetition_penalty=1.1", "without being recorded"),
-        ("rollout.sampling.top_k=0", "bounds the kept set"),
+        ("rollout.sampling.top_k=0", "bounds the sampling mask"),
         ("data.max_prompt_tokens=8", "prompt spelling/"),
         ("data.sources[spelling].task=spell_backwards", "spell_backward"),
         ("data.sources[spelling].rewards={correctness: 1}", "correct"),
