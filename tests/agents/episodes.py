@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.types import ToolResult, Transcript
@@ -56,19 +56,32 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
     result = asyncio.run(bounded())
     until = time.monotonic() + 2
-    while held() != before and time.monotonic() < until:
+    while (left := more(held(), before)) and time.monotonic() < until:
         time.sleep(0.01)
-    assert held() == before
+    assert not left
     return result
 
 
-def held() -> tuple[int, int, list[str]]:
-    """This process's open files, threads, and children."""
+def more(now: Held, before: Held) -> dict[str, Any]:
+    """What there was not before. What other tests left may go at any time."""
+    children = sorted(set(now.children) - set(before.children))
+    found = {"files": now.files - before.files, "threads": now.threads - before.threads}
+    return {k: v for k, v in found.items() if v > 0} | ({"children": children} if children else {})
+
+
+class Held(NamedTuple):
+    files: int
+    threads: int
+    children: list[str]
+
+
+def held() -> Held:
+    """What this process has open, runs and has started."""
     children: list[str] = []
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):
             children += Path(f"/proc/self/task/{task}/children").read_text().split()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), children
+    return Held(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), children)
 
 
 def alive(pid: int) -> bool:

@@ -91,7 +91,8 @@ def test_shards_and_master_weights_must_be_found() -> None:
 
 def test_a_gpu_that_cannot_hold_both() -> None:
     check_room("So it is", stays=12.0 * GIB, gpu=80.0 * GIB, engine_share=0.85)
-    said = "So it is. 12.1 GiB of a GPU's 80.0 GiB stay with it then, and rollout.gpu_memory = 0.85"
+    said = "So it is. 12.1 GiB of a GPU's 80.0 GiB stay with it then, and rollout."
+    said += "gpu_memory_utilization = 0.85"
     with pytest.raises(ValueError, match=rf"^{re.escape(said)}: set it to at most 0\.8[45]"):
         check_room("So it is", stays=12.1 * GIB, gpu=80.0 * GIB, engine_share=0.85)
 

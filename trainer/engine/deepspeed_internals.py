@@ -36,7 +36,10 @@ def found_changed(what: str, lost: str) -> str:
 
 def skip_shared_memory_op() -> str:
     """Mark the shared-memory all-reduce for CPUs as not available, so that nobody compiles it (over
-    a minute, with gcc and ninja). Only tensor-parallel inference uses it."""
+    a minute, with gcc and ninja). Only tensor-parallel inference uses it. On GPUs DeepSpeed has no
+    such operation."""
+    if torch.cuda.is_available():
+        return ""
     known = getattr(deepspeed.ops, "__compatible_ops__", {})
     if SHM_OP not in known:
         return found_changed(

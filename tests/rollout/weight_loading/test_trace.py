@@ -144,7 +144,7 @@ class Worker:
 
     def update(self, tensors: dict[str, Tensor], *, copies: bool = True, block: int = 900) -> str:
         """Blocks end within layers. Returns how the next update will be done."""
-        self.extension.keel_begin_update(copies)
+        self.extension.keel_begin_update("" if copies else "it is switched off")
         planned = self.extension.keel_way() == "copies"
         for bucket in pack_buckets(tensors.items(), block):
             data = np.array(bucket.data)

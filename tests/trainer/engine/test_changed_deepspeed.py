@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
 from keel.rl.metrics import values
-from tests.e2e.deepspeed_scenarios import CHANGES, SCENARIOS, run_changes
-from tests.e2e.trainer_batches import write_model
-from tests.trainer.engine.scenarios import free_port, results_of, same, wait_for
+from tests.trainer.engine.batches import write_model
+from tests.trainer.engine.changed_deepspeed import CHANGES, run_changes
+from tests.trainer.engine.scenarios import results_of, run_all, same
 
 pytestmark = pytest.mark.e2e
 SAID = {
@@ -29,12 +28,8 @@ SAID = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("deepspeed")
     write_model(folder / "untied")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        arguments = (1, free_port(), folder)
-        wait_for([mp.spawn(run_changes, arguments, nprocs=1, join=False)])
-    return results_of(folder, SCENARIOS)
+    run_all(run_changes, [1], folder)
+    return results_of(folder, [1])
 
 
 def test_with_the_deepspeed_that_is_known_nothing_is_lost(results: dict[str, Any]) -> None:
