@@ -1,5 +1,5 @@
 """What the trainer leans on in other libraries, missing there: said at start-up. What a changed
-DeepSpeed does to a run is in `tests/e2e/test_deepspeed_changes.py`."""
+DeepSpeed does to a run is in `tests/trainer/engine/test_changed_deepspeed.py`."""
 
 from __future__ import annotations
 

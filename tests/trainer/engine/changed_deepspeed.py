@@ -1,4 +1,4 @@
-"""What `test_deepspeed_changes.py` runs, in a process of its own: training with a DeepSpeed in
+"""What `test_changed_deepspeed.py` runs, in a process of its own: training with a DeepSpeed in
 which something has another name, or is done in another way."""
 
 from __future__ import annotations
