@@ -26,10 +26,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """One, with one process group for all tests: DeepSpeed keeps it."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder / "untied")
-    gc.collect()
-    torch.cuda.empty_cache()  # or what is small would live in large pieces that other tests left
     yield Ranks(0, 1, dist.HashStore(), folder)
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def only_engine() -> None:
+    """What is small would live in large pieces of memory that an earlier test's engine left."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
