@@ -59,11 +59,6 @@ class PromptStream:
         """Prompts taken so far from each source."""
         return dict(self._drawn)
 
-    @property
-    def epochs(self) -> Mapping[str, float]:
-        """Times each source has been gone through."""
-        return {name: self._drawn[name] / len(prompts) for name, prompts in self._sources.items()}
-
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
         return [self._again.popleft() if self._again else self._next() for _ in range(n)]

@@ -94,7 +94,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "tokenizer of an instruction-tuned model of the same family in model.tokenizer"
         )
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {path!r} has no eos_token: answers would never end")
+        raise ConfigError(
+            f"the tokenizer of {path!r} has no eos_token: completions would never end"
+        )
     return tokenizer
 
 
@@ -163,15 +165,6 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
         return tensor.to(dtype)
 
     return convert
-
-
-def model_facts(path: str) -> ModelFacts:
-    """Facts about the model at `path`, from its config.json alone.
-
-    Raises:
-        ConfigError: there is no readable config.json, or it is not a causal language model's.
-    """
-    return facts_of(load_model_config(path))
 
 
 def load_model_config(path: str) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
-  keel train my-recipe.yaml run.steps=200   again later: goes on from the last checkpoint
+  keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
                                             try a rubric before a run
 """

@@ -57,8 +57,8 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
         folder = stack.enter_context(RunFolder(task.config))
         if folder.set_aside:
             print(
-                f"{folder.path} holds a run that left no checkpoint to go on from. What it wrote "
-                f"is kept in {folder.set_aside}; this run begins anew. run.checkpoint_every=N "
+                f"{folder.path} holds a run that left no checkpoint to resume from. What it wrote "
+                f"is kept in {folder.set_aside}; this run starts over. run.checkpoint_every=N "
                 "saves a checkpoint every N steps"
             )
         state, steps = folder.state(), task.config.run.steps
@@ -381,6 +381,6 @@ def closing_words(
     lines += [
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
-        f"answers         {path / 'trajectories'}",
+        f"completions     {path / 'trajectories'}",
     ]
     return "\n".join(lines)

@@ -196,7 +196,7 @@ class Stock:
         outputs = self._llm.generate(asked, params, use_tqdm=False)  # type: ignore[arg-type]
         lengths = {len(output.outputs[0].token_ids) for output in outputs}
         if lengths != {answer}:
-            raise RuntimeError(f"answers of {lengths} tokens where {answer} were asked for")
+            raise RuntimeError(f"completions of {lengths} tokens where {answer} were asked for")
         return []
 
     def on_thread(self, call: Callable[[], Any]) -> Any:
@@ -252,7 +252,7 @@ class Keel:
         groups = [future.result(timeout=RUN_DEADLINE_S) for future in futures]
         lengths = {t.sampled_tokens for group in groups for t in group.trajectories}
         if lengths != {answer}:
-            raise RuntimeError(f"answers of {lengths} tokens where {answer} were asked for")
+            raise RuntimeError(f"completions of {lengths} tokens where {answer} were asked for")
         return groups
 
     def on_thread(self, call: Callable[[], Any]) -> Any:

@@ -166,7 +166,7 @@ class Endpoint:
         if 0 < settings.max_calls <= self._calls:
             raise self.stop(
                 f"the judge has been called {self._calls} times, and rewards.judge.max_calls = "
-                f"{settings.max_calls} is the ceiling; raise it and start again to go on from the "
+                f"{settings.max_calls} is the ceiling; raise it and start again to resume from the "
                 "last checkpoint"
             )
         self._calls += 1

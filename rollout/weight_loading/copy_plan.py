@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -283,7 +282,3 @@ def _in_whole_numbers(piece: Piece) -> tuple[Piece, torch.dtype]:
         piece, at=wide(piece.at), source=wide(piece.source), dims=parts, dtype=_WHOLE[width]
     )
     return changed, _WHOLE[width]
-
-
-def elements(parts: Dims) -> int:
-    return prod(n for n, _, _ in parts)

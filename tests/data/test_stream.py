@@ -66,7 +66,6 @@ def test_an_epoch_holds_every_prompt_once_in_an_order_of_its_own() -> None:
     assert sorted(first) == sorted(second) == sorted(ids(prompts("a", 20)))
     assert first != second
     assert first != ids(prompts("a", 20))
-    assert only_a.epochs == {"a": 2.0}
     assert len(only_a) == 20
 
 

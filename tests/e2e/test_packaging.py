@@ -122,7 +122,7 @@ def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) ->
     assert time.monotonic() - began < 10
     assert run(keel, "--version", cwd=project).startswith("keel ")
     own = "data.sources.0.rewards={rewards.mine.short: 1.0}"
-    assert "sequences a step" in run(keel, "check", "quickstart", own, cwd=project)
+    assert "sequences per step" in run(keel, "check", "quickstart", own, cwd=project)
 
 
 def test_the_data_of_a_shipped_recipe_is_found_from_anywhere(python: Path, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import (
     checkpoint_tensors,
     facts_of,
+    load_model_config,
     load_policy,
     load_tokenizer,
-    model_facts,
 )
 
 COMMON = {
@@ -139,7 +139,7 @@ def test_facts_need_no_weights(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = ["MixtralForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert model_facts(str(tmp_path)) == facts_of(CONFIGS["mixtral"])
+    assert facts_of(load_model_config(str(tmp_path))) == facts_of(CONFIGS["mixtral"])
     with pytest.raises(ConfigError, match="no weights could be loaded"):
         load_policy(str(tmp_path), "float32")
 
@@ -157,9 +157,9 @@ def test_wrong_paths_are_explained(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ConfigError, match=r"does not exist.*, and it is not a hub name"):
-        model_facts(str(tmp_path / "nowhere"))
+        facts_of(load_model_config(str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match=r"is a file; name the folder"):
-        model_facts(str(file))
+        facts_of(load_model_config(str(file)))
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load_policy(str(empty), torch.float32)
     with pytest.raises(ConfigError, match="holds no tokenizer"):
@@ -176,7 +176,7 @@ def test_wrong_paths_are_explained(tmp_path: Path) -> None:
 def test_other_kinds_of_model_are_refused(content: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="is not a causal language model"):
-        model_facts(str(tmp_path))
+        facts_of(load_model_config(str(tmp_path)))
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:

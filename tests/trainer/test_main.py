@@ -44,7 +44,11 @@ def test_check_prints_the_plan_and_starts_nothing(
     folder = tmp_path / "run"
     code, out, _ = run(capsys, "check", "quickstart", f"run.dir={folder}", *FEW)
     assert code == 0
-    for part in ("3 MoE layers of 8 experts", "16 prompts × 8 answers = 128", "2 vLLM engine(s)"):
+    for part in (
+        "3 MoE layers of 8 experts",
+        "16 prompts × 8 completions = 128",
+        "2 vLLM engine(s)",
+    ):
         assert part in out
     assert not folder.exists()
 

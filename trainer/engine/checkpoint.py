@@ -1,4 +1,4 @@
-"""What a rank writes to go on from later, exactly: weights, optimizer, random state, progress."""
+"""What a rank writes to resume from later, exactly: weights, optimizer, random state, progress."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ def describe(
         *(("data" if not i else "", line) for i, line in enumerate(data)),
         (
             "batch",
-            f"{a.prompts_per_step} prompts × {a.group_size} answers = {plan.sequences} sequences a "
-            f"step, at most {plan.step_tokens:,} tokens",
+            f"{a.prompts_per_step} prompts × {a.group_size} completions = {plan.sequences} "
+            f"sequences per step, at most {plan.step_tokens:,} tokens",
         ),
         (
             "",
@@ -174,7 +174,7 @@ def describe(
         (
             "steps",
             f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
-            f"{config.run.steps * plan.sequences:,} answers; lr {t.lr:g} ({t.schedule})",
+            f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})",
         ),
         (
             "sampling",

@@ -161,7 +161,7 @@ class StepTime:
         bound = "its host" if self.host_bound else "its GPU"
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         return [
-            f"ESTIMATE, not measured, for {self.machine}s and answers of full length: "
+            f"ESTIMATE, not measured, for {self.machine}s and completions of full length: "
             f"{seconds(self.total)} a step",
             f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
@@ -185,9 +185,9 @@ def step_time(
     than the recipe asks for."""
     machine, rates = machine or Machine(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
-    answers = algorithm.prompts_per_step * algorithm.group_size
+    completions = algorithm.prompts_per_step * algorithm.group_size
     at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
-    rounds = -(-answers // (rollout.engines * at_once))
+    rounds = -(-completions // (rollout.engines * at_once))
     host = rates.host_seconds(config, facts, at_once)
     device = decode_device_seconds(config, facts, at_once, machine, rates)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
@@ -195,7 +195,7 @@ def step_time(
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
     spread = gpus + config.trainer.ranks > machine.node_gpus
-    tokens = answers * context_tokens(config)
+    tokens = completions * context_tokens(config)
     compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
     sent = facts.parameters * BYTES[config.engine_dtype]

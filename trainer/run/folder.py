@@ -85,7 +85,7 @@ class RunFolder:
         if self._config.run.resume == "never":
             raise ConfigError(
                 f"run.dir = {self.path}: holds {self.latest.name}, and run.resume is never. Choose "
-                "another folder, or run.resume=auto to go on from there"
+                "another folder, or run.resume=auto to resume there"
             )
         if saved.exists():
             check_resumable(load_config(saved), self._config, str(self.path))
@@ -102,7 +102,7 @@ class RunFolder:
         fresh.replace(self.path / "config.yaml")
 
     def _put_aside(self) -> Path:
-        """Without a checkpoint a run begins anew: make room for its files."""
+        """Without a checkpoint a run starts over: make room for its files."""
         number = 1
         while (aside := self.path / f"before_{number}").exists():
             number += 1
@@ -132,7 +132,7 @@ class RunFolder:
         return self.path / "rewards"
 
     def begin(self, step: int) -> None:
-        """The run goes on from `step`: what it exported there is no longer its end."""
+        """The run resumes from `step`: what it exported there is no longer its end."""
         if self.model.exists():
             earlier = self.path / f"model_{step}"
             shutil.rmtree(earlier, ignore_errors=True)

@@ -102,7 +102,7 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def choose(groups: Sequence[ScoredGroup], count: int) -> list[tuple[ScoredGroup, int]]:
-    """The best and worst answers of the groups in turn: the pairs that the step learns from."""
+    """The best and worst completions of the groups in turn: the pairs that the step learns from."""
     chosen: list[tuple[ScoredGroup, int]] = []
     for group in sorted(
         groups, key=lambda g: -float(g.rewards_G.std()) if len(g.rewards_G) else 0.0

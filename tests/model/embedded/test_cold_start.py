@@ -18,7 +18,7 @@ from keel.model.embedded.cache import content_key, default_cache_dir, ensure_emb
 from keel.model.embedded.cold_start import make_examples, train
 from keel.model.embedded.on_gpu import plain, run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.model.load import facts_of, load_tokenizer, model_facts
+from keel.model.load import facts_of, load_model_config, load_tokenizer
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -211,8 +211,8 @@ def test_the_folder_loads_like_any_model(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.model_max_length == TINY.max_context
-    assert model_facts(folder) == facts_of(model.config)
-    assert model_facts(folder).moe_layer_ids == (0,)
+    assert facts_of(load_model_config(folder)) == facts_of(model.config)
+    assert facts_of(load_model_config(folder)).moe_layer_ids == (0,)
 
 
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
