@@ -14,25 +14,7 @@ from keel.agents.environments.trip.tasks import LEVELS
 from keel.agents.host.client import Hosted, Program
 from keel.agents.types import Verdict
 from tests.agents.episodes import run, transcript, use
-from tests.agents.test_trip import begun
-
-TOOLS = {
-    "get_all_attractions_by_city": ["city"],
-    "get_all_cities": [],
-    "get_all_hotels_by_city": ["city"],
-    "get_all_restaurants_by_city": ["city"],
-    "get_city_by_attraction": ["attraction"],
-    "get_city_by_hotel": ["hotel"],
-    "get_city_by_restaurant": ["restaurant"],
-    "get_city_transport": ["city"],
-    "get_infos_by_attraction": ["info_keywords", "attraction"],
-    "get_infos_by_city": ["info_keywords", "city"],
-    "get_infos_by_hotel": ["info_keywords", "hotel"],
-    "get_infos_by_restaurant": ["info_keywords", "restaurant"],
-    "get_inter_city_transport": ["from_city", "to_city"],
-    "get_weather_by_city_date": ["city", "date"],
-    "submit_result": ["answer_text"],
-}
+from tests.agents.test_trip import TOOLS, begun
 
 
 def test_prompts() -> None:
