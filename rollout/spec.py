@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from keel.configs.schema import Dtype, RolloutConfig
 
@@ -24,6 +24,15 @@ class EngineSpec:
     """Record routes. Has no effect on a model without experts."""
     keep_sampling_mask: bool
     """Record kept sets of requests whose sampling is truncated."""
+
+
+class Started(NamedTuple):
+    """What a new engine says of itself."""
+
+    pid: int
+    """Of its process."""
+    warnings: tuple[str, ...] = ()
+    """What Keel's own code warned of in there: what the engine does without."""
 
 
 class EngineError(RuntimeError):

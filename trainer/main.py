@@ -269,8 +269,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
             # KV cache smaller by it: the trainer must not take memory in the meantime.
             engines.result()
         trainer = both.submit(learner.start)
-        engines.result()
-        for line in trainer.result():
+        for line in (*engines.result(), *trainer.result()):
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,18 @@ from keel.configs.schema import SamplingConfig
 from keel.model.weight_transfer.channel import Meeting
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
-from keel.rollout.spec import EngineSpec
+from keel.rollout.spec import EngineSpec, Started
+
+
+class _Warnings(logging.Handler):
+    """Keeps them: what an actor logs does not reach the terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 class RolloutWorker:
@@ -21,11 +33,16 @@ class RolloutWorker:
         # vLLM is loaded in the actor's process only, under its environment.
         from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
+        heard = _Warnings()
+        ours = logging.getLogger("keel")
+        ours.addHandler(heard)
         self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
+        ours.removeHandler(heard)
+        self._warnings = tuple(dict.fromkeys(heard.lines))
 
-    async def ready(self) -> int:
-        """Returns when the constructor is done, with the id of this process."""
-        return os.getpid()
+    async def ready(self) -> Started:
+        """Returns when the constructor is done."""
+        return Started(pid=os.getpid(), warnings=self._warnings)
 
     async def generate(
         self, prompt: Prompt, group_size: int, sampling: SamplingConfig, record: bool, draw: int

@@ -15,7 +15,7 @@ from typing import Any
 
 from keel.configs.schema import RolloutConfig
 from keel.rollout.pool.requests import RolloutEngine, Slot, Stage, Update
-from keel.rollout.spec import EngineError
+from keel.rollout.spec import EngineError, Started
 
 MAX_RESTARTS = 3
 """Times that an engine is started again within `window_s` before the run is given up."""
@@ -76,17 +76,19 @@ class Fleet:
         """What an engine that has started is: with `rollout.sleep` it waits for weights."""
         return "asleep" if self._config.sleep else "ready"
 
-    def start(self) -> None:
-        """Start all engines and wait for them. Raises `EngineError` or `TimeoutError` if one does
-        not come up."""
+    def start(self) -> tuple[str, ...]:
+        """Start all engines and wait for them; what they warn of, each line once. Raises
+        `EngineError` or `TimeoutError` if one does not come up."""
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
             self.slots.append(Slot(index, engine, "starting", engine.ready(), deadline))
+        warnings: list[str] = []
         for slot in self.slots:
             assert slot.pending is not None
             try:
-                slot.pending.result(timeout=max(0.0, slot.deadline - time.monotonic()))
+                left_s = max(0.0, slot.deadline - time.monotonic())
+                started: Started = slot.pending.result(timeout=left_s)
             except TimeoutError:
                 raise TimeoutError(
                     f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
@@ -95,6 +97,8 @@ class Fleet:
             except EngineError as error:
                 raise EngineError(f"rollout engine {slot.index} did not start: {error}") from error
             slot.stage, slot.pending = self._started, None
+            warnings += started.warnings
+        return tuple(dict.fromkeys(warnings))
 
     def follow(self, wanted: Update | None, resting: Future[None] | None) -> None:
         """Have all engines load new weights, or fall asleep. Those that are between stages

@@ -76,13 +76,15 @@ class RolloutPool:
         """How often an engine had to be started again so far."""
         return self._fleet.restarts
 
-    def start(self) -> None:
-        """Start all engines. Raises `EngineError` or `TimeoutError` if one does not come up."""
-        self._fleet.start()
+    def start(self) -> tuple[str, ...]:
+        """Start all engines; what they warn of. Raises `EngineError` or `TimeoutError` if one does
+        not come up."""
+        warnings = self._fleet.start()
         if self._config.sleep:
             self._asleep = Future()
             self._asleep.set_result(None)
         self._thread.start()
+        return warnings
 
     def submit(
         self,

@@ -17,7 +17,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool.lifecycle import to_each
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError, EngineSpec, environment
+from keel.rollout.spec import EngineError, EngineSpec, Started, environment
 
 T = TypeVar("T")
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
@@ -44,7 +44,7 @@ class RayEngine:
         )
         self.actor = actor.remote(spec)
 
-    def ready(self) -> Future[int]:
+    def ready(self) -> Future[Started]:
         return as_future(self.actor.ready.remote())
 
     def generate(

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import Group, Prompt, Purpose
+from keel.rollout.spec import Started
 
 
 class RolloutEngine(Protocol):
@@ -20,9 +21,8 @@ class RolloutEngine(Protocol):
     anything else for what the pool cannot repair.
     """
 
-    def ready(self) -> Future[int]:
-        """Done when the engine can sample, or is asleep (`rollout.sleep`); the id of its
-        process."""
+    def ready(self) -> Future[Started]:
+        """Done when the engine can sample, or is asleep (`rollout.sleep`)."""
         ...
 
     def generate(

@@ -10,7 +10,7 @@ from typing import Any
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError
+from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
 
 Answer = Callable[["FakeEngine", str], None]
@@ -27,7 +27,7 @@ class FakeEngine:
         self.draws: list[tuple[str, int]] = []
         self.naps: list[str] = []
 
-    def ready(self) -> Future[int]:
+    def ready(self) -> Future[Started]:
         return self.world.start(self)
 
     def generate(
@@ -65,7 +65,7 @@ class World:
 
     def __init__(self, answer: Answer | None = None, **config: Any) -> None:
         self.answer: Answer = answer or (lambda engine, name: engine.finish(name))
-        self.start: Callable[[FakeEngine], Future[int]] = lambda engine: done(1)
+        self.start: Callable[[FakeEngine], Future[Started]] = lambda engine: done(Started(1))
         self.sleep: Callable[[FakeEngine], Future[None]] = lambda engine: done(None)
         self.lives: list[FakeEngine] = []
         defaults = {"engines": 2, "max_num_seqs": 4, "deadline_s": 5.0, "update_deadline_s": 5.0}

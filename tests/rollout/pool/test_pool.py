@@ -13,7 +13,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group
 from keel.rollout.pool.lifecycle import MAX_RESTARTS, window_s
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError
+from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually, failed
 
@@ -205,11 +205,18 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         world.pool.start()
 
 
+def test_what_engines_warn_of_is_handed_on_once() -> None:
+    world = World(engines=3)
+    world.start = lambda engine: done(Started(1, ("no fast path", f"{engine.name[0] == '2'}")))
+    assert world.pool.start() == ("no fast path", "False", "True")
+    world.pool.shutdown()
+
+
 def test_a_start_that_fails_twice_in_the_same_way_ends_the_run() -> None:
     world = World(answer=lambda engine, name: engine.die(), engines=1)
     reasons = iter(["pid 12: no such file", "pid 13: no such file"])
     world.start = lambda engine: (
-        done(1) if engine.name == "0.0" else failed(EngineError(next(reasons)))
+        done(Started(1)) if engine.name == "0.0" else failed(EngineError(next(reasons)))
     )
     with pytest.raises(EngineError, match=r"engine 0 failed to start twice.*: pid 13: no such"):
         world.run(1)
@@ -223,7 +230,7 @@ def test_starts_that_fail_in_different_ways_are_tried_again() -> None:
     world = World(answer=answer, engines=1)
     reasons = iter(["the port is taken", "no memory"])
     world.start = lambda engine: (
-        done(1) if engine.name in ("0.0", "0.3") else failed(EngineError(next(reasons)))
+        done(Started(1)) if engine.name in ("0.0", "0.3") else failed(EngineError(next(reasons)))
     )
     assert ids(world.run(2)) == ["p0", "p1"]
     assert world.names() == ["0.0", "0.1", "0.2", "0.3"]

@@ -66,7 +66,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
     pool: RayRolloutPool, buckets: list[Any]
 ) -> None:
     pool.update(3, buckets).result(timeout=120)
-    victim = ray.get(actors(pool)[0].ready.remote(), timeout=30)
+    victim = ray.get(actors(pool)[0].ready.remote(), timeout=30).pid
     groups = pool.generate(prompts(12, shared=0, own=60, tag="k"), group_size=4)
     first = next(groups)
     os.kill(victim, signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
     assert all(len(group.trajectories) == 4 for group in (first, *rest))
     pool.update(4, buckets).result(timeout=START_S)  # waits for the new engine
     assert pool.restarts == 1
-    assert ray.get(actors(pool)[0].ready.remote(), timeout=30) != victim
+    assert ray.get(actors(pool)[0].ready.remote(), timeout=30).pid != victim
     versions = [ray.get(a.stats.remote(), timeout=30)["version"] for a in actors(pool)]
     assert versions == [4, 4]
 

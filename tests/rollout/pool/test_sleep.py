@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keel.rollout.spec import EngineError
+from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually
 
@@ -90,7 +90,7 @@ def test_an_engine_that_starts_again_while_the_trainer_works_sleeps_on() -> None
     resting = world.pool.sleep()
     eventually(lambda: len(world.lives) == 2)
     assert not resting.done()
-    start.set_result(1)
+    start.set_result(Started(1))
     resting.result(timeout=10)
     assert world.lives[1].naps == []
 
