@@ -4,7 +4,7 @@
 
 start-up: `/bin/true` under full isolation, seen from the caller. program: a Python program that
 reads a line and prints a sum, verified as a completion is. bwrap: `bwrap --unshare-all` around the
-same `/bin/true`. python: the same interpreter and program without a sandbox. These four take turns,
+same `/bin/true`. python: the same interpreter and program without a sandbox. These four alternate,
 so that a machine which others use slows all of them alike; the ratios are what to compare. Then
 both with `--workers` processes at once.
 """

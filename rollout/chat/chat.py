@@ -59,7 +59,7 @@ class TemplateChat:
         """See `Chat.extend`."""
         roles = [message["role"] for message in messages]
         if not messages or "assistant" in roles:
-            raise ValueError(f"a conversation goes on with new messages, not with roles {roles}")
+            raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
         closed = ids[-1] in self._ids_of_ends
         turn = self._last_turn(ids)
         inside = thinking_open(turn, opened=self.opened(thinking=thinking))

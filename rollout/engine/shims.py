@@ -105,7 +105,7 @@ def keep_seeded_streams() -> bool:
 
     While a prompt is prefilled in chunks, vLLM samples from every chunk, throws the tokens away and
     rewinds the request's generator. Generators on a CPU cannot be rewound: it raises. Here
-    those generators are put aside while tokens that will be thrown away are drawn, so the
+    those generators are set aside while tokens that will be thrown away are drawn, so the
     completion does not depend on how the prompt was cut.
     """
     original = CPUModelRunner.sample_tokens

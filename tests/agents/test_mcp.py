@@ -130,7 +130,7 @@ def test_a_server_over_http() -> None:
         run(play())
     finally:
         server.kill()
-        server.wait()
+        server.wait(timeout=20)
 
 
 def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A made-up country: cities with their hotels, restaurants and attractions, and how to get about.
+"""A synthetic country: cities with their hotels, restaurants and attractions, and how to get about.
 
 Everything comes from a seed, and every name stands for one thing alone.
 """

@@ -214,7 +214,7 @@ def test_only_new_messages_extend() -> None:
     chat = chat_of("embedded")
     ids = chat.opening(USER, [], thinking=False)
     for messages in ([], [{"role": "assistant", "content": "a"}]):
-        with pytest.raises(ValueError, match="goes on with new messages"):
+        with pytest.raises(ValueError, match="continues with new messages"):
             chat.extend(ids, messages, thinking=False)
 
 
