@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,16 @@ class SegmentRecord:
     def sampled_tokens(self) -> int:
         return sum(len(result.token_ids_N) for _, result in self._turns)
 
-    def request(self, conversation: str, *, max_tokens: int, seed: int) -> TurnRequest:
+    def request(
+        self, conversation: str, *, max_tokens: int, seed: int, deadline_s: float
+    ) -> TurnRequest:
         """The next turn."""
         return TurnRequest(
             conversation=conversation,
             token_ids_T=np.array(self._ids, np.int32),
             max_tokens=max_tokens,
             seed=seed,
+            deadline_s=deadline_s,
             routes_from=self._rows,
         )
 
@@ -186,7 +190,7 @@ class Conversation:
     def sampled_tokens(self) -> int:
         return sum(record.sampled_tokens for record in self._records)
 
-    def request(self, *, max_tokens: int, seed: int) -> TurnRequest:
+    def request(self, *, max_tokens: int, seed: int, deadline_s: float = inf) -> TurnRequest:
         """The next turn. `seed`: of the trajectory; the turn's own is drawn from it. Asking again
         for a turn whose engine died gives the same request."""
         if self.view[-1]["role"] == "assistant":
@@ -195,7 +199,9 @@ class Conversation:
             )
         key = f"{seed}/{self.forks}/{self._records[-1].turns}".encode()
         own = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
-        self._asked = self._records[-1].request(self.name, max_tokens=max_tokens, seed=own)
+        self._asked = self._records[-1].request(
+            self.name, max_tokens=max_tokens, seed=own, deadline_s=deadline_s
+        )
         return self._asked
 
     def append(self, result: TurnResult) -> Parsed:

@@ -19,9 +19,9 @@ from typing import Any
 from keel.agents.host.client import Deadlines
 from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, not_wrapped
 from keel.agents.schemas import Arguments, arguments_of
-from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored, Verdict
+from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.rl.types import Prompt
+from keel.rl.types import Prompt, Verdict
 
 MOST_PAGES = 100
 """Of a server's list of tools."""

@@ -7,12 +7,12 @@ hang; who drives it gives every await a deadline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.rl.types import Prompt
+from keel.rl.types import Prompt, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +32,6 @@ class ToolResult:
     """The call was refused or raised: `text` says why, and the policy may try again."""
     done: bool = False
     """The episode is over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the environment makes of the trajectory."""
-
-    parts: Mapping[str, float]
-    """Named parts of the reward, 0 … 1 each; `correct` is 1 where the task is wholly done."""
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further things worth keeping in the trajectory's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

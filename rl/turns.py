@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -112,6 +113,9 @@ class TurnRequest:
     """Tokens to sample at most."""
     seed: int
     """Of this turn's random draws: of run, prompt, sibling, segment and turn."""
+    deadline_s: float = inf
+    """Seconds of the engine's time until the turn is cut where it is; `rollout.deadline_s` at
+    most."""
     routes_from: int = 0
     """The first position whose routes are wanted: those before have come with an earlier turn."""
 
@@ -133,3 +137,6 @@ class TurnResult:
     """N spans. None: sampling was not truncated."""
     cached_tokens: int = 0
     """Of the T context tokens, those that came from the prefix cache."""
+    sampling_s: float = 0.0
+    """Seconds of the engine's time that it took; those in which the engine took weights or slept do
+    not count."""

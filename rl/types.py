@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 
 from keel.rl.metrics import Metric
 
-FinishReason = Literal["stop", "length", "deadline"]
-"""The policy ended it, or it was cut: at `rollout.sampling.max_tokens` or `rollout.deadline_s`."""
+FinishReason = Literal["stop", "length", "deadline", "turns", "window"]
+"""The policy (or its environment) ended it, or it was cut: at its budget of tokens
+(`rollout.sampling.max_tokens`, `agents.max_tokens`), of seconds (`rollout.deadline_s`), of turns
+(`agents.max_turns`), or where its context filled the window (`agents.window`)."""
 Purpose = Literal["train", "eval"]
 """What trajectories are sampled and scored for."""
 NO_ROUTE = -1
@@ -169,6 +171,37 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What an environment makes of a trajectory."""
+
+    parts: Mapping[str, float]
+    """Named parts of the reward, 0 … 1 each; `correct` is 1 where the task is wholly done."""
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further things worth keeping in the trajectory's file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a trajectory of several turns took."""
+
+    turns: int = 1
+    calls: int = 0
+    """Tool calls, malformed ones included."""
+    failed_calls: int = 0
+    """Calls that a tool answered with an error, or that broke its schema."""
+    malformed_calls: int = 0
+    """What set out to be a call and could not be read as one."""
+    rewrites: int = 0
+    """How often its context was rewritten because its window was full."""
+    repeated_tokens: int = 0
+    """Context tokens that an earlier turn had computed already."""
+    cached_tokens: int = 0
+    """Those of them that came from the prefix cache."""
+    sampling_s: float = 0.0
+    tools_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One completion of a prompt: all turns, one reward."""
 
@@ -178,7 +211,12 @@ class Trajectory:
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...]
-    """What the policy said, as text: `content`, and `reasoning_content` where it thought."""
+    """What the policy said, as text: `content`, and `reasoning_content` where it thought. With an
+    environment: all that was said after the opening, tools' results among it."""
+    verdict: Verdict | None = None
+    """The environment's, where there is one."""
+    usage: Usage | None = None
+    """Where there is an environment."""
 
     def __post_init__(self) -> None:
         if self.sampled_tokens == 0:

@@ -16,17 +16,9 @@ from typing import Any, Literal, cast
 import keel
 from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, line_of, not_wrapped
 from keel.agents.schemas import Arguments, arguments_of
-from keel.agents.types import (
-    EnvironmentLost,
-    Fault,
-    Opening,
-    ToolResult,
-    Transcript,
-    Unscored,
-    Verdict,
-)
+from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.rl.types import Prompt
+from keel.rl.types import Prompt, Verdict
 
 KEEL = Path(keel.__file__).parent
 START = KEEL / "agents" / "inside" / "start.py"

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from keel.agents.host.client import Deadlines, Hosted
-from keel.agents.types import EnvironmentLost, Unscored, Verdict
+from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.turns import ToolCall
+from keel.rl.types import Verdict
 from tests.agents.episodes import (
     HERE,
     TASK,

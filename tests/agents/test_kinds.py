@@ -19,8 +19,9 @@ from keel.agents.inside.games import observed
 from keel.agents.inside.hints import described, schema_of, value_of
 from keel.agents.inside.kinds import Tool
 from keel.agents.schemas import Arguments, arguments_of
-from keel.agents.types import EnvironmentLost, Verdict
+from keel.agents.types import EnvironmentLost
 from keel.rl.turns import ToolCall, ToolSpec
+from keel.rl.types import Verdict
 from tests.agents.episodes import TASK, episode, program, run, transcript, use
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,8 @@ import pytest
 
 from keel.agents.host.client import Deadlines
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.types import EnvironmentLost, Opening, Unscored, Verdict
+from keel.agents.types import EnvironmentLost, Opening, Unscored
+from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, run, transcript, use
 
 pytestmark = pytest.mark.e2e

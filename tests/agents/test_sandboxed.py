@@ -14,9 +14,10 @@ import pytest
 
 from keel.agents.host.client import Hosted
 from keel.agents.host.process import Launch
-from keel.agents.types import EnvironmentLost, Verdict
+from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox.sandbox import Python
 from keel.rewards.sandbox.seccomp import seccomp_filter
+from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, alive, program, run, transcript, use
 
 pytestmark = [

@@ -12,7 +12,7 @@ from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import solve, written
 from keel.agents.environments.trip.tasks import LEVELS
 from keel.agents.host.client import Hosted, Program
-from keel.agents.types import Verdict
+from keel.rl.types import Verdict
 from tests.agents.episodes import run, transcript, use
 from tests.agents.test_trip import TOOLS, begun
 
