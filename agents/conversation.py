@@ -52,7 +52,13 @@ class SegmentRecord:
         return sum(len(result.token_ids_N) for _, result in self._turns)
 
     def request(
-        self, conversation: str, *, max_tokens: int, seed: int, deadline_s: float
+        self,
+        conversation: str,
+        *,
+        max_tokens: int,
+        seed: int,
+        deadline_s: float = inf,
+        stop_ids: tuple[int, ...] = (),
     ) -> TurnRequest:
         """The next turn."""
         return TurnRequest(
@@ -62,6 +68,7 @@ class SegmentRecord:
             seed=seed,
             deadline_s=deadline_s,
             routes_from=self._rows,
+            stop_ids=stop_ids,
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
@@ -200,7 +207,11 @@ class Conversation:
         key = f"{seed}/{self.forks}/{self._records[-1].turns}".encode()
         own = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
         self._asked = self._records[-1].request(
-            self.name, max_tokens=max_tokens, seed=own, deadline_s=deadline_s
+            self.name,
+            max_tokens=max_tokens,
+            seed=own,
+            deadline_s=deadline_s,
+            stop_ids=self._chat.stop_ids,
         )
         return self._asked
 

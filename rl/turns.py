@@ -76,6 +76,11 @@ class Parsed:
 class Chat(Protocol):
     """A model's chat format, in ids."""
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+        ...
+
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
@@ -118,6 +123,8 @@ class TurnRequest:
     most."""
     routes_from: int = 0
     """The first position whose routes are wanted: those before have come with an earlier turn."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the turn and stay part of it, besides the model's own end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,11 @@ class TemplateChat:
         self._ids_of_ends = frozenset(self.ends.values())
         self._spoken: dict[bool, str] = {}
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """See `Chat.stop_ids`."""
+        return tuple(sorted(self._ids_of_ends))
+
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:

@@ -12,59 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from keel.configs.schema import CUT_S, RolloutConfig, SamplingConfig
 from keel.model.weight_transfer.buckets import Bucket
 from keel.model.weight_transfer.channel import Meeting
 from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
+from keel.rollout.engine.jobs import Result, SamplingEngine
 from keel.rollout.spec import EngineError, RecordingError
 
 STOP_S = 60.0
 """Longest wait for the thread to stop: one step of the engine, at most."""
-
-
-class SamplingEngine(Protocol):
-    """What the thread drives; see `keel.rollout.engine.vllm_engine.VllmEngine`."""
-
-    version: int
-    sampled_tokens: int
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step would get on with a completion."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """Whether its weights are, so that completions can be begun."""
-        ...
-
-    @property
-    def recordings(self) -> int: ...
-    def add(
-        self,
-        job: int,
-        prompt: Prompt,
-        *,
-        group_size: int,
-        sampling: SamplingConfig,
-        record: bool,
-        draw: int,
-    ) -> None: ...
-    def step(self) -> Iterable[tuple[int, Group]]: ...
-    def abort(self, job: int) -> None: ...
-    def cut(self, job: int) -> Iterable[tuple[int, Group]]: ...
-    def give_up(self, job: int) -> Iterable[tuple[int, Group]]: ...
-    def gpus(self) -> list[str]: ...
-    def join(self, meeting: Meeting, name: str) -> None: ...
-    def sleep(self) -> Iterable[tuple[int, Group]]: ...
-    def begin_update(self) -> Iterable[tuple[int, Group]]: ...
-    def load_bucket(self, bucket: Bucket) -> None: ...
-    def finish_update(self, version: int, checksum: int | None) -> None: ...
 
 
 Late = Literal["cut", "give up"]
@@ -81,6 +43,19 @@ class _Command:
     when: When = "now"
 
 
+@dataclass(slots=True)
+class _Flight:
+    """What is being sampled. Its times are seconds that the engine has been busy: those in which
+    nothing can be sampled (updates, sleep) do not count."""
+
+    future: Future[Any]
+    begun: float
+    due: float
+    """When something is done about it."""
+    late: Late = "cut"
+    """What."""
+
+
 class EngineThread:
     """Samples groups and takes weights."""
 
@@ -89,10 +64,7 @@ class EngineThread:
         self._build = build
         self._config = config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._groups: dict[int, Future[Group]] = {}
-        self._limits: dict[int, tuple[float, Late]] = {}
-        """What is to be done with a group that is still there when the engine has been busy for so
-        many seconds. Time in which nothing can be sampled (updates, sleep) does not count."""
+        self._flights: dict[int, _Flight] = {}
         self._numbers = itertools.count()
         self._gate = threading.Lock()
         """Held to give a command and to say that no more are taken, so that none is lost."""
@@ -125,26 +97,41 @@ class EngineThread:
         `ValueError` for a prompt that does not fit, `RecordingError` for a gap in what was recorded
         and `EngineError` if the engine breaks.
         """
-        job, future = next(self._numbers), Future[Group]()
-        options = {
+        options: dict[str, Any] = {
             "group_size": group_size,
             "sampling": sampling or self._config.sampling,
             "record": record,
             "draw": draw,
         }
+        return self._begin(
+            lambda engine, job: engine.add(job, prompt, **options), self._config.deadline_s
+        )
+
+    def turn(
+        self, request: TurnRequest, *, sampling: SamplingConfig | None = None, record: bool = True
+    ) -> Future[TurnResult]:
+        """Sample one turn, as `submit` does a group. It has no token if its time was up before the
+        first one."""
+        how = sampling or self._config.sampling
+        return self._begin(
+            lambda engine, job: engine.add_turn(job, request, sampling=how, record=record),
+            min(request.deadline_s, self._config.deadline_s),
+        )
+
+    def _begin(self, add: Callable[[SamplingEngine, int], None], deadline_s: float) -> Future[Any]:
+        job, future = next(self._numbers), Future[Any]()
 
         def start(engine: SamplingEngine) -> None:
             if future.cancelled():
                 return
-            self._groups[job] = future
-            self._limits[job] = self._busy_s + self._config.deadline_s, "cut"
+            self._flights[job] = _Flight(future, self._busy_s, self._busy_s + deadline_s)
             try:
-                engine.add(job, prompt, **options)
+                add(engine, job)
             except BaseException:
                 self._abort(engine, job)
                 raise
 
-        def cancelled(done: Future[Group]) -> None:
+        def cancelled(done: Future[Any]) -> None:
             if done.cancelled():
                 self._commands.put(_Command(lambda engine: self._abort(engine, job), Future()))
 
@@ -204,10 +191,10 @@ class EngineThread:
         pause, or are finished first (`rollout.weight_updates`)."""
         self._interrupt(lambda engine: engine.begin_update())
 
-    def _interrupt(self, act: Callable[[SamplingEngine], Iterable[tuple[int, Group]]]) -> None:
+    def _interrupt(self, act: Callable[[SamplingEngine], Iterable[tuple[int, Result]]]) -> None:
         def interrupt(engine: SamplingEngine) -> None:
-            for job, group in act(engine):
-                self._resolve(job, group)
+            for job, result in act(engine):
+                self._resolve(job, result)
             self._failed = False
 
         when = "idle" if self._config.weight_updates == "drain" else "now"
@@ -242,7 +229,7 @@ class EngineThread:
                 "version": engine.version,
                 "sampled_tokens": engine.sampled_tokens,
                 "busy_s": self._busy_s,
-                "groups": len(self._groups),
+                "groups": len(self._flights),
                 "recordings": engine.recordings,
             }
 
@@ -289,8 +276,8 @@ class EngineThread:
             while self._take_commands(engine, waiting):
                 if engine.busy:
                     began = time.perf_counter()
-                    for job, group in chain(self._hurry(engine), engine.step()):
-                        self._resolve(job, group)
+                    for job, result in chain(self._hurry(engine), engine.step()):
+                        self._resolve(job, result)
                     self._busy_s += time.perf_counter() - began
         except RecordingError as error:
             ended = error
@@ -324,34 +311,34 @@ class EngineThread:
             return engine.whole or self._failed
         return command.when == "now" or not engine.busy
 
-    def _hurry(self, engine: SamplingEngine) -> Iterator[tuple[int, Group]]:
+    def _hurry(self, engine: SamplingEngine) -> Iterator[tuple[int, Result]]:
         """See to the groups whose time is up."""
-        for job, (due, what) in list(self._limits.items()):
-            if due > self._busy_s:
-                continue
-            if what == "cut":
-                self._limits[job] = self._busy_s + CUT_S, "give up"
+        late = [(job, it) for job, it in self._flights.items() if it.due <= self._busy_s]
+        for job, flight in late:
+            if flight.late == "cut":
+                flight.late, flight.due = "give up", self._busy_s + CUT_S
                 yield from engine.cut(job)
             else:
                 yield from engine.give_up(job)
 
     def _abort(self, engine: SamplingEngine, job: int) -> None:
-        self._groups.pop(job, None)
-        self._limits.pop(job, None)
+        self._flights.pop(job, None)
         engine.abort(job)
 
-    def _resolve(self, job: int, group: Group) -> None:
-        future = self._groups.pop(job, None)
-        self._limits.pop(job, None)
-        if future is not None and future.set_running_or_notify_cancel():
-            future.set_result(group)
+    def _resolve(self, job: int, result: Result) -> None:
+        flight = self._flights.pop(job, None)
+        if flight is not None and flight.future.set_running_or_notify_cancel():
+            if isinstance(result, TurnResult):
+                result = replace(result, sampling_s=self._busy_s - flight.begun)
+            flight.future.set_result(result)
 
     def _fail_all(self, waiting: list[_Command], error: Exception) -> None:
-        futures = [*self._groups.values(), *(command.future for command in waiting)]
+        futures = [flight.future for flight in self._flights.values()]
+        futures += [command.future for command in waiting]
         while not self._commands.empty():
             command = self._commands.get()
             futures += [] if command is None else [command.future]
-        self._groups.clear()
+        self._flights.clear()
         for future in futures:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -366,7 +353,7 @@ def _execute(command: _Command, engine: SamplingEngine) -> None:
         command.future.set_exception(error)
 
 
-def _pass_error(done: Future[Any], future: Future[Group]) -> None:
+def _pass_error(done: Future[Any], future: Future[Any]) -> None:
     """A group whose command could not even be run fails with it."""
     if (error := done.exception()) is not None and future.set_running_or_notify_cancel():
         future.set_exception(error)

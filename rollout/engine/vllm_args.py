@@ -9,8 +9,8 @@ from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from keel.configs.schema import SamplingConfig
-from keel.rollout.recording.base import Recorder, Wanted
+from keel.rollout.engine.jobs import Job
+from keel.rollout.recording.base import Recorder
 from keel.rollout.spec import EngineSpec, parallel_args
 
 CPU_BLOCK = 32
@@ -61,10 +61,9 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 
-def sampling_params(
-    sampling: SamplingConfig, recorder: Recorder, wanted: Wanted, seed: int
-) -> SamplingParams:
-    """Of one completion."""
+def sampling_params(job: Job, recorder: Recorder, seed: int) -> SamplingParams:
+    """Of one of its requests."""
+    sampling = job.sampling
     args = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -75,7 +74,8 @@ def sampling_params(
         # The text is decoded once, at the end, unless vLLM has to look for stop strings.
         "detokenize": bool(sampling.stop),
         "stop": list(sampling.stop),
+        "stop_token_ids": list(job.stop_ids),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-    return SamplingParams(**{**args, **recorder.sampling_args(sampling, wanted)})
+    return SamplingParams(**{**args, **recorder.sampling_args(sampling, job.wanted)})

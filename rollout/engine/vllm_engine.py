@@ -6,8 +6,7 @@ different groups are batched together as they come and go. Importing this module
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,9 @@ from keel.model.load import full_attention
 from keel.model.routing.routers import is_moe
 from keel.model.weight_transfer.buckets import Bucket
 from keel.model.weight_transfer.channel import Meeting
-from keel.rl.types import FinishReason, Group, Prompt, Trajectory
+from keel.rl.turns import TurnRequest
+from keel.rl.types import Prompt
 from keel.rollout.engine.conversion import (
-    RenderedPrompt,
-    build_segment,
-    build_trajectory,
     check_fits,
     decode_all,
     render_prompt,
@@ -39,6 +36,7 @@ from keel.rollout.engine.fallbacks import (
     require,
     warn_of_large_cache,
 )
+from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
 from keel.rollout.engine.vllm_args import engine_args, sampling_params
 from keel.rollout.recording.base import Recorder, RecorderName, Wanted
 from keel.rollout.spec import EngineSpec, RecordingError
@@ -49,26 +47,6 @@ DISCARD = 2
 """vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""
 NEVER_BEGUN = "late: had no token when the time of its group was up (rollout.deadline_s)"
 NOT_CUT = "late: had no further token after the time of its group was up (rollout.deadline_s)"
-
-
-@dataclass(slots=True)
-class _Job:
-    """A group that is being sampled."""
-
-    prompt: Prompt
-    rendered: RenderedPrompt
-    wanted: Wanted
-    max_tokens: int
-    requests: dict[str, int] = field(default_factory=dict)
-    """Sibling of each unfinished request, by the name given to vLLM."""
-    done: dict[int, Trajectory] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    cut: bool = False
-    """Whether what was unfinished at its deadline is to end with the next token."""
-
-    def group(self) -> Group:
-        whole = tuple(self.done[sibling] for sibling in sorted(self.done))
-        return Group(prompt=self.prompt, trajectories=whole, dropped=tuple(self.dropped))
 
 
 class VllmEngine:
@@ -84,7 +62,7 @@ class VllmEngine:
         self.version = 0
         self.sampled_tokens = 0
         self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.tokenizer)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._owner: dict[str, int] = {}
         """Job of each unfinished request, by the name given to vLLM."""
         self._internal: dict[str, str] = {}
@@ -144,46 +122,76 @@ class VllmEngine:
         Without `record`, routes and kept sets are left out. Raises `ValueError` for a prompt that
         does not fit the engine.
         """
-        if self._updating:
-            raise RuntimeError(
-                f"prompt {prompt.prompt_id}: cannot be sampled, the engine's weights are "
-                "incomplete (an update is under way, or one failed)"
-            )
+        self._check_whole(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt)
         check_fits(prompt, len(rendered.token_ids), sampling.max_tokens, self.spec.max_model_len)
-        wanted = Wanted(
+        wanted = self._wanted(sampling, record)
+        # One request a sibling: each has a seed of its own, and they share the prompt's blocks.
+        seeds = [
+            sibling_seed(self.spec.seed, prompt.prompt_id, self.version, draw, sibling)
+            for sibling in range(group_size)
+        ]
+        self._begin(job, group_job(prompt, rendered, sampling, wanted), seeds)
+
+    def add_turn(
+        self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
+    ) -> None:
+        """Start a turn; `step` returns it under the number `job`. Of `sampling`, `max_tokens` is
+        the request's own. Raises `ValueError` for one that does not fit the engine."""
+        self._check_whole(f"conversation {request.conversation}")
+        context, room = len(request.token_ids_T), self.spec.max_model_len
+        if context + request.max_tokens > room:
+            raise ValueError(
+                f"conversation {request.conversation}: a context of {context} tokens and a turn of "
+                f"{request.max_tokens} exceed the engine's {room}"
+            )
+        turn = turn_job(request, sampling, self._wanted(sampling, record))
+        self._begin(job, turn, [request.seed])
+
+    def _check_whole(self, label: str) -> None:
+        if self._updating:
+            raise RuntimeError(
+                f"{label}: cannot be sampled, the engine's weights are incomplete (an update is "
+                "under way, or one failed)"
+            )
+
+    def _wanted(self, sampling: SamplingConfig, record: bool) -> Wanted:
+        return Wanted(
             routes=record and self._routes, kept=record and self._kept and sampling.truncated
         )
-        self._jobs[job] = entry = _Job(prompt, rendered, wanted, sampling.max_tokens)
-        # One request a sibling: each has a seed of its own, and they share the prompt's blocks.
-        for sibling in range(group_size):
+
+    def _begin(self, job: int, entry: Job, seeds: Sequence[int]) -> None:
+        self._jobs[job] = entry
+        context: list[int] = list(entry.context)
+        for sibling, seed in enumerate(seeds):
             name = f"{job}.{sibling}"
-            seed = sibling_seed(self.spec.seed, prompt.prompt_id, self.version, draw, sibling)
-            params = sampling_params(sampling, self._recorder, wanted, seed)
-            internal = self._llm.add_request(name, {"prompt_token_ids": rendered.token_ids}, params)
-            self._recorder.expect(internal, wanted)
+            params = sampling_params(entry, self._recorder, seed)
+            internal = self._llm.add_request(name, {"prompt_token_ids": context}, params)
+            self._recorder.expect(internal, entry.wanted)
             entry.requests[name], self._owner[name] = sibling, job
             self._internal[name] = internal
 
-    def step(self) -> Iterator[tuple[int, Group]]:
-        """One forward pass for everything that runs; yields the groups that it completed."""
+    def step(self) -> Iterator[tuple[int, Result]]:
+        """One forward pass for everything that runs; yields what it completed."""
         ended = [
             output
             for output in self._llm.step()
             if isinstance(output, RequestOutput) and output.request_id in self._owner
         ]
-        texts = decode_all(self._tokenizer, [output.outputs[0].token_ids for output in ended])
-        for output, text in zip(ended, texts, strict=True):
+        read = [o for o in ended if self._jobs[self._owner[o.request_id]].read]
+        decoded = decode_all(self._tokenizer, [output.outputs[0].token_ids for output in read])
+        texts = dict(zip((output.request_id for output in read), decoded, strict=True))
+        for output in ended:
             job = self._owner.pop(output.request_id)
             entry = self._jobs[job]
             sibling = entry.requests.pop(output.request_id)
             internal = self._internal.pop(output.request_id)
-            completion = output.outputs[0]
-            entry.done[sibling] = self._trajectory(entry, sibling, internal, completion, text)
+            text = texts.get(output.request_id, "")
+            entry.take(sibling, self._sampled(entry, internal, output, text))
             if not entry.requests:
-                yield job, self._jobs.pop(job).group()
+                yield job, self._jobs.pop(job).result()
 
-    def cut(self, job: int) -> list[tuple[int, Group]]:
+    def cut(self, job: int) -> list[tuple[int, Result]]:
         """Have a group's unfinished completions end with their next token, as at `max_tokens`.
 
         Those without a token are dropped: an empty completion is no sample, and since none of it
@@ -196,23 +204,23 @@ class VllmEngine:
         begun = {name: cut_short(scheduler, self._internal[name]) for name in entry.requests}
         return self._leave(job, [name for name in begun if not begun[name]], NEVER_BEGUN)
 
-    def give_up(self, job: int) -> list[tuple[int, Group]]:
+    def give_up(self, job: int) -> list[tuple[int, Result]]:
         """Drop a group's unfinished completions, and return those that are there."""
         return self._leave(job, list(self._jobs[job].requests), NOT_CUT)
 
-    def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Group]]:
+    def _leave(self, job: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
         entry = self._jobs[job]
         if names:
             self._drop(entry, names)
         entry.dropped += [reason] * len(names)
-        return [] if entry.requests else [(job, self._jobs.pop(job).group())]
+        return [] if entry.requests else [(job, self._jobs.pop(job).result())]
 
     def abort(self, job: int) -> None:
         """Give a group up. Nothing of it is kept; unknown and finished jobs are ignored."""
         if (entry := self._jobs.pop(job, None)) is not None:
             self._drop(entry, list(entry.requests))
 
-    def _drop(self, entry: _Job, names: list[str]) -> None:
+    def _drop(self, entry: Job, names: list[str]) -> None:
         internal = [self._internal.pop(name) for name in names]
         for name in names:
             del self._owner[name], entry.requests[name]
@@ -220,7 +228,7 @@ class VllmEngine:
         for request in internal:
             self._recorder.forget(request)
 
-    def sleep(self) -> list[tuple[int, Group]]:
+    def sleep(self) -> list[tuple[int, Result]]:
         """Give up the GPU's memory, weights and KV cache, until the next update. Answers that are
         being sampled pause until then. Returns groups that were completed by what was already on
         its way. A CPU engine keeps its memory."""
@@ -229,14 +237,14 @@ class VllmEngine:
         self._llm.sleep(level=DISCARD, mode="keep")
         return completed
 
-    def begin_update(self) -> list[tuple[int, Group]]:
+    def begin_update(self) -> list[tuple[int, Result]]:
         """Begin a weight update. Between here and `finish_update` nothing can be sampled.
 
         Completions that are being sampled pause, and resume with the new weights: vLLM then
         computes the keys and values of their tokens again, while routes stay those that each token
         was sampled with. Returns groups that were completed by what was in flight.
         """
-        completed: list[tuple[int, Group]] = []
+        completed: list[tuple[int, Result]] = []
         if self._asleep:
             self._llm.wake_up(["weights"])
         else:
@@ -277,40 +285,28 @@ class VllmEngine:
         resume(self._llm)
         self.version, self._updating = version, False
 
-    def _pause(self) -> list[tuple[int, Group]]:
+    def _pause(self) -> list[tuple[int, Result]]:
         """Returns groups that were completed by what was in flight."""
-        completed: list[tuple[int, Group]] = []
+        completed: list[tuple[int, Result]] = []
         pause(self._llm, lambda: completed.extend(self.step()))
         return completed
 
-    def _trajectory(
-        self, entry: _Job, sibling: int, internal: str, output: CompletionOutput, text: str
-    ) -> Trajectory:
-        prompt, ids = entry.prompt, list(output.token_ids)
-        if output.finish_reason not in ("stop", "length"):
-            raise RecordingError(
-                f"prompt {prompt.prompt_id}/{sibling}: ended with {output.finish_reason!r}"
-            )
-        recording = self._recorder.take(internal, len(entry.rendered.token_ids), output)
-        segment = build_segment(
-            prompt.prompt_id,
-            entry.rendered.token_ids,
-            ids,
-            logp=recording.logp,
-            versions=_versions(internal, output),
-            kept=recording.kept,
-            routes=recording.routes,
-        )
+    def _sampled(self, entry: Job, internal: str, output: RequestOutput, text: str) -> Sampled:
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        if completion.finish_reason not in ("stop", "length"):
+            raise RecordingError(f"{entry.label}: ended with {completion.finish_reason!r}")
         self.sampled_tokens += len(ids)
-        finish: FinishReason = "stop" if output.finish_reason == "stop" else "length"
-        if finish == "length" and entry.cut and len(ids) < entry.max_tokens:
+        finish = "stop" if completion.finish_reason == "stop" else "length"
+        if finish == "length" and entry.cut and len(ids) < entry.sampling.max_tokens:
             finish = "deadline"
-        return build_trajectory(
-            sibling,
-            segment,
-            text,
-            thinking=entry.rendered.thinking,
+        return Sampled(
+            ids=ids,
+            text=text,
+            recording=self._recorder.take(internal, len(entry.context), completion),
+            versions=_versions(internal, completion),
             finish_reason=finish,
+            cached_tokens=output.num_cached_tokens or 0,
         )
 
     def _check_reload(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from keel.configs.schema import SamplingConfig
 from keel.model.weight_transfer.channel import Meeting
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, Started
@@ -52,6 +53,14 @@ class RolloutWorker:
             self._engine.submit(
                 prompt, group_size=group_size, sampling=sampling, record=record, draw=draw
             )
+        )
+
+    async def turn(
+        self, request: TurnRequest, sampling: SamplingConfig, record: bool
+    ) -> TurnResult:
+        """Cancelling the call aborts the turn."""
+        return await asyncio.wrap_future(
+            self._engine.turn(request, sampling=sampling, record=record)
         )
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:

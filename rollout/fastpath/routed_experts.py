@@ -100,13 +100,16 @@ class RoutesExtension(WeightsExtension):
 
         kept_sampler.install(self.model_runner)
 
-    def keel_routes(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
-        """[tokens, L, K] of a request that has these cache blocks."""
-        return self.model_runner.aux_output_connector.rows(self._keel_slots(blocks)[:tokens])
+    def keel_routes(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
+        """[tokens − first, L, K] of a request that has these cache blocks."""
+        return self.model_runner.aux_output_connector.rows(self._keel_slots(blocks)[first:tokens])
 
-    def keel_finished_routes(self, requests: Sequence[Sequence[int]]) -> list[NDArray[np.int16]]:
-        """[slots, L, K] of each request that had these cache blocks until the last step."""
-        slots = [self._keel_slots(blocks) for blocks in requests]
+    def keel_finished_routes(
+        self, requests: Sequence[tuple[Sequence[int], int]]
+    ) -> list[NDArray[np.int16]]:
+        """[slots from the first wanted on, L, K] of each request, given with the cache blocks that
+        it had until the last step."""
+        slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), filed=True)
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
 

@@ -35,8 +35,9 @@ class Recording:
     kept: KeptSets | None
     """G spans. None: sampling was not truncated, or was not to be recorded."""
     routes: NDArray[np.int16] | None
-    """[P+G−1, L, K] experts of the MoE layers, each row under the weights that sampled the token
-    after it (in a prompt: the first of the completion). None: none, or not to be recorded."""
+    """[P+G−1−F, L, K] experts of the MoE layers from position F = `Wanted.routes_from` on, each row
+    under the weights that sampled the token after it (in a prompt: the first of the completion).
+    None: none, or not to be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class Wanted:
 
     routes: bool
     kept: bool
+    routes_from: int = 0
+    """The first position whose routes are wanted: an earlier turn has brought those before."""
 
 
 class Recorder(Protocol):
@@ -114,27 +117,31 @@ class RoutesBeforePreemption:
         self,
         scheduler: Any,
         wanted: Mapping[str, Wanted],
-        read: Callable[[Sequence[int], int], NDArray[np.int16]],
+        read: Callable[[Sequence[int], int, int], NDArray[np.int16]],
     ) -> None:
-        """`read(blocks, tokens)`: rows [tokens, L, K] of a request with these cache blocks."""
+        """`read(blocks, first, tokens)`: rows [tokens − first, L, K] of the positions from `first`
+        on of a request with these cache blocks."""
         self._rows: dict[str, NDArray[np.int16]] = {}
         self._wanted, self._read = wanted, read
         before_preemption(scheduler, self._preempted)
 
     def _preempted(self, request: str, blocks: Callable[[], Sequence[int]], tokens: int) -> None:
         wanted = self._wanted.get(request)
-        if wanted is not None and wanted.routes and tokens > len(self._rows.get(request, ())):
-            self._rows[request] = self.rows(request, blocks(), tokens)
+        if wanted is None or not wanted.routes:
+            return
+        if tokens - wanted.routes_from > len(self._rows.get(request, ())):
+            self._rows[request] = self.rows(request, blocks(), wanted.routes_from, tokens)
 
     def rows(
         self,
         request_id: str,
         blocks: Sequence[int],
+        first: int,
         tokens: int,
-        read: Callable[[Sequence[int], int], NDArray[np.int16]] | None = None,
+        read: Callable[[Sequence[int], int, int], NDArray[np.int16]] | None = None,
     ) -> NDArray[np.int16]:
-        """[tokens, L, K] of a request, those read before a preemption first; forgets these. `read`:
-        another way to read the rest.
+        """[tokens − first, L, K] of a request, those read before a preemption first; forgets these.
+        `first`: as wanted. `read`: another way to read the rest.
 
         A completion whose last token was in flight at the preemption has no blocks any more, and
         all of its rows were read then.
@@ -142,10 +149,10 @@ class RoutesBeforePreemption:
         read = read or self._read
         before = self._rows.pop(request_id, None)
         if before is None:
-            return read(blocks, tokens)
-        if len(before) >= tokens:
-            return before[:tokens]
-        rows = read(blocks, tokens)
+            return read(blocks, first, tokens)
+        if len(before) >= tokens - first:
+            return before[: tokens - first]
+        rows = read(blocks, first, tokens)
         rows[: len(before)] = before
         return rows
 

@@ -49,7 +49,8 @@ class NativeRecorder:
 
     def sampling_args(self, sampling: SamplingConfig, wanted: Wanted) -> dict[str, Any]:
         bound = bounded_top_k(sampling, wanted) if self._kept else {}
-        return {"logprobs": 0, "flat_logprobs": True, **bound}
+        start = {"routed_experts_prompt_start": wanted.routes_from} if wanted.routes else {}
+        return {"logprobs": 0, "flat_logprobs": True, **bound, **start}
 
     def expect(self, request_id: str, wanted: Wanted) -> None:
         self._wanted[request_id] = wanted
@@ -61,7 +62,12 @@ class NativeRecorder:
             logp=sampled_logprobs(request_id, output),
             kept=kept_sets(request_id, output) if wanted.kept else None,
             routes=(
-                moe_routes(request_id, output, prompt_tokens + tokens - 1, self._moe_layers)
+                moe_routes(
+                    request_id,
+                    output,
+                    prompt_tokens + tokens - 1 - wanted.routes_from,
+                    self._moe_layers,
+                )
                 if wanted.routes
                 else None
             ),

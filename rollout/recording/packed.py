@@ -8,6 +8,7 @@ them up by request. Routes stay on the GPU until their request is finished
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,13 +82,17 @@ class PackedRecorder:
         check_tokens(request_id, "logprobs", len(logp), sampled)
         routes = None
         if wanted.routes:
-            tokens = prompt_tokens + sampled - 1
+            first, tokens = wanted.routes_from, prompt_tokens + sampled - 1
             assert self._before is not None
             blocks = self._scheduler.finished_blocks[request_id]
             routes = self._before.rows(
-                request_id, blocks, tokens, read=lambda _, n: self._finished(request_id)[:n]
+                request_id,
+                blocks,
+                first,
+                tokens,
+                read=lambda _, first, n: self._finished(request_id, first)[: n - first],
             )
-            check_tokens(request_id, "rows of routes", len(routes), tokens)
+            check_tokens(request_id, "rows of routes", len(routes), tokens - first)
             check_routed(request_id, routes)
         return Recording(
             logp=np.asarray(logp, np.float32),
@@ -95,21 +100,21 @@ class PackedRecorder:
             routes=routes,
         )
 
-    def _finished(self, request_id: str) -> NDArray[np.int16]:
-        """Rows of a request that the last step has finished. Those of others that ended with it are
-        read along, and kept until they are asked for."""
+    def _finished(self, request_id: str, first: int) -> NDArray[np.int16]:
+        """Rows from `first` on of a request that the last step has finished. Those of others that
+        ended with it are read along, and kept until they are asked for."""
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks
-            others = [n for n, w in self._wanted.items() if w.routes and n in blocks]
-            names = [request_id, *others[: READ_AHEAD - 1]]
+            others = {n: w.routes_from for n, w in self._wanted.items() if w.routes and n in blocks}
+            ahead = {request_id: first, **dict(islice(others.items(), READ_AHEAD - 1))}
             rows = self._engine.collective_rpc(
-                "keel_finished_routes", args=([blocks[name] for name in names],)
+                "keel_finished_routes", args=([(blocks[n], ahead[n]) for n in ahead],)
             )[0]
-            self._ahead = dict(zip(names, rows, strict=True))
+            self._ahead = dict(zip(ahead, rows, strict=True))
         return self._ahead.pop(request_id)
 
-    def _rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
-        return self._engine.collective_rpc("keel_routes", args=(blocks, tokens))[0]
+    def _rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
+        return self._engine.collective_rpc("keel_routes", args=(blocks, first, tokens))[0]
 
     def forget(self, request_id: str) -> None:
         if self._before is not None:

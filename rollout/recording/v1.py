@@ -90,11 +90,11 @@ class RouteTable:
             )
         return self._batch.block_table[0].get_numpy_array()[row].tolist()
 
-    def rows(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
-        """[tokens, L, K] of a request that has these cache blocks."""
-        positions = np.arange(tokens)
-        first = np.asarray(blocks, np.int64)[positions // self._block] * self._block
-        return self._slots[torch.from_numpy(first + positions % self._block)].numpy()
+    def rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
+        """[tokens − first, L, K] of a request that has these cache blocks."""
+        positions = np.arange(first, tokens)
+        begins = np.asarray(blocks, np.int64)[positions // self._block] * self._block
+        return self._slots[torch.from_numpy(begins + positions % self._block)].numpy()
 
 
 class Draws:
@@ -197,7 +197,8 @@ class V1Recorder:
         if wanted.routes:
             assert self._routes is not None and self._before is not None
             blocks = self._routes.blocks(request_id)
-            routes = self._before.rows(request_id, blocks, prompt_tokens + len(tokens) - 1)
+            last = prompt_tokens + len(tokens) - 1
+            routes = self._before.rows(request_id, blocks, wanted.routes_from, last)
             check_routed(request_id, routes)
         return Recording(
             logp=np.array([step.logp[row] for step, row in draws], np.float32),

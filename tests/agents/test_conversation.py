@@ -22,6 +22,8 @@ TOOL: Message = {"role": "tool", "content": "result"}
 class FakeChat:
     """Two ids a message; extends unless told not to."""
 
+    stop_ids = (0,)
+
     def __init__(self) -> None:
         self.goes_on = True
         self.opened: list[list[Message]] = []

@@ -18,6 +18,7 @@ import torch
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_blocks, pack_buckets
 from keel.model.weight_transfer.channel import SharedMemory
+from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, environment
@@ -27,8 +28,8 @@ from tests.rollout import interpreted, plain_weights
 
 DEADLINE_S = 240
 Kind = Literal["", "fast", "native", "packed", "plain"]
-Item = tuple[Prompt, int, SamplingConfig | None, bool]
-"""A prompt, its group size, its sampling (None: the engine's) and whether to record."""
+Item = tuple[Prompt, int, SamplingConfig | None, bool] | TurnRequest
+"""A prompt, its group size, its sampling (None: the engine's) and whether to record; or a turn."""
 TRUNCATED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40)
 OPEN = SamplingConfig(temperature=1.3, max_tokens=24)
 
@@ -157,14 +158,16 @@ def _warnings() -> list[str]:
     return _WARNINGS
 
 
-def _submitted(items: Sequence[Item]) -> list[Future[Group]]:
+def _submitted(items: Sequence[Item]) -> list[Future[Any]]:
     return [
-        _ENGINE.submit(prompt, group_size=size, sampling=sampling, record=record)
-        for prompt, size, sampling, record in items
+        _ENGINE.turn(item)
+        if isinstance(item, TurnRequest)
+        else _ENGINE.submit(item[0], group_size=item[1], sampling=item[2], record=item[3])
+        for item in items
     ]
 
 
-def _sample(items: Sequence[Item]) -> list[Group]:
+def _sample(items: Sequence[Item]) -> list[Any]:
     return [future.result(timeout=DEADLINE_S) for future in _submitted(items)]
 
 
@@ -189,7 +192,7 @@ def _fingerprint() -> dict[str, str]:
     return asked.result(timeout=DEADLINE_S)
 
 
-def _begun(items: Sequence[Item]) -> list[Future[Group]]:
+def _begun(items: Sequence[Item]) -> list[Future[Any]]:
     """Some twenty steps of them are done."""
     first, futures = _WATCH.steps, _submitted(items)
     until = time.monotonic() + DEADLINE_S
@@ -201,15 +204,15 @@ def _begun(items: Sequence[Item]) -> list[Future[Group]]:
 
 def _time_is_up() -> None:
     def late(_: Any) -> None:
-        for job in _ENGINE._limits:
-            _ENGINE._limits[job] = 0.0, "cut"
+        for flight in _ENGINE._flights.values():
+            flight.due = 0.0
 
     _ENGINE._ask(late).result(timeout=DEADLINE_S)
 
 
 def _sample_across(
     items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
-) -> list[Group]:
+) -> list[Any]:
     """New weights come, and time may be up while they do."""
     futures = _begun(items)
     _ENGINE.begin_update()
@@ -267,7 +270,7 @@ class RemoteEngine:
     ) -> list[Group]:
         return self.sample_items([(prompt, group_size, sampling, record) for prompt in prompts])
 
-    def sample_items(self, items: Sequence[Item]) -> list[Group]:
+    def sample_items(self, items: Sequence[Item]) -> list[Any]:
         """All at once."""
         return self.process.submit(_sample, items).result(timeout=DEADLINE_S)
 
@@ -325,6 +328,16 @@ class RemoteEngine:
     ) -> list[Group]:
         """New weights come while the answers are being sampled, and `cut`: their deadline too."""
         items = [(prompt, group_size, None, True) for prompt in prompts]
+        return self.items_across_update(items, version, tensors, cut=cut)
+
+    def items_across_update(
+        self,
+        items: Sequence[Item],
+        version: int,
+        tensors: dict[str, torch.Tensor],
+        *,
+        cut: bool = False,
+    ) -> list[Any]:
         buckets = list(pack_buckets(tensors.items(), 40_000))
         done = self.process.submit(_sample_across, items, version, buckets, cut)
         return done.result(timeout=DEADLINE_S)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 DENSE_LAYER = 1
 END = "<|im_end|>"
+VOCABULARY = 258
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{{ '<|im_start|>assistant\n' }}"

@@ -347,11 +347,13 @@ class RoutedPlay(Play):
         self.before = RoutesBeforePreemption(self.scheduler, self.wanted, self.read)
         self.checked = 0
 
-    def read(self, blocks: Any, tokens: int) -> Any:
-        return self.runner.table[slots_of(blocks, np.arange(tokens))]
+    def read(self, blocks: Any, first: int, tokens: int) -> Any:
+        return self.runner.table[slots_of(blocks, np.arange(first, tokens))]
 
     def add(self, name: str, prompt: int, limit: int) -> None:
-        self.wanted[name] = Wanted(routes=True, kept=True)
+        # As of a second turn, for every other one.
+        first = prompt // 2 if len(self.wanted) % 2 else 0
+        self.wanted[name] = Wanted(routes=True, kept=True, routes_from=first)
         self.prompts[name] = prompt
         super().add(name, prompt, limit)
 
@@ -362,10 +364,12 @@ class RoutedPlay(Play):
         for name in set(self.ended) - ended:
             tokens = self.prompts[name] + len(self.answers[name]) - 1
             blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
-            rows = self.before.rows(name, blocks, tokens)
+            first = self.wanted[name].routes_from
+            rows = self.before.rows(name, blocks, first, tokens)
             versions = self.versions[name]
-            assert rows[:, 1].tolist() == list(range(tokens))
-            assert rows[:, 0].tolist() == [versions[0]] * self.prompts[name] + versions[1:]
+            assert rows[:, 1].tolist() == list(range(first, tokens))
+            of_all = [versions[0]] * self.prompts[name] + versions[1:]
+            assert rows[:, 0].tolist() == of_all[first:]
             self.checked += 1
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import Group
+from tests.rollout.recording.conversations import Conversations
 from tests.rollout.recording.reference import Reference, Report, Tolerance, check_groups
 from tests.rollout.remote_engine import OPEN, TRUNCATED, RemoteEngine, prompts
 from tests.rollout.tiny_model import checkpoint_tensors, perturbed
@@ -169,17 +170,55 @@ class RecorderContract:
         ):
             engine.sample(prompts(1, shared=0, own=240, tag="long"))
 
+    def test_turns_take_over_the_cache_of_those_before_them(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        play = Conversations(3, own=40, tag="a")
+        for turn in range(3):
+            play.take(engine.sample_items(play.ask()))
+            if turn < 2:
+                play.answer()
+        repeated = sum(request.routes_from for request in play.asked)
+        cached = sum(result.cached_tokens for result in play.results)
+        # All blocks of 32 (or 16) that were full.
+        assert cached >= repeated - 33 * len(play.results), (cached, repeated)
+        play.check(reference, tolerance)
+
+    def test_turns_with_preemptions_and_weights_that_change_between_and_during_them(
+        self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
+    ) -> None:
+        """Rows of earlier turns stay those of the weights that computed them first."""
+        play = Conversations(9, own=60, tag="b")
+        version = int(engine.stats()["version"])
+        engine.watch()
+        play.take(engine.sample_items(play.ask()))
+        play.answer()
+        reference.older[version] = copy.deepcopy(reference.model)
+        engine.update(version + 1, perturbed(reference.model, seed=11))
+        play.take(engine.sample_items(play.ask()))
+        play.answer()
+        reference.older[version + 1] = copy.deepcopy(reference.model)
+        tensors = perturbed(reference.model, seed=12)
+        play.take(engine.items_across_update(play.ask(), version + 2, tensors))
+        play.check(reference, tolerance)
+        spans = [set(record.segment().version_T.tolist()) for record in play.records]
+        assert {-1, version, version + 1, version + 2} in spans, spans
+        assert engine.watch().preempted > 0, "nothing was preempted"
+        stats = engine.stats()
+        assert stats["groups"] == 0 and stats["recordings"] == 0
+
     def test_weights_change_while_answers_are_sampled(
         self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
     ) -> None:
         asked = prompts(5, shared=40, own=9, tag="f")
-        reference.older[0] = copy.deepcopy(reference.model)
+        before = int(engine.stats()["version"])
+        reference.older[before] = copy.deepcopy(reference.model)
         tensors = perturbed(reference.model, seed=2)
         engine.watch()
         groups = engine.sample_across_update(asked, 3, 4, tensors)
         self.check(groups, reference, tolerance)
         spans = [set(t.segments[0].version_T.tolist()) for g in groups for t in g.trajectories]
-        assert sum(span == {-1, 0, 4} for span in spans) > len(spans) // 3, spans
+        assert sum(span == {-1, before, 4} for span in spans) > len(spans) // 3, spans
         assert engine.watch().preempted > 0, "no keys and values were computed again"
         stats = engine.stats()
         assert stats["groups"] == 0 and stats["recordings"] == 0

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.types import Group, Trajectory
+from keel.rl.types import Group, Segment, Trajectory
 from tests.rollout.tiny_model import DENSE_LAYER
 
 
@@ -67,28 +67,33 @@ class Reference:
         report: Report,
         tolerance: Tolerance,
     ) -> None:
-        """Every token's kept set and log-probability, under the weights that sampled it, and the
-        routes of every token under those that sampled the next (in the prompt: the first)."""
-        (segment,) = trajectory.segments
+        """Every sampled token's kept set and log-probability, under the weights that sampled it,
+        and the routes of every token under those that sampled the first one after it."""
+        for segment in trajectory.segments:
+            self._check_segment(segment, sampling, report, tolerance)
+
+    def _check_segment(
+        self, segment: Segment, sampling: SamplingConfig, report: Report, tolerance: Tolerance
+    ) -> None:
         ids = torch.from_numpy(segment.token_ids_T).long()
-        first = int(np.argmax(segment.trainable_T))
-        versions = segment.version_T[first:]
+        sampled = np.flatnonzero(segment.trainable_T)
+        versions = segment.version_T[sampled]
         used = {v: self.older.get(v, self.model) for v in sorted(set(versions.tolist()))}
         by_version: dict[int, torch.Tensor] = {}
         assert segment.routes_TLK is not None and (segment.routes_TLK[-1] == -1).all()
-        next_version = np.append(segment.version_T[1:], -1)
-        next_version[: first - 1] = versions[0]
+        after = np.searchsorted(sampled, np.arange(len(ids) - 1), side="right")
+        next_version = versions[after]
         for version, model in used.items():
             by_version[version] = model(ids[None]).logits[0].float()
             rows = np.flatnonzero(next_version == version)
             self._check_routes(segment.routes_TLK, rows, report, tolerance)
         scaled = torch.stack(
             [
-                by_version[int(v)][first - 1 + i] / sampling.temperature
-                for i, v in enumerate(versions)
+                by_version[int(v)][token - 1] / sampling.temperature
+                for token, v in zip(sampled.tolist(), versions, strict=True)
             ]
         )
-        for token, row in enumerate(scaled, start=first):
+        for token, row in zip(sampled.tolist(), scaled, strict=True):
             kept = None
             if sampling.truncated:
                 assert segment.kept is not None
