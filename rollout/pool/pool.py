@@ -1,27 +1,30 @@
-"""The engines of a run, from the driver's side: who samples what, and what becomes of the groups of
+"""The engines of a run, from the driver's side: who samples what, and what becomes of the work of
 an engine that dies.
 
 `RolloutPool` knows engines as a Protocol of futures, so its tests use fakes and take milliseconds;
-`keel.rollout.pool.ray_engines` puts Ray actors behind it. A thread of its own hands out the groups,
-so that engines never wait for a driver that is busy elsewhere. A group is never split over engines.
-What stage each engine is at is `keel.rollout.pool.lifecycle`'s.
+`keel.rollout.pool.ray_engines` puts Ray actors behind it. A thread of its own hands out the work,
+so that engines never wait for a driver that is busy elsewhere. Which engine gets what is
+`keel.rollout.pool.work`'s, what stage each engine is at `keel.rollout.pool.lifecycle`'s.
 """
 
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
+from concurrent.futures import Future, as_completed
 from functools import partial
 from typing import Any
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
-from keel.rollout.pool.lifecycle import Deliver, Fleet, settle, to_each
-from keel.rollout.pool.requests import Flight, Order, RolloutEngine, Slot, Update
+from keel.rollout.pool.lifecycle import Deliver, Fleet, to_each
+from keel.rollout.pool.requests import Order, RolloutEngine, Slot, Update
+from keel.rollout.pool.work import Work
 from keel.rollout.spec import EngineError
 
 STOP_S = 10.0
@@ -53,13 +56,14 @@ class RolloutPool:
         self._draws: Counter[str] = Counter()
         """How often each prompt was asked for the current weights, and by orders still open."""
         self._open: dict[int, Order] = {}
-        """Orders without a group, by number."""
+        """Orders without a result, by number."""
+        self._given_up: list[Order] = []
         self._update: Update | None = None
         self._asleep: Future[None] | None = None
         """Of the last `sleep`, until there are new weights."""
-        self._called: Future[None] = Future()
-        """Done when a caller wants something: it wakes the thread."""
         self._ended: Exception | None = None
+        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Wakes the thread: numbers of orders that an engine is done with, None for all else."""
         # The thread's own:
         self._fleet = Fleet(
             config,
@@ -68,8 +72,8 @@ class RolloutPool:
             startup_s=startup_deadline_s,
             update_s=update_deadline_s or config.update_deadline_s,
         )
-        self._waiting: list[Order] = []
-        self._flights: dict[Future[Group], Flight] = {}
+        self._work = Work(config, tell=self._events.put)
+        self._watched: set[Future[Any]] = set()
 
     @property
     def restarts(self) -> int:
@@ -118,8 +122,54 @@ class RolloutPool:
             for prompt in prompts:
                 draw = self._draws[prompt.prompt_id]
                 self._draws[prompt.prompt_id] += 1
-                number = next(self._numbers)
-                orders.append(Order(number, prompt, group_size, how, purpose, draw))
+                order = Order(
+                    number=next(self._numbers),
+                    label=f"group of prompt {prompt.prompt_id}",
+                    purpose=purpose,
+                    sequences=group_size,
+                    tokens=group_size * how.max_tokens,
+                    ask=partial(
+                        _ask_group,
+                        prompt=prompt,
+                        group_size=group_size,
+                        sampling=how,
+                        record=purpose == "train",
+                        draw=draw,
+                    ),
+                    prompt_id=prompt.prompt_id,
+                )
+                orders.append(order)
+        self._order(orders)
+        return [order.result for order in orders]
+
+    def turn(
+        self,
+        request: TurnRequest,
+        *,
+        sampling: SamplingConfig | None = None,
+        purpose: Purpose = "train",
+    ) -> Future[TurnResult]:
+        """Sample one turn, on the engine that had the conversation's last one if it has room. As
+        with `submit`, an engine that dies costs the turn, which is then sampled elsewhere."""
+        order = Order(
+            number=next(self._numbers),
+            label=f"turn of conversation {request.conversation}",
+            purpose=purpose,
+            sequences=1,
+            tokens=request.max_tokens,
+            ask=partial(
+                _ask_turn,
+                request=request,
+                sampling=sampling or self._config.sampling,
+                record=purpose == "train",
+            ),
+            conversation=request.conversation,
+        )
+        self._order([order])
+        return order.result
+
+    def _order(self, orders: Sequence[Order]) -> None:
+        with self._gate:
             if (ended := self._ended) is None:
                 self._asked += orders
                 self._open |= {order.number: order for order in orders}
@@ -127,8 +177,7 @@ class RolloutPool:
         for order in orders:
             if ended is not None:
                 order.fail(ended)
-            order.group.add_done_callback(partial(self._noticed, order.number))
-        return [order.group for order in orders]
+            order.result.add_done_callback(partial(self._noticed, order))
 
     def generate(
         self,
@@ -168,8 +217,8 @@ class RolloutPool:
             else:
                 if self._update is None or self._update.version != version:
                     # What is open may be sampled by these weights yet, and its draw is taken then.
-                    orders = [o for o in self._open.values() if not o.group.done()]
-                    names = {order.prompt.prompt_id for order in orders}
+                    orders = [o for o in self._open.values() if not o.result.done()]
+                    names = {order.prompt_id for order in orders}
                     self._draws = Counter({name: self._draws[name] for name in names})
                 self._update, self._asleep = update, None
                 self._call()
@@ -202,12 +251,13 @@ class RolloutPool:
         self._fleet.kill()
 
     def _call(self) -> None:
-        settle(self._called)
+        self._events.put(None)
 
-    def _noticed(self, number: int, group: Future[Group]) -> None:
+    def _noticed(self, order: Order, result: Future[Any]) -> None:
         with self._gate:
-            self._open.pop(number, None)
-            if group.cancelled():
+            self._open.pop(order.number, None)
+            if result.cancelled():
+                self._given_up.append(order)
                 self._call()
 
     def _end(self, error: Exception) -> None:
@@ -221,16 +271,13 @@ class RolloutPool:
     def _run(self) -> None:
         try:
             while self._take_calls():
-                self._send()
+                self._work.send(self._fleet.slots)
                 self._wait()
         except Exception as error:  # callers hold futures: none may be left without a result
             self._end(error)
         assert self._ended is not None
-        for future in self._flights:
-            future.cancel()
-        flying = [flight.order for flight in self._flights.values()]
         with self._gate:
-            orders = [*flying, *self._waiting, *self._asked]
+            orders = [*self._work.end(), *self._asked]
             updates = (self._fleet.wanted, self._update)
             asked = [update.done for update in updates if update is not None]
             asked += [self._asleep] if self._asleep is not None else []
@@ -245,110 +292,68 @@ class RolloutPool:
         with self._gate:
             if self._ended is not None:
                 return False
-            self._called = Future()
-            self._waiting += self._asked
-            self._asked = []
+            asked, self._asked = self._asked, []
+            given_up, self._given_up = self._given_up, []
             update, resting = self._update, self._asleep
-        self._waiting.sort(key=lambda order: order.rank)
+        for order in asked:
+            self._work.add(order)
         self._fleet.follow(update, resting)
-        for future, flight in list(self._flights.items()):
-            if flight.order.group.cancelled():
-                future.cancel()
-                self._take(future)
-        self._waiting = [order for order in self._waiting if not order.group.cancelled()]
+        for order in given_up:
+            self._work.give_up(order)
         return True
 
-    def _send(self) -> None:
-        """Give orders to the engines with the least to do, until all are full."""
-        while self._waiting:
-            able = [slot for slot in self._fleet.slots if slot.stage == "ready"]
-            able = [slot for slot in able if slot.sequences < self._config.max_num_seqs]
-            if not able:
-                return
-            slot = min(able, key=lambda slot: (slot.load, slot.index))
-            order = self._waiting[0]  # and there still, to be failed, if the call raises
-            future = slot.engine.generate(
-                order.prompt,
-                group_size=order.group_size,
-                sampling=order.sampling,
-                record=order.purpose == "train",
-                draw=order.draw,
-            )
-            del self._waiting[0]
-            self._flights[future] = Flight(order, slot, self._silent_at())
-            slot.sequences += order.group_size
-            slot.load += order.tokens
-
     def _wait(self) -> None:
-        """Sleep until something happens, and deal with it: a caller, a group that is there, a slot
+        """Sleep until something happens, and deal with it: a caller, an order that is done, a slot
         that has come a stage further, a deadline."""
         pending = self._fleet.pending
-        silent = [flight.deadline for flight in self._sampling().values()]
-        until = min([*silent, *(slot.deadline for slot in pending.values())], default=None)
-        timeout = None if until is None else max(0.0, until - time.monotonic())
-        anything: list[Future[Any]] = [self._called, *self._flights, *pending]
-        done, _ = wait(anything, timeout, FIRST_COMPLETED)
-        for future in [future for future in self._flights if future in done]:
-            self._land(future)
+        for future in pending.keys() - self._watched:
+            future.add_done_callback(lambda _: self._call())
+        self._watched = set(pending)
+        deadlines = [*self._work.deadline(), *(slot.deadline for slot in pending.values())]
+        for number in self._happened(min(deadlines, default=None)):
+            if number is not None and (failed := self._work.land(number)) is not None:
+                self._replace(*failed)
         for future, slot in pending.items():
             if slot.pending is not future:
                 continue  # replaced meanwhile
-            over = future in done or time.monotonic() >= slot.deadline
+            over = future.done() or time.monotonic() >= slot.deadline
             if over and (error := self._fleet.advance(slot)) is not None:
                 self._replace(slot, error)
-            elif over and slot.stage == "ready":  # its groups resume
-                for flight in self._flights.values():
-                    if flight.slot is slot:
-                        flight.deadline = self._silent_at()
+            elif over and slot.stage == "ready":
+                self._work.resumes(slot)
         self._replace_silent_ones()
 
-    def _silent_at(self) -> float:
-        return time.monotonic() + self._config.silent_s
-
-    def _sampling(self) -> dict[Future[Group], Flight]:
-        """What engines are at that can sample; each other has a deadline of its own."""
-        return {f: flight for f, flight in self._flights.items() if flight.slot.stage == "ready"}
-
-    def _take(self, future: Future[Group]) -> Order:
-        flight = self._flights.pop(future)
-        order, slot = flight.order, flight.slot
-        slot.sequences -= order.group_size
-        slot.load -= order.tokens
-        return order
-
-    def _land(self, future: Future[Group]) -> None:
-        """A group is there, or its engine is gone and it is sampled again."""
-        if future not in self._flights:  # went down with another group of its engine
-            return
-        slot = self._flights[future].slot
-        error = future.exception()
-        if isinstance(error, EngineError):
-            self._replace(slot, error)
-        elif error is not None:
-            self._take(future).fail(error)
-        else:
-            self._take(future).give(future.result())
+    def _happened(self, until: float | None) -> list[int | None]:
+        """All events there are; waits for one."""
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        events: list[int | None] = []
+        try:
+            events.append(self._events.get(timeout=timeout))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            return events
 
     def _replace_silent_ones(self) -> None:
-        for future, flight in self._sampling().items():
-            late = flight.deadline <= time.monotonic() and not future.done()
-            if late and future in self._flights:  # not gone with another of its engine
-                error = EngineError(
-                    f"fell silent: no group of prompt {flight.order.prompt.prompt_id} in "
-                    f"{self._config.silent_s:g} s, though it is cut after rollout.deadline_s = "
-                    f"{self._config.deadline_s:g}"
-                )
-                self._replace(flight.slot, error)
+        for flight in self._work.late():
+            if not self._work.has(flight) or flight.future.done():
+                continue  # gone with another of its engine
+            error = EngineError(
+                f"fell silent: no {flight.order.label} in {self._config.silent_s:g} s, though it "
+                f"is cut after rollout.deadline_s = {self._config.deadline_s:g}"
+            )
+            self._replace(flight.slot, error)
 
     def _replace(self, slot: Slot, error: EngineError) -> None:
-        """Have the engine replaced, and sample its groups again."""
+        """Have the engine replaced, and sample its work again."""
         self._fleet.replace(slot, error)
         self.say(f"rollout engine {slot.index} is started again: {error}")
-        for future in [future for future, it in self._flights.items() if it.slot is slot]:
-            order = self._take(future)
-            # What had already arrived when the engine died is as good as any.
-            if future.done() and not future.cancelled() and future.exception() is None:
-                order.give(future.result())
-            else:
-                self._waiting.append(order)
-        self._waiting.sort(key=lambda order: order.rank)
+        self._work.again(slot)
+
+
+def _ask_group(engine: RolloutEngine, **options: Any) -> Future[Group]:
+    return engine.generate(options.pop("prompt"), **options)
+
+
+def _ask_turn(engine: RolloutEngine, **options: Any) -> Future[TurnResult]:
+    return engine.turn(options.pop("request"), **options)

@@ -13,6 +13,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from keel.configs.schema import SamplingConfig
 from keel.model.weight_transfer.buckets import Bucket
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool.lifecycle import to_each
@@ -51,6 +52,11 @@ class RayEngine:
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Future[Group]:
         return as_future(self.actor.generate.remote(prompt, group_size, sampling, record, draw))
+
+    def turn(
+        self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[TurnResult]:
+        return as_future(self.actor.turn.remote(request, sampling, record))
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
         return as_future(self.actor.update.remote(version, list(buckets)))

@@ -1,15 +1,16 @@
-"""What the pool keeps account of: engines in their slots, groups that were ordered, weights on
-their way. `RolloutEngine` is all that it knows of an engine."""
+"""What the pool keeps account of: engines in their slots, groups and turns that were ordered,
+weights on their way. `RolloutEngine` is all that it knows of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from keel.configs.schema import SamplingConfig
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.spec import Started
 
@@ -30,6 +31,10 @@ class RolloutEngine(Protocol):
     ) -> Future[Group]:
         """`draw`: how often the same prompt has been asked since the last weights."""
         ...
+
+    def turn(
+        self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[TurnResult]: ...
 
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
         """Load, and report the version that is sampled from now on. What becomes of running
@@ -70,34 +75,36 @@ class Slot:
     """Tokens it may still have to sample."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A group that has been asked for."""
+    """A group or a turn that has been asked for."""
 
     number: int
-    prompt: Prompt
-    group_size: int
-    sampling: SamplingConfig
+    label: str
+    """For messages: of what prompt or conversation."""
     purpose: Purpose
-    draw: int
-    group: Future[Group] = field(default_factory=Future[Group])
+    sequences: int
+    tokens: int
+    """To sample at most, over all its sequences."""
+    ask: Callable[[RolloutEngine], Future[Any]]
+    prompt_id: str = ""
+    """Of a group."""
+    conversation: str = ""
+    """Of a turn: the engine that has its prefix is preferred."""
+    result: Future[Any] = field(default_factory=Future[Any])
 
     @property
     def rank(self) -> tuple[bool, int]:
         """Evaluations first: the loop waits for them."""
         return self.purpose != "eval", self.number
 
-    @property
-    def tokens(self) -> int:
-        return self.group_size * self.sampling.max_tokens
-
     def fail(self, error: BaseException) -> None:
         with suppress(InvalidStateError):  # the caller has cancelled it
-            self.group.set_exception(error)
+            self.result.set_exception(error)
 
-    def give(self, group: Group) -> None:
+    def give(self, result: Any) -> None:
         with suppress(InvalidStateError):
-            self.group.set_result(group)
+            self.result.set_result(result)
 
 
 @dataclass(slots=True)
@@ -106,6 +113,7 @@ class Flight:
 
     order: Order
     slot: Slot
+    future: Future[Any]
     deadline: float
     """When the engine has been silent for too long. Does not count while it is not ready."""
 

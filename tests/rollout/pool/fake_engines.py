@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, Started
@@ -26,6 +27,7 @@ class FakeEngine:
         self.records: list[bool] = []
         self.draws: list[tuple[str, int]] = []
         self.naps: list[str] = []
+        self.turns: list[str] = []
 
     def ready(self) -> Future[Started]:
         return self.world.start(self)
@@ -38,6 +40,16 @@ class FakeEngine:
         self.asked[prompt.prompt_id] = future
         self.records.append(record)
         self.world.answer(self, prompt.prompt_id)
+        return future
+
+    def turn(
+        self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[TurnResult]:
+        self.turns.append(request.conversation)
+        self.records.append(record)
+        future: Future[TurnResult] = Future()
+        self.asked[request.conversation] = cast("Future[Any]", future)
+        self.world.answer(self, request.conversation)
         return future
 
     def finish(self, name: str) -> None:

@@ -373,7 +373,7 @@ def test_a_prompt_that_waits_for_new_weights_keeps_its_draw() -> None:
     world.pool.submit(prompt("p"), group_size=2)
     eventually(lambda: len(engine.draws) == 3)
     assert engine.draws == [("q", 0), ("p", 0), ("p", 1)]  # both of p by weights 1
-    assert [order.prompt.prompt_id for order in world.pool._open.values()] == ["p"]
+    assert [order.prompt_id for order in world.pool._open.values()] == ["p"]
 
 
 def test_only_training_is_recorded() -> None:
