@@ -8,13 +8,13 @@ in one segment, under exactly the ids it was sampled after.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, Malformed, Message, Parsed, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import NO_ROUTE, KeptSets, Segment
 
@@ -204,8 +204,7 @@ class Conversation:
             raise ValueError(
                 f"conversation {self.name}: the policy has spoken, and waits for words"
             )
-        key = f"{seed}/{self.forks}/{self._records[-1].turns}".encode()
-        own = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
+        own = seed_of(seed, self.forks, self._records[-1].turns)
         self._asked = self._records[-1].request(
             self.name,
             max_tokens=max_tokens,
@@ -236,6 +235,10 @@ class Conversation:
             self._begin()
         else:
             self._records[-1].extend(extended)
+
+    def last_words(self, messages: Sequence[Message]) -> None:
+        """Messages that no turn follows."""
+        self._say(messages)
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
         """Go on from a context that shows `messages` alone, in a new segment. `added`: those of

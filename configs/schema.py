@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
@@ -21,6 +22,7 @@ from keel.configs.sections.trainer import TrainerConfig
 
 __all__ = [
     "CUT_S",
+    "AgentsConfig",
     "AlgorithmConfig",
     "CodeConfig",
     "ColdStartConfig",
@@ -29,6 +31,7 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "EmbeddedConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "JudgeConfig",
     "JudgeServerConfig",
@@ -53,6 +56,7 @@ class Config:
     data: DataConfig
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agents: AgentsConfig = field(default_factory=AgentsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -121,12 +125,63 @@ class Config:
                 self.trainer.sequence_parallel,
                 f"must divide model.embedded.heads = {self.model.embedded.heads}",
             )
-            longest = self.data.max_prompt_tokens + sampling.max_tokens
-            if longest > self.model.embedded.max_context:
+            if self.max_context > self.model.embedded.max_context:
                 raise ConfigError(
                     f"model.embedded.max_context = {self.model.embedded.max_context}: too short "
-                    f"for data.max_prompt_tokens + rollout.sampling.max_tokens = {longest}"
+                    f"for {self.max_context_said}"
                 )
+        if self.with_agents:
+            self._check_agents()
+
+    def _check_agents(self) -> None:
+        sampling, agents = self.rollout.sampling, self.agents
+        require(
+            not sampling.stop,
+            "rollout.sampling.stop",
+            list(sampling.stop),
+            "a turn ends where the chat format says so; leave it empty with environments",
+        )
+        require(
+            agents.window == 0 or agents.window > sampling.max_tokens,
+            "agents.window",
+            agents.window,
+            f"must be above rollout.sampling.max_tokens = {sampling.max_tokens}: a turn needs a "
+            "context before it",
+        )
+        require(
+            agents.context != "summary" or agents.summary_tokens < self.window // 2,
+            "agents.summary_tokens",
+            agents.summary_tokens,
+            f"must be less than half of the window of {self.window} tokens (agents.window)",
+        )
+
+    @property
+    def with_agents(self) -> bool:
+        """Whether any source has an environment."""
+        return any(source.environment.given for source in self.data.sources)
+
+    @property
+    def window(self) -> int:
+        """Tokens of a context in an environment, with what is sampled after it."""
+        return self.agents.window or self._longest_completion
+
+    @property
+    def _longest_completion(self) -> int:
+        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence that engines and trainer meet, in tokens."""
+        plain = any(not source.environment.given for source in self.data.sources)
+        longest = self._longest_completion if plain or not self.agents.window else 0
+        return max(longest, self.window if self.with_agents else 0)
+
+    @property
+    def max_context_said(self) -> str:
+        """`max_context` with the knobs that it comes from."""
+        if self.with_agents and self.agents.window == self.max_context:
+            return f"agents.window = {self.max_context}"
+        return f"data.max_prompt_tokens + rollout.sampling.max_tokens = {self.max_context}"
 
     @property
     def engine_dtype(self) -> Dtype:
@@ -146,7 +201,20 @@ class Config:
         fallen silent and is replaced, and its groups are sampled again and scored."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_deadline_s + self.sending_deadline_s
-        return silent + started + self.scoring_deadline_s
+        return silent + started + self.scoring_deadline_s + self._environment_deadline_s
+
+    @property
+    def _environment_deadline_s(self) -> float:
+        """Longest that an environment may take beside engines: to open, with its tools (within
+        `rollout.deadline_s`), to reply and to grade."""
+        own = [
+            source.environment.open_s
+            + source.environment.verdict_s
+            + self.agents.max_turns * source.environment.reply_s
+            for source in self.data.sources
+            if source.environment.given
+        ]
+        return max(own) + self.rollout.deadline_s if own else 0.0
 
     @property
     def sending_deadline_s(self) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.configs.schema import ConfigError, DataConfig, SourceConfig
+from keel.data.episodes import load_episodes
 from keel.data.items import Item, Loaded, digest
 from keel.data.jsonl import load_jsonl
 from keel.data.procedural import load_reasoning_gym
@@ -120,6 +121,8 @@ def _split(
 ) -> _Split:
     if source.source == "reasoning_gym":
         loaded = load_reasoning_gym(source, seed=seed)
+    elif source.source == "environment":
+        loaded = load_episodes(source)
     else:
         loaded = load_jsonl(source, check_reward)
     distinct = list({item.question: item for item in reversed(loaded.items)}.values())[::-1]

@@ -28,7 +28,7 @@ from typing import Any, cast
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.items import Item, Loaded
-from keel.rl.types import Prompt
+from keel.rl.types import ENVIRONMENT, Prompt
 
 MATCHES = {
     "math": ("tolerance",),
@@ -136,7 +136,8 @@ def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
     label = as_text.get("id", str(number))
     if not isinstance(label, str) or not label:
         raise BadLine(f"`id` must be text or a number, is {_kind(label)}")
-    reward = _reward(record, as_text)
+    environment = source.name if source.environment.given else ""
+    reward = _reward(record, as_text, alone=not environment)
     messages = _messages(record, source)
     _check_encodable(record)
     return Prompt(
@@ -146,18 +147,23 @@ def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,
+        environment=environment,
     )
 
 
-def _reward(record: dict[str, Any], as_text: dict[str, Any]) -> dict[str, Any]:
+def _reward(record: dict[str, Any], as_text: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+    """`alone`: no environment sees the task, and grades where the line says nothing else."""
     given = [key for key in REWARD_KEYS if key in record]
+    if not given and not alone:
+        return {"kind": ENVIRONMENT}
     if len(given) > 1:
         raise BadLine(f"has {' and '.join(f'`{key}`' for key in given)}; keep one")
     if given == ["reward"]:
         reward = record["reward"]
         if not isinstance(reward, dict):
             raise BadLine(f"`reward` must be an object, is {_kind(reward)}")
-        return cast(dict[str, Any], reward)
+        kind = {} if alone else {"kind": ENVIRONMENT}
+        return {**kind, **cast(dict[str, Any], reward)}
     if given == ["tests"]:
         return {"kind": "code", **{key: record[key] for key in CODE_KEYS if key in record}}
     if given == ["criteria"]:

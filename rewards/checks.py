@@ -17,7 +17,7 @@ from keel.rewards.rules.verifiers import KINDS as RULE_KINDS
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.workers.pool import WorkerPool
-from keel.rl.types import Prompt
+from keel.rl.types import ENVIRONMENT, Prompt
 
 SAMPLE_S = 30.0
 """Longest wait for a user's function on the sample; it loads its libraries meanwhile."""
@@ -29,6 +29,8 @@ REFERENCES_S = 20.0
 def check_spec(spec: Mapping[str, Any]) -> None:
     """Raise ValueError for a reward spec that nothing could verify or judge. Runs nothing."""
     kind = spec.get("kind")
+    if kind == ENVIRONMENT:
+        return
     if not isinstance(kind, str) or kind not in (*RULE_KINDS, *JUDGED_KINDS):
         known = ", ".join((*RULE_KINDS, *JUDGED_KINDS))
         raise ValueError(f"reward spec has kind {kind!r}; there are {known}")

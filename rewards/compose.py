@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from keel.rewards.custom import load_function
@@ -48,8 +48,11 @@ class Score:
     """Before weighting, 0 … 1 each."""
 
 
-def check_weights(weights: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise ValueError for a part that does not exist. `weights`: domain → part → weight."""
+def check_weights(
+    weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
+) -> None:
+    """Raise ValueError for a part that does not exist. `weights`: domain → part → weight;
+    `environments`: domains whose environments bring parts of names of their own."""
     for domain, parts in weights.items():
         for name in parts:
             if is_function(name):
@@ -57,7 +60,7 @@ def check_weights(weights: Mapping[str, Mapping[str, float]]) -> None:
                     load_function(name)
                 except ValueError as error:
                     raise ValueError(f"rewards of domain {domain!r}: {error}") from error
-            elif name not in PARTS:
+            elif name not in PARTS and domain not in environments:
                 near = difflib.get_close_matches(name, PARTS, n=1)
                 known = f"there are {', '.join(PARTS)}, and functions by dotted name"
                 hint = f"did you mean {near[0]}?" if near else known
@@ -73,6 +76,15 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
                 f"has no reward {name!r}, because it is of kind {kind!r} and not "
                 f"{' or '.join(having)}; give its source a domain and rewards of its own"
             )
+
+
+def check_found(parts: Mapping[str, float], weights: Mapping[str, float]) -> None:
+    """Raise ValueError for a part that `weights` weighs and an environment did not give."""
+    if missing := [name for name in weights if name not in parts]:
+        raise ValueError(
+            f"its environment's verdict has no part {missing[0]!r}, which its domain weighs "
+            f"(data.sources[].rewards); there are {', '.join(sorted(parts))}"
+        )
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:

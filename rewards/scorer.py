@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from keel.rewards.compose import ERROR, LANGUAGE_PARTS, Score, check_parts, check_weights, compose
+from keel.rewards.compose import (
+    ERROR,
+    LANGUAGE_PARTS,
+    Score,
+    check_found,
+    check_parts,
+    check_weights,
+    compose,
+)
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import Failures, is_function, to_standard_error
 from keel.rewards.judge.results import Counts, Failed, Judged
@@ -25,7 +33,7 @@ from keel.rewards.workers.pool import Verdict, WorkerPool
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric, Sum
-from keel.rl.types import CUT_OFF, Group, Prompt, Purpose, ScoredGroup, Trajectory
+from keel.rl.types import CUT_OFF, ENVIRONMENT, Group, Prompt, Purpose, ScoredGroup, Trajectory
 
 LENGTH, LENGTH_COST = "length", "length_cost"
 """Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
@@ -65,6 +73,7 @@ class Scorer:
         lengths: Mapping[str, LengthRule] | None = None,
         judge: JudgeService | None = None,
         max_failure_fraction: float = 1.0,
+        environments: Collection[str] = (),
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
@@ -72,12 +81,13 @@ class Scorer:
         none, and then no deadline either); deadline_s: longest look at one completion; code: how
         programs are run, the fields of `keel.configs.schema.CodeConfig`; lengths: domain → its
         rule; judge: for rubrics and proofs, closed by whoever opened it; max_failure_fraction: of a
-        user's function, as in `RewardsConfig`; log: folder for what the worker processes print
-        (standard error without one); say: for people, the first error of each kind.
+        user's function, as in `RewardsConfig`; environments: domains that have some; log: folder
+        for what the worker processes print (standard error without one); say: for people, the first
+        error of each kind.
 
         Raises ValueError for a reward part that does not exist.
         """
-        check_weights(weights)
+        check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
         self._lengths = lengths or {}
@@ -168,7 +178,9 @@ class Scorer:
             others[name] = self._pool.submit(spec, texts)
         rule: Sequence[Future[list[Verdict]]] = ()
         judge: Sequence[Future[Judged | Failed]] = ()
-        if is_judged(prompt.reward):
+        if prompt.reward.get("kind") == ENVIRONMENT:
+            pass  # its verdict has come with the trajectory
+        elif is_judged(prompt.reward):
             judge = [self._ask(prompt, trajectory) for trajectory in group.trajectories]
         else:
             rule = self._verify(prompt, group.trajectories)
@@ -247,6 +259,8 @@ class Scorer:
         for verdict in ruled:
             parts.append({"correct": verdict.score, ERROR: float(bool(verdict.error))})
         self._note(_verifier(group.prompt), group, ruled)
+        if group.prompt.environment:
+            parts = _with_verdicts(group, parts)
         for name, future in pending.others.items():
             verdicts = future.result()
             self._note(name, group, verdicts)
@@ -255,7 +269,7 @@ class Scorer:
                     found[name] = verdict.score
                     found[ERROR] = max(found[ERROR], float(bool(verdict.error)))
         for found, trajectory in zip(parts, group.trajectories, strict=True):
-            if not isinstance(found, str):
+            if not isinstance(found, str) and trajectory.verdict is None:
                 found["format"] = float(
                     keeps_format(
                         raw_text(trajectory.messages),
@@ -263,6 +277,10 @@ class Scorer:
                         finished=not trajectory.cut,
                     )
                 )
+        if group.prompt.environment:
+            for found in parts:
+                if not isinstance(found, str):
+                    check_found(found, self._weights[group.prompt.domain])
         return parts
 
     def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:
@@ -271,6 +289,23 @@ class Scorer:
         if self._log is not None and not self._told and self._pool.printed():
             self._told = True
             self._failures.say(f"the reward workers print to {self._log}")
+
+
+def _with_verdicts(
+    group: Group, ruled: Sequence[dict[str, float] | str]
+) -> list[dict[str, float] | str]:
+    """The parts of the environment's verdicts, and those of a rule or judge where there is one."""
+    parts: list[dict[str, float] | str] = []
+    for index, trajectory in enumerate(group.trajectories):
+        own = {} if trajectory.verdict is None else dict(trajectory.verdict.parts)
+        found = ruled[index] if ruled else {ERROR: 0.0}
+        parts.append(found if isinstance(found, str) else {**own, **found})
+    if not ruled and any("correct" not in found for found in parts):
+        raise ValueError(
+            "its environment's verdict has no part `correct`, and nothing else grades it: have "
+            "the environment give one, or give the prompts an answer, tests, criteria or a reward"
+        )
+    return parts
 
 
 def _verifier(prompt: Prompt) -> str:

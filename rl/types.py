@@ -25,10 +25,12 @@ from keel.rl.metrics import Metric
 
 FinishReason = Literal["stop", "length", "deadline", "turns", "window"]
 """The policy (or its environment) ended it, or it was cut: at its budget of tokens
-(`rollout.sampling.max_tokens`, `agents.max_tokens`), of seconds (`rollout.deadline_s`), of turns
-(`agents.max_turns`), or where its context filled the window (`agents.window`)."""
+(`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`), of seconds (`rollout.deadline_s`), of
+turns (`agents.max_turns`), or where its context filled the window (`agents.window`)."""
 Purpose = Literal["train", "eval"]
 """What trajectories are sampled and scored for."""
+ENVIRONMENT = "environment"
+"""Kind of reward spec of a prompt whose environment's verdict is the reward."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
@@ -51,6 +53,8 @@ class Prompt:
     """What the reward needs: a reference answer, a verifier's entry, tests, a rubric."""
     kl_coef: float = 0.0
     """β of this prompt's domain."""
+    environment: str = ""
+    """Name of the source whose environment the policy works in. Empty: one completion, no tools."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -212,7 +216,7 @@ class Trajectory:
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...]
     """What the policy said, as text: `content`, and `reasoning_content` where it thought. With an
-    environment: all that was said after the opening, tools' results among it."""
+    environment: all that was said, from its opening on."""
     verdict: Verdict | None = None
     """The environment's, where there is one."""
     usage: Usage | None = None

@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "rollout": {"rl", "model", "configs"},
     "trainer": {"rl", "model", "configs"},
 }
-WIRING = ("trainer/main.py", "trainer/prepare.py")
-WIRING_ALSO = {"rollout", "rewards", "data"}
+WIRING = ("trainer/agents.py", "trainer/main.py", "trainer/prepare.py")
+WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
     "vllm": ("rollout/",),
     "deepspeed": ("trainer/engine/",),

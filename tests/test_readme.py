@@ -17,9 +17,9 @@ from transformers import Qwen3MoeConfig
 from keel.configs.load import load_config
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.cli import main
-from keel.trainer.main import closing_words
 from keel.trainer.prepare import prepare
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.words import closing_words
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 
 ROOT = Path(__file__).parent.parent

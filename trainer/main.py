@@ -1,4 +1,4 @@
-"""Wiring: from a recipe to a running system. It and `trainer/prepare.py` alone see every package.
+"""Wiring: from a recipe to a running system. Only it, `prepare` and `agents` see every package.
 
 The order is by cost: what can be refused is refused before Ray starts, and the engines and the
 trainer start side by side.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,15 +15,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ray
 import torch
 from ray.exceptions import RayError
 from rich.console import Console
 
+from keel.agents.runner import EpisodeRunner
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError, JudgeConfig
+from keel.configs.schema import Config, ConfigError, JudgeConfig, SamplingConfig
 from keel.data.dataset import Dataset
 from keel.model.embedded.cache import ensure_embedded
 from keel.rewards.judge.file import judge_answers, read_answers
@@ -36,6 +36,7 @@ from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import loop
+from keel.trainer.agents import episode_runner
 from keel.trainer.cluster.nodes import hardware_said, seating, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.learner import Learner
@@ -46,6 +47,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.journal import Journal
 from keel.trainer.run.view import View, open_view
+from keel.trainer.run.words import closing_words
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -177,28 +179,37 @@ class System:
     pool: RolloutPool
     learner: Learner
     scorer: Scorer
+    agents: EpisodeRunner | None = None
 
     def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
         config = self.task.config
-        if purpose == "train":
-            return self.pool.submit(prompt, group_size=config.algorithm.group_size)
-        measured = config.eval
-        sampling = replace(
-            config.rollout.sampling,
-            temperature=measured.temperature,
-            top_p=measured.top_p,
-            top_k=measured.top_k,
-        )
-        return self.pool.submit(
-            prompt, group_size=measured.samples, sampling=sampling, purpose="eval"
-        )
+        size = config.algorithm.group_size if purpose == "train" else config.eval.samples
+        if prompt.environment:
+            assert self.agents is not None
+            return self.agents.submit(prompt, group_size=size, purpose=purpose)
+        how = sampling_of(config, purpose)
+        return self.pool.submit(prompt, group_size=size, sampling=how, purpose=purpose)
 
     def update(self, version: int, weights: Any) -> Future[None]:
+        if self.agents is not None:
+            self.agents.updating(version)
         return self.pool.update(version, weights)
 
     def wake(self) -> None:
         """Have engines that sleep (`rollout.sleep`) sample again, from the current weights."""
         self.update(self.learner.version, self.learner.publish()).result()
+
+
+def sampling_of(config: Config, purpose: Purpose) -> SamplingConfig:
+    sampling, measured = config.rollout.sampling, config.eval
+    if purpose == "train":
+        return sampling
+    return replace(
+        sampling,
+        temperature=measured.temperature,
+        top_p=measured.top_p,
+        top_k=measured.top_k,
+    )
 
 
 @contextmanager
@@ -234,6 +245,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
                 lengths=length_rules(config),
                 judge=judge,
                 max_failure_fraction=config.rewards.max_failure_fraction,
+                environments=config.data.domains_with_environments,
                 log=log,
                 say=say,
             )
@@ -273,7 +285,16 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
-        system = System(task=task, pool=pool, learner=learner, scorer=scorer)
+        agents = None
+        if task.chat is not None:
+            how = {purpose: sampling_of(config, purpose) for purpose in get_args(Purpose)}
+            agents = episode_runner(
+                config,
+                task.chat,
+                lambda request, purpose: pool.turn(request, sampling=how[purpose], purpose=purpose),
+            )
+            stack.callback(agents.close)
+        system = System(task=task, pool=pool, learner=learner, scorer=scorer, agents=agents)
         if sleep:
             system.wake()
         yield system
@@ -286,7 +307,7 @@ def engine_spec(config: Config, model: str) -> EngineSpec:
         tokenizer=config.model.tokenizer or model,
         config=config.rollout,
         dtype=config.engine_dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.sampling.max_tokens,
+        max_model_len=config.max_context,
         seed=config.run.seed,
         keep_routing=config.algorithm.keep_routing,
         keep_sampling_mask=config.algorithm.keep_sampling_mask,
@@ -354,32 +375,3 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
             stop=stack.enter_context(Interrupt(view.say)),
         )
         return loop.train(parts, config, start=start)
-
-
-def closing_words(
-    folder: RunFolder, config: Config, reached: int, recipe: str, overrides: Sequence[str]
-) -> str:
-    """What came of it, and where to look or how to go on."""
-    path = folder.path
-    lines = [""]
-    evaluations = folder.evaluations()
-    for name, points in evaluations.items():
-        if not name.endswith("/pass@1"):
-            continue
-        (first, before), (last, after) = points[0], points[-1]
-        then = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
-        lines.append(f"held-out {name}: {before:.3f} at step {first}{then}")
-        unscored = evaluations.get(name.replace("/pass@1", "/unscored"), [(last, 0.0)])[-1][1]
-        if unscored:
-            lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
-    if reached < config.run.steps:
-        command = shlex.join(["keel", "train", recipe, *overrides])
-        lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {command}")
-    else:
-        lines.append(f"trained model   {folder.model}")
-    lines += [
-        f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
-        f"numbers         {path / 'metrics.jsonl'}",
-        f"completions     {path / 'trajectories'}",
-    ]
-    return "\n".join(lines)

@@ -25,7 +25,9 @@ from keel.rewards.compose import check_weights
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
 from keel.rl.types import Prompt
+from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.engine.conversion import render_prompt
+from keel.trainer.agents import check_chat
 from keel.trainer.cluster.nodes import hardware_here
 from keel.trainer.planning.families import check_engine_dtype
 from keel.trainer.planning.placement import Hardware
@@ -46,6 +48,8 @@ class Task:
     hardware: Hardware
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
     """As `check_rewards`."""
+    chat: TemplateChat | None = None
+    """The model's format, where a source has an environment."""
     warnings: Sequence[str] = ()
 
     @property
@@ -80,7 +84,7 @@ def prepare(
     disable_progress_bar()  # transformers' own bars would cut through the view
     config = load_config(recipe, overrides)
     try:
-        check_weights(config.data.rewards_by_domain)
+        check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
     if config.model.path == EMBEDDED:
@@ -100,7 +104,11 @@ def prepare(
     if lacking and machine.found:
         raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
 
+    chat = check_chat(config, tokenizer)
+
     def count_tokens(prompt: Prompt) -> int:
+        if prompt.environment:
+            return 0  # it opens the conversation itself
         token_ids = render_prompt(tokenizer, prompt).token_ids
         check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
         return len(token_ids)
@@ -117,6 +125,7 @@ def prepare(
         facts=facts,
         plan=plan,
         hardware=machine,
+        chat=chat,
         warnings=warning_lines(config, facts, lacking),
         programs=check_rewards(config, dataset),
     )
@@ -177,7 +186,9 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             "held out by another source": report.leaked,
         }
         notes += [f"{number:,} {what}" for what, number in counted.items() if number]
-        what = source.task or source.path
+        environment = source.environment
+        of = environment.target or environment.url or " ".join(environment.command)
+        what = " in ".join(filter(None, [source.task or source.path, of]))
         lines.append(
             f"{source.name} ({what}): {', '.join(notes)}; weight {source.weight:g}, domain "
             f"{source.domain_name}, β {source.kl_coef:g}"

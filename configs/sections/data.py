@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from keel.configs.sections.agents import EnvironmentConfig
 from keel.configs.sections.base import require
 
 
@@ -57,7 +58,8 @@ class SourceConfig:
 
     name: str
     """Name of the source; held-out sets appear as `eval/<name>/pass@1`."""
-    source: Literal["reasoning_gym", "jsonl"]
+    source: Literal["reasoning_gym", "jsonl", "environment"]
+    """environment: tasks that the environment itself makes from a seed, numbers 0 … size − 1."""
     task: str = ""
     """reasoning_gym: name of the task."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -66,8 +68,12 @@ class SourceConfig:
     """jsonl: the file. Each line holds `prompt` (text) or `messages`, and one of `answer`,
     `criteria`, `tests` and `reward`. Relative to the current folder; a `configs/…` that is not
     there is looked up in what came with Keel."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """What the policy works in, over many turns (`agents`). With source: jsonl each line is a task
+    for it; with reasoning_gym there is none."""
     size: int = 0
-    """reasoning_gym: number of prompts. jsonl: read at most this many lines (0: all)."""
+    """reasoning_gym, environment: number of prompts. jsonl: read at most this many lines (0:
+    all)."""
     holdout: int = 0
     """Prompts set aside for evaluation. They never train."""
     weight: float = 1.0
@@ -95,6 +101,28 @@ class SourceConfig:
             require(bool(self.task), f"{knob}.task", self.task, "name a reasoning_gym task")
             require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 prompt")
             require(not self.path, f"{knob}.path", self.path, "belongs to source: jsonl")
+            require(
+                not self.environment.given,
+                f"{knob}.environment",
+                self.environment.target or self.environment.url or list(self.environment.command),
+                "belongs to source: environment or jsonl",
+            )
+        elif self.source == "environment":
+            require(
+                self.environment.given,
+                f"{knob}.environment",
+                "",
+                "name one: environment: {target: module:Class}",
+            )
+            require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 task")
+            require(not self.path, f"{knob}.path", self.path, "belongs to source: jsonl")
+            require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")
+            require(
+                not self.system,
+                f"{knob}.system",
+                self.system,
+                "the environment opens the conversation itself",
+            )
         else:
             require(bool(self.path), f"{knob}.path", self.path, "name a JSONL file")
             require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")
@@ -141,7 +169,12 @@ class DataConfig:
     """A prompt over `max_prompt_tokens`: name it and stop, or drop it and count it."""
 
     def __post_init__(self) -> None:
-        require(bool(self.sources), "data.sources", [], "add one (source: reasoning_gym or jsonl)")
+        require(
+            bool(self.sources),
+            "data.sources",
+            [],
+            "add one (source: reasoning_gym, jsonl or environment)",
+        )
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         require(not repeated, "data.sources", repeated, "each source needs a name of its own")
@@ -187,6 +220,10 @@ class DataConfig:
     def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
         """Domain → reward part → weight."""
         return {source.domain_name: source.rewards for source in reversed(self.sources)}
+
+    @property
+    def domains_with_environments(self) -> frozenset[str]:
+        return frozenset(s.domain_name for s in self.sources if s.environment.given)
 
     @property
     def lengths_by_domain(self) -> dict[str, LengthConfig]:

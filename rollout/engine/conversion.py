@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keel.rl.seeds import seed_of
 from keel.rl.types import NO_ROUTE, FinishReason, KeptSets, Prompt, Segment, Trajectory
 
 THINK_START = "<think>"
@@ -144,5 +144,4 @@ def build_trajectory(
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
     """Seed of one completion, in [0, 2⁶³): the same on every engine and in every run. `draw`: how
     often this version has been asked the prompt before; else it would say the same again."""
-    key = f"{seed}/{version}/{draw}/{sibling}/{prompt_id}".encode()
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
+    return seed_of(seed, version, draw, sibling, prompt_id)

@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean
 from keel.trainer.cli import main
-from keel.trainer.main import COMMANDS, closing_words, model_folder
+from keel.trainer.main import COMMANDS, model_folder
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.words import closing_words
 
 FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
 """Making and measuring the thousands of prompts of the recipe takes seconds."""

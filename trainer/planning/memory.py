@@ -61,8 +61,8 @@ class Memory:
 
 
 def context_tokens(config: Config) -> int:
-    """Longest trajectory: prompt and answer at their limits."""
-    return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
+    """Longest sequence: prompt and completion at their limits, or a full window."""
+    return config.max_context
 
 
 def engine_sequences(config: Config) -> int:

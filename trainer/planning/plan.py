@@ -84,8 +84,8 @@ def make_plan(
     longest = context_tokens(config)
     if longest > facts.max_context:
         raise ConfigError(
-            f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest}, but the context of "
-            f"{config.model.path} has {facts.max_context} tokens. Lower one of the two"
+            f"{config.max_context_said}, but the context of {config.model.path} has "
+            f"{facts.max_context} tokens. Lower it"
         )
     unsound = config.algorithm.allow_unsound
     if facts.moe_layers and not config.algorithm.keep_routing and not unsound:

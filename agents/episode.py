@@ -1,0 +1,217 @@
+"""One episode: a policy in an environment, turn by turn, until one of them or a budget ends it.
+
+What was sampled is in the conversation's segments whatever happens, and is graded on what it did.
+An environment that is lost, or cannot grade, leaves its trajectory out with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from keel.agents.context import AskFirst, ContextManager
+from keel.agents.conversation import MALFORMED, Conversation
+from keel.agents.types import Environment, EnvironmentLost, Transcript, Unscored
+from keel.rl.turns import Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
+from keel.rl.types import FinishReason, Prompt, Trajectory, Usage
+
+Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
+"""An engine, some engine."""
+NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.deadline_s)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What an episode may take."""
+
+    turns: int
+    turn_tokens: int
+    """Sampled in one turn; a turn that is cut there ends the episode."""
+    tokens: int
+    """Sampled in all turns."""
+    window: int
+    """Tokens of a context with what is sampled after it."""
+    deadline_s: float = inf
+    """Seconds of the engine's time and of tools."""
+    call_s: float = 60.0
+    """Of one tool call."""
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
+
+
+@dataclass(slots=True)
+class Episode:
+    """Single use: `run` it."""
+
+    environment: Environment
+    task: Prompt
+    chat: Chat
+    sample: Sample
+    budget: Budget
+    context: ContextManager
+    name: str
+    """Of the conversation, unique in the run."""
+    sibling: int
+    seed: int
+    """Of what is sampled."""
+    environment_seed: int
+    """The same for all siblings: they meet the same task."""
+    usage: Usage = field(default_factory=lambda: Usage(turns=0))
+
+    async def run(self) -> Trajectory | str:
+        """The trajectory, or why there is none. Raises what `sample` raises. The environment is
+        closed in any case."""
+        try:
+            return await self._run()
+        except EnvironmentLost as error:
+            return str(error)
+        finally:
+            # It has a deadline of its own, and is to end even where this is cancelled.
+            await asyncio.shield(asyncio.ensure_future(self.environment.close()))
+
+    async def _run(self) -> Trajectory | str:
+        opening = await self.environment.open(self.task, seed=self.environment_seed)
+        conversation = Conversation(
+            name=self.name,
+            prompt_id=self.task.prompt_id,
+            chat=self.chat,
+            messages=opening.messages,
+            tools=opening.tools,
+            thinking=self.task.thinking,
+        )
+        room = self.budget.window - len(conversation.ids)
+        if room < 1:
+            return (
+                f"the opening has {len(conversation.ids)} tokens and fills the window of "
+                f"{self.budget.window} (agents.window)"
+            )
+        reason: FinishReason | None = None
+        while reason is None:
+            reason = await self._turn(conversation)
+        if not conversation.sampled_tokens:
+            return NOTHING_SAID
+        transcript = Transcript(messages=tuple(conversation.transcript), finish_reason=reason)
+        verdict = await self.environment.verdict(transcript)
+        if isinstance(verdict, Unscored):
+            return f"the environment has no verdict: {verdict.reason}"
+        return Trajectory(
+            prompt_id=self.task.prompt_id,
+            sibling=self.sibling,
+            segments=conversation.segments(),
+            finish_reason=reason,
+            messages=tuple(transcript.messages),
+            verdict=verdict,
+            usage=self.usage,
+        )
+
+    async def _turn(self, conversation: Conversation) -> FinishReason | None:
+        """The policy speaks, and is answered. Why the episode is over, if it is."""
+        if (over := await self._make_room(conversation)) is not None:
+            return over
+        said = await self._speak(conversation)
+        if isinstance(said, str):
+            return said
+        calls, message = said
+        if calls:
+            answers, done = await self._call_all(calls)
+        else:
+            reply = await self.environment.reply(message)
+            answers, done = ([] if reply is None else [reply]), reply is None
+        if done:
+            conversation.last_words(answers)
+            return "stop"
+        conversation.answer(answers)
+        return None
+
+    async def _make_room(self, conversation: Conversation) -> FinishReason | None:
+        """Rewrite a context that fills its window."""
+        rewrite = self.context.rewrite(
+            conversation.opening,
+            conversation.view,
+            tokens=len(conversation.ids),
+            rewrites=self.usage.rewrites,
+        )
+        if rewrite is None:
+            return None
+        self.usage = replace(self.usage, rewrites=self.usage.rewrites + 1)
+        if isinstance(rewrite, AskFirst):
+            if rewrite.before is not None:
+                conversation.rewrite(rewrite.before.messages, added=rewrite.before.added)
+            conversation.answer(rewrite.messages)
+            said = await self._speak(conversation, self.context.summary_tokens)
+            if isinstance(said, str):
+                return said
+            rewrite = rewrite.rewritten_by(conversation.opening, str(said[1]["content"]))
+        conversation.rewrite(rewrite.messages, added=rewrite.added)
+        return None
+
+    async def _speak(
+        self, conversation: Conversation, at_most: int | None = None
+    ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
+        """One turn: its calls and its message, or why the episode ends with it."""
+        budget, usage = self.budget, self.usage
+        if usage.turns >= budget.turns:
+            return "turns"
+        if (left_s := self._left_s()) <= 0:
+            return "deadline"
+        limits: dict[FinishReason, int] = {
+            "length": min(budget.tokens - conversation.sampled_tokens, budget.turn_tokens),
+            "window": budget.window - len(conversation.ids),
+        }
+        nearest = min(limits, key=lambda name: limits[name])
+        if limits[nearest] < 1:
+            return nearest
+        room = min(limits[nearest], at_most or limits[nearest])
+        request = conversation.request(max_tokens=room, seed=self.seed, deadline_s=left_s)
+        result = await self.sample(request)
+        self.usage = replace(
+            usage,
+            turns=usage.turns + 1,
+            repeated_tokens=usage.repeated_tokens + request.routes_from,
+            cached_tokens=usage.cached_tokens + min(result.cached_tokens, request.routes_from),
+            sampling_s=usage.sampling_s + result.sampling_s,
+        )
+        if not len(result.token_ids_N):
+            return "deadline"
+        parsed = conversation.append(result)
+        if result.finish_reason == "deadline":
+            return "deadline"
+        if not parsed.closed and at_most is None:
+            return nearest
+        return parsed.calls, conversation.view[-1]
+
+    async def _call_all(self, calls: Sequence[ToolCall | Malformed]) -> tuple[list[Message], bool]:
+        """The results, in order, and whether the episode is over with the last of them."""
+        answers: list[Message] = []
+        for call in calls:
+            if isinstance(call, Malformed):
+                failed, done, name = True, False, MALFORMED
+                text = f"This is not a tool call: {call.why}. Nothing was run."
+                self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
+            else:
+                began = time.monotonic()
+                timeout_s = max(0.001, min(self.budget.call_s, self._left_s()))
+                result = await self.environment.call(call, timeout_s=timeout_s)
+                spent_s = time.monotonic() - began
+                self.usage = replace(self.usage, tools_s=self.usage.tools_s + spent_s)
+                failed, done, name, text = result.failed, result.done, call.name, result.text
+            self.usage = replace(
+                self.usage,
+                calls=self.usage.calls + 1,
+                failed_calls=self.usage.failed_calls + failed,
+            )
+            answers.append(
+                {"role": "tool", "content": text, "tool_call_id": call.call_id, "name": name}
+            )
+            if done:
+                return answers, True
+        return answers, False
+
+    def _left_s(self) -> float:
+        return self.budget.deadline_s - self.usage.sampling_s - self.usage.tools_s

@@ -1,0 +1,169 @@
+"""Groups of episodes for the training loop: thousands of them open at once, on one event loop.
+
+Episodes wait for engines and tools, and engines for neither: turns of different episodes come and
+go in one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Protocol
+
+from keel.agents.context import ContextManager
+from keel.agents.episode import Budget, Episode
+from keel.agents.host.room import make_room
+from keel.agents.types import Environment
+from keel.rl.seeds import seed_of
+from keel.rl.turns import Chat, TurnRequest, TurnResult
+from keel.rl.types import Group, Prompt, Purpose, Trajectory
+
+CLOSING_S = 30.0
+"""Longest wait for open episodes to end."""
+
+
+class Turns(Protocol):
+    """The engines."""
+
+    def __call__(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
+        """Returns at once; the future has a deadline."""
+        ...
+
+
+class EpisodeRunner:
+    """Runs groups of episodes on a thread of its own. A context manager."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, Callable[[], Environment]],
+        *,
+        chat: Chat,
+        turns: Turns,
+        budget: Budget,
+        context: ContextManager,
+        seed: int,
+        most_open: int,
+    ) -> None:
+        """environments: of `Prompt.environment`, makes one for an episode; seed: of the run;
+        most_open: episodes at once, the others wait. Raises ValueError where the machine does not
+        allow so many open files."""
+        make_room(most_open)
+        self._environments, self._chat, self._turns = environments, chat, turns
+        self._budget, self._context, self._seed = budget, context, seed
+        self._version = 0
+        self._gate = threading.Lock()
+        self._draws: Counter[str] = Counter()
+        """How often each prompt was asked since the last weights."""
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._room = asyncio.Semaphore(most_open)
+        self._groups: set[asyncio.Task[Group]] = set()
+        self._thread = threading.Thread(target=self._run, name="keel-agents", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
+        """`group_size` episodes of a prompt. Cancelling the future ends them. An episode without a
+        trajectory is among the dropped. The future fails with what an engine says."""
+        if prompt.environment not in self._environments:
+            known = ", ".join(self._environments) or "none"
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}; there are: "
+                f"{known}"
+            )
+        with self._gate:
+            if self._closed:
+                raise RuntimeError("the runner of episodes is closed")
+            version, draw = self._version, self._draws[prompt.prompt_id]
+            self._draws[prompt.prompt_id] += 1
+        group = self._group(prompt, group_size, purpose, version, draw)
+        return asyncio.run_coroutine_threadsafe(group, self._loop)
+
+    def updating(self, version: int) -> None:
+        """New weights are on their way to the engines; what is submitted now draws anew."""
+        with self._gate:
+            if version != self._version:
+                self._version = version
+                self._draws.clear()
+
+    def close(self) -> None:
+        """End all episodes and their environments."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+        ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        try:
+            ended.result(timeout=CLOSING_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSING_S)
+
+    def __enter__(self) -> EpisodeRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # From here on: the runner's thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    async def _end(self) -> None:
+        for group in (groups := list(self._groups)):
+            group.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
+        # Environments that are still closing have deadlines of their own.
+        await asyncio.gather(
+            *asyncio.all_tasks(self._loop) - {asyncio.current_task()}, return_exceptions=True
+        )
+
+    async def _group(
+        self, prompt: Prompt, size: int, purpose: Purpose, version: int, draw: int
+    ) -> Group:
+        this = asyncio.current_task()
+        assert this is not None
+        self._groups.add(this)
+        this.add_done_callback(self._groups.discard)
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                tasks = [
+                    episodes.create_task(self._episode(prompt, sibling, purpose, version, draw))
+                    for sibling in range(size)
+                ]
+        except BaseExceptionGroup as errors:  # what one raised has ended the others
+            raise errors.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        return Group(
+            prompt=prompt,
+            trajectories=tuple(r for r in results if isinstance(r, Trajectory)),
+            dropped=tuple(r for r in results if isinstance(r, str)),
+        )
+
+    async def _episode(
+        self, prompt: Prompt, sibling: int, purpose: Purpose, version: int, draw: int
+    ) -> Trajectory | str:
+        async def sample(request: TurnRequest) -> TurnResult:
+            return await asyncio.wrap_future(self._turns(request, purpose))
+
+        async with self._room:
+            episode = Episode(
+                environment=self._environments[prompt.environment](),
+                task=prompt,
+                chat=self._chat,
+                sample=sample,
+                budget=self._budget,
+                context=self._context,
+                name=f"{prompt.prompt_id}/{purpose}/{version}/{draw}/{sibling}",
+                sibling=sibling,
+                seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
+                environment_seed=seed_of(self._seed, "environment", prompt.prompt_id),
+            )
+            return await episode.run()

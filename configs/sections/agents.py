@@ -1,0 +1,112 @@
+"""Environments, and how a policy works in them over many turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from keel.configs.sections.base import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """What the policy works in: a program of Keel's or your own (`target`), or an MCP server
+    (`command` or `url`)."""
+
+    target: str = ""
+    """`my_env:Shop`, `my_tools` (a module of functions) or `path/to/file.py:Shop`."""
+    kind: Literal["auto", "class", "functions", "game"] = "auto"
+    """auto: a class with `reset` and `step` is a game, any other class has its public methods as
+    tools, and a module its functions."""
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the class, by name."""
+    command: tuple[str, ...] = ()
+    """An MCP server over stdio, one process an episode; `{seed}` in it is the task's."""
+    url: str = ""
+    """An MCP server over HTTP, shared by all episodes."""
+    python: str = ""
+    """Its interpreter, 3.9 or later, which needs nothing of Keel's; empty: Keel's own."""
+    folder: str = ""
+    """Where it runs and where its modules are looked for first; empty: here."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables. It sees few others: no key and no token of yours."""
+    memory_mib: int = 4096
+    """Address space of each of its processes."""
+    isolation: Literal["bubblewrap", "none-i-trust-the-environment"] = "bubblewrap"
+    """bubblewrap: namespaces without files of yours, refused where it does not work. The other runs
+    what the policy makes it run with your rights."""
+    network: Literal["none", "host"] = "none"
+    """What it may reach."""
+    open_s: float = 60.0
+    """Seconds to start it and set a task up."""
+    reply_s: float = 30.0
+    """Seconds for the user's next message."""
+    verdict_s: float = 60.0
+    """Seconds to grade."""
+
+    @property
+    def given(self) -> bool:
+        return bool(self.target or self.command or self.url)
+
+    def __post_init__(self) -> None:
+        knob = "data.sources[].environment"
+        ways = [bool(self.target), bool(self.command), bool(self.url)]
+        require(
+            sum(ways) <= 1,
+            f"{knob}.target",
+            self.target,
+            "name one of target, command and url: each is an environment of its own",
+        )
+        require(
+            not self.target.startswith(":"),
+            f"{knob}.target",
+            self.target,
+            "write module:name or path/to/file.py:name",
+        )
+        require(
+            not self.arguments or bool(self.target),
+            f"{knob}.arguments",
+            dict(self.arguments),
+            "belongs to target",
+        )
+        require(
+            self.memory_mib >= 64,
+            f"{knob}.memory_mib",
+            self.memory_mib,
+            "must be at least 64: an interpreter alone takes that",
+        )
+        for name in ("open_s", "reply_s", "verdict_s"):
+            require(getattr(self, name) > 0, f"{knob}.{name}", getattr(self, name), "must be > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentsConfig:
+    """What a trajectory in an environment may take. One turn takes at most
+    `rollout.sampling.max_tokens`; a trajectory at most `rollout.deadline_s` in engines and
+    tools."""
+
+    max_turns: int = 16
+    max_sampled_tokens: int = 0
+    """Sampled in all its turns; 0: no further limit."""
+    window: int = 0
+    """Tokens of a context with what is sampled after it; 0: data.max_prompt_tokens +
+    rollout.sampling.max_tokens."""
+    call_s: float = 60.0
+    """Seconds for one tool call."""
+    context: Literal["none", "summary", "discard-75", "discard-all"] = "none"
+    """What to do when a context has filled 80 % of its window: DeepSeek-V3.2, section 4.4."""
+    max_rewrites: int = 4
+    """How often that is done in a trajectory, at most."""
+    summary_tokens: int = 1024
+    """summary: room for the policy's summary and for what asks for it."""
+    max_open: int = 256
+    """Episodes open at once; the others wait. Each has a process of its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "summary_tokens", "max_open"):
+            require(getattr(self, name) >= 1, f"agents.{name}", getattr(self, name), "must be >= 1")
+        for name in ("max_sampled_tokens", "window", "max_rewrites"):
+            value = getattr(self, name)
+            require(value >= 0, f"agents.{name}", value, "must not be negative")
+        require(self.call_s > 0, "agents.call_s", self.call_s, "must be > 0")

@@ -1,0 +1,111 @@
+"""Wiring of agents: from a recipe's environments to what runs episodes in them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keel.agents.context import ContextManager
+from keel.agents.episode import Budget
+from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.runner import EpisodeRunner, Turns
+from keel.agents.types import Environment
+from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
+from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.laws import check_prefix_law
+
+STARTING = 8
+"""Environments that are being started at once: more would take each other's time."""
+
+
+def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
+    """The model's chat format, proved to be one that conversations can go on in; None where no
+    source has an environment. Raises ConfigError."""
+    if not config.with_agents:
+        return None
+    modes = {source.thinking for source in config.data.sources if source.environment.given}
+    try:
+        chat = TemplateChat(tokenizer)
+        check_prefix_law(chat, modes=sorted(modes))
+    except ValueError as error:
+        raise ConfigError(f"model.path = {config.model.path!r}, with environments: {error}") from (
+            error
+        )
+    return chat
+
+
+def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeRunner:
+    """Started. Raises ConfigError for an environment that cannot be one."""
+    agents, sampling = config.agents, config.rollout.sampling
+    starting = asyncio.Semaphore(STARTING)
+    return EpisodeRunner(
+        {
+            source.name: maker(source, starting)
+            for source in config.data.sources
+            if source.environment.given
+        },
+        chat=chat,
+        turns=turns,
+        budget=Budget(
+            turns=agents.max_turns,
+            turn_tokens=sampling.max_tokens,
+            tokens=agents.max_sampled_tokens or sys.maxsize,
+            window=config.window,
+            deadline_s=config.rollout.deadline_s,
+            call_s=agents.call_s,
+        ),
+        context=ContextManager(
+            method=agents.context,
+            window=config.window,
+            most=agents.max_rewrites,
+            summary_tokens=agents.summary_tokens,
+        ),
+        seed=config.run.seed,
+        most_open=agents.max_open,
+    )
+
+
+def maker(
+    source: SourceConfig, starting: asyncio.Semaphore | None = None
+) -> Callable[[], Environment]:
+    """Makes an environment for each episode. Raises ConfigError."""
+    given = source.environment
+    try:
+        if given.target:
+            made = program(given)
+            return lambda: Hosted(made, starting=starting)
+        server = mcp_server(given)
+        return lambda: McpEpisode(server, starting=starting)
+    except ValueError as error:
+        raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+
+
+def program(given: EnvironmentConfig) -> Program:
+    return Program(
+        target=given.target,
+        kind=given.kind,
+        arguments=given.arguments,
+        python=given.python or sys.executable,
+        folder=Path(given.folder) if given.folder else None,
+        env=given.env,
+        memory_mib=given.memory_mib,
+        deadlines=deadlines(given),
+    )
+
+
+def mcp_server(given: EnvironmentConfig) -> McpServer:
+    return McpServer(
+        command=given.command,
+        url=given.url,
+        folder=Path(given.folder) if given.folder else None,
+        env=given.env,
+        deadlines=deadlines(given),
+    )
+
+
+def deadlines(given: EnvironmentConfig) -> Deadlines:
+    return Deadlines(open_s=given.open_s, reply_s=given.reply_s, verdict_s=given.verdict_s)
