@@ -120,6 +120,7 @@ class Learner:
                 ranks=trainer.groups,
                 micro_batch_tokens=trainer.micro_batch_tokens,
                 skip_uniform_groups=algorithm.skip_uniform_groups,
+                sequence_mask=algorithm.mask_delta is not None,
             )
             for share, batch in zip(shares, packed, strict=True):
                 share.append(batch)
