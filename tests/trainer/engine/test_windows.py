@@ -20,7 +20,7 @@ SPLIT = [name for size in SCENARIOS.values() for name in size if name not in WHO
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of every scenario: a process for one rank, and two for two."""
+    """Of every scenario: one, two and four processes at once."""
     folder: Path = tmp_path_factory.mktemp("windows")
     write_model(folder / "untied")
     write_dense(folder / "dense")

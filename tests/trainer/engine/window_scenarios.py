@@ -84,6 +84,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             for stage in (1, 3)
         },
     },
+    4: {"whole, stage 3, 4 ranks, sequence": training(3, tokens=TIGHT, sequence_parallel=2)},
 }
 
 
