@@ -44,7 +44,7 @@ class LossOutput:
     """[3 + 2·len(MEANS)] float64 on the loss's device: the loss, the largest ratio, the largest gap
     of a sequence, and a sum and a count for each of `MEANS`."""
     whole: bool = False
-    """Whether sequences came whole, so that their gaps are known."""
+    """Whether there is a sequence mask, and so a gap of each sequence that is all here."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
