@@ -76,6 +76,16 @@ class GroupBuffer:
     something else beyond the bound. (Between steps with the same weights there is a choice; those
     steps would get the short ones first and the long ones last.)
 
+    That is the whole rule for trajectories of many turns too, and nothing is ever dropped for its
+    age. With weights in flight, later turns are sampled from newer weights than the first, and the
+    first token is the oldest: its weights are at least those that the engines had when its prompt
+    was submitted, from which the bound counts. So a trajectory sees at most `Lag.versions` new
+    versions, however many turns it has; after that the trainer waits for it, as long as its
+    deadlines allow. A rule by its median or mean token would promise less than `max_lag` says, and
+    one that drops by its oldest would drop just the long ones. What a bad completion's age does to
+    the loss is for the sequence mask, which takes the mean over all of its tokens, each against the
+    weights that sampled it.
+
     Whether a group is filtered, with what is left of the budget, is decided in the same order, and
     so depends on nothing that arrives sooner or later.
     """

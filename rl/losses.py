@@ -44,7 +44,7 @@ class LossOutput:
     """[3 + 2·len(MEANS)] float64 on the loss's device: the loss, the largest ratio, the largest gap
     of a sequence, and a sum and a count for each of `MEANS`."""
     whole: bool = False
-    """Whether sequences came whole, so that their gaps are known."""
+    """Whether there is a sequence mask, and so a gap of each sequence that is all here."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -77,6 +77,7 @@ def grpo_loss(
     mask_delta: float | None = None,
     kl: KL = "unbiased_k3",
     sequence_weight: Tensor | None = None,
+    sequence_gap: Tensor | None = None,
 ) -> LossOutput:
     r"""This part's share of the negated objective. DeepSeek-V3.2 (2025), Eq. 5 and 7–9.
 
@@ -95,6 +96,10 @@ def grpo_loss(
         mask_delta                            δ in nats per token; None: M = 1
         sequence_weight                       [S] w, 1 on average over the B sequences of the step;
                                               None: 1 for each
+        sequence_gap                          [S] float64, the mean of log π_old − log π_θ over all
+                                              tokens of a sequence that has some in other calls
+                                              (`keel.rl.offpolicy.GapTotals`); NaN: it has none
+                                              there, or M = 1 anyway. None: NaN for each
 
     Eq. 5 is a mean over groups of the mean over each group's sequences. Where all groups have the
     same size, that is the mean over all sequences; where some have lost theirs, it is w_i = B / (n
@@ -102,8 +107,9 @@ def grpo_loss(
 
     Both denominators are global, so the shares (and gradients) of any split of a step into ranks,
     micro-batches and segments add up to those of the whole. With `mask_delta`, all tokens of a
-    sequence must come in one call, since M is about the whole sequence. N = 0 gives a loss of 0.
-    The tokens of a sequence may differ in their advantage, as in the paper (Â_{i,t}).
+    sequence with a negative advantage must come in one call, or with its `sequence_gap`, since M is
+    about the whole sequence. N = 0 gives a loss of 0. The tokens of a sequence may differ in their
+    advantage, as in the paper (Â_{i,t}).
 
     Gradient flows to `logp` alone. NaN and infinities are harmless where the loss does not look: in
     `logp_ref` where β = 0, and in an infinite log-ratio of a clipped token or of a sequence with
@@ -112,10 +118,11 @@ def grpo_loss(
     Metrics: `loss`; `kl/ref` (the chosen estimator, over tokens whose `logp_ref` is not NaN);
     `mismatch/kl` (k3 of π_old against π_θ), `mismatch/logp_abs`, `mismatch/ratio_mean`,
     `mismatch/ratio_max` and `mismatch/ratio_outside_fraction` (the share of ratios outside [0.9,
-    1.1]); `mask/sequence_fraction` (weighted as in the loss); `mask/logp_gap_max` (the largest mean
-    of log π_old − log π_θ over a sequence, whatever its advantage: what δ is compared with, in nats
-    per token, at least 0; with `mask_delta` alone); `clip/fraction` (tokens that the clip leaves
-    without a gradient).
+    1.1]); `mask/sequence_fraction` (weighted as in the loss, and by the share of a sequence's
+    tokens that are here, so that several calls count it once together); `mask/logp_gap_max` (the
+    largest mean of log π_old − log π_θ over a sequence that is all here, whatever its advantage:
+    what δ is compared with, in nats per token, at least 0; with `mask_delta` alone);
+    `clip/fraction` (tokens that the clip leaves without a gradient).
 
     Raises `ValueError` naming the argument, and on the CPU the row (see `keel.rl.checks`).
     """
@@ -138,7 +145,9 @@ def grpo_loss(
             sequence,
             num_sequences=len(sequence_tokens),
             delta=mask_delta,
+            sequence_gap=sequence_gap,
         )
+        _check_whole(sequence_tokens, sequence, advantage, sequence_gap)
     surrogate, clipped = _surrogate(logp - logp_old, advantage, keep, clip_low, clip_high)
     penalty = _kl_penalty(logp, logp_old, logp_ref, kl_coef, ESTIMATORS[kl])
     weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
@@ -148,13 +157,14 @@ def grpo_loss(
         everywhere = torch.ones_like(keep)
         known = ~everywhere if logp_ref is None else ~logp_ref.isnan()
         reference = logp if logp_ref is None else torch.where(known, logp_ref, logp)
-        present_S = keep.new_zeros(len(sequence_tokens)).scatter_(0, sequence, everywhere)
         dropped_S = sequence.new_zeros(len(sequence_tokens)).index_add_(0, sequence, (~keep).long())
         ratio = (logp - logp_old).clamp(-BOUND, BOUND).exp()
         gap = (logp_old - logp).double()
         zeros_S = gap.new_zeros(len(sequence_tokens))
-        count_S = zeros_S.index_add(0, sequence, torch.ones_like(gap)).clamp(min=1)
-        gap_S = zeros_S.index_add(0, sequence, gap) / count_S
+        count_S = zeros_S.index_add(0, sequence, torch.ones_like(gap))
+        share_S = count_S / sequence_tokens
+        gap_S = zeros_S.index_add(0, sequence, gap) / count_S.clamp(min=1)
+        gap_S = torch.where(share_S < 1, 0.0, gap_S)
         totals = torch.stack(
             [
                 loss.double(),
@@ -165,7 +175,7 @@ def grpo_loss(
                 *_total((logp - logp_old).abs(), everywhere),
                 *_total(ratio, everywhere),
                 *_total((ratio < 1 - FAR) | (ratio > 1 + FAR), everywhere),
-                *_weighted(dropped_S > 0, present_S, weight_S),
+                *_weighted(dropped_S > 0, share_S * weight_S),
                 *_total(clipped, everywhere),
             ]
         )
@@ -212,9 +222,9 @@ def _total(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(counted, values.double(), 0.0).sum(), counted.sum().double()
 
 
-def _weighted(flags_S: Tensor, counted_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of what is flagged, and of all that is counted, as float64 scalars."""
-    weights = torch.where(counted_S, weight_S.double(), 0.0)
+def _weighted(flags_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of what is flagged, and of all, as float64 scalars."""
+    weights = weight_S.double()
     return (weights * flags_S).sum(), weights.sum()
 
 
@@ -271,6 +281,23 @@ def _check_sequence_tokens(sequence_tokens: Tensor, sequence: Tensor) -> None:
             sequence_tokens,
             sequence_tokens >= present,
             "fewer than the tokens of that sequence given here",
+        )
+
+
+def _check_whole(
+    sequence_tokens: Tensor, sequence: Tensor, advantage: Tensor, sequence_gap: Tensor | None
+) -> None:
+    """What M may drop is all here, or its gap is known. On the CPU alone: on a GPU
+    `keel.rl.packing.MicroBatch` has checked it."""
+    if sequence.is_cpu:
+        here = torch.bincount(sequence, minlength=len(sequence_tokens))
+        whole = here[sequence] == sequence_tokens[sequence]
+        known = False if sequence_gap is None else ~sequence_gap[sequence].isnan()
+        require_rows(
+            "sequence",
+            sequence,
+            whole | known | (advantage >= 0),
+            "has tokens in other calls and a negative advantage: mask_delta needs its sequence_gap",
         )
 
 

@@ -16,6 +16,7 @@ def off_policy_sequence_mask(
     *,
     num_sequences: int,
     delta: float,
+    sequence_gap: Tensor | None = None,
 ) -> Tensor:
     r"""The sequence mask M. DeepSeek-V3.2 (2025), Eq. 9.
 
@@ -28,7 +29,8 @@ def off_policy_sequence_mask(
     token it is, in any order. Returns bool [N], True = keep: the same for all tokens of a sequence
     that has one advantage. Where its tokens differ in theirs (Â_{i,t}, as in the paper), only those
     below 0 are dropped. The mean runs over all tokens given, so a trajectory of several segments
-    must come whole. It is summed in float64 and compared in the dtype of the gap.
+    must come whole, or its mean in `sequence_gap` [S] float64 (`GapTotals`); NaN there: all of its
+    tokens are here. It is summed in float64 and compared in the dtype of the gap.
 
     An infinite gap (π_θ = 0 at a sampled token) drops a bad completion like any gap above δ. A NaN
     gap never does, so that it reaches the loss and is seen there.
@@ -39,10 +41,38 @@ def off_policy_sequence_mask(
     require_sequences(sequence, advantage, num_sequences)
     require(delta == delta, "delta is NaN: must be a number of nats per token")
 
-    gap = logp_old.detach() - logp.detach()
-    exact, gap = gap.dtype, gap.double()
-    total_S = gap.new_zeros(num_sequences).index_add_(0, sequence, gap)
-    count_S = gap.new_zeros(num_sequences).index_add_(0, sequence, torch.ones_like(gap))
+    mean_S = GapTotals(num_sequences, logp.device).add(logp, logp_old, sequence).means()
+    if sequence_gap is not None:
+        require(
+            sequence_gap.shape == mean_S.shape and sequence_gap.dtype == mean_S.dtype,
+            f"sequence_gap is {sequence_gap.dtype} {list(sequence_gap.shape)}: must be float64, "
+            f"[{num_sequences}]",
+        )
+        mean_S = torch.where(sequence_gap.isnan(), mean_S, sequence_gap)
     # Rounded first: 0.1 in float32 is above 0.1 in float64, and would not count as equal to δ.
-    far_S = (total_S / count_S).to(exact) > delta
+    far_S = mean_S.to(torch.promote_types(logp.dtype, logp_old.dtype)) > delta
     return ~((advantage < 0) & far_S[sequence])
+
+
+class GapTotals:
+    """log π_old − log π_θ over the tokens of P trajectories, wherever those lie: what the sequence
+    mask compares with δ, of a trajectory that is split over micro-batches and ranks.
+
+    `sums_2P` [2, P] float64 has the sums and the numbers of tokens; those of several ranks add up.
+    """
+
+    def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
+        self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)
+
+    def add(self, logp: Tensor, logp_old: Tensor, owner: Tensor) -> GapTotals:
+        """Count [N] tokens in, of trajectories `owner`, 0 … P−1; −1: of none of them."""
+        gap, ones = logp_old.detach() - logp.detach(), torch.ones_like(logp, dtype=torch.float64)
+        more_2P = self.sums_2P.new_zeros(2, self.sums_2P.shape[1] + 1)
+        more_2P[0].index_add_(0, owner + 1, gap.double())
+        more_2P[1].index_add_(0, owner + 1, ones)
+        self.sums_2P += more_2P[:, 1:]
+        return self
+
+    def means(self) -> Tensor:
+        """[P] float64, nats per token; NaN of a trajectory without a token so far."""
+        return self.sums_2P[0] / self.sums_2P[1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment, Trajectory
+from keel.rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,15 @@ class MicroBatch:
     advantage_N: NDArray[np.float32]
     kl_coef_N: NDArray[np.float32]
     sequence_tokens_S: NDArray[np.int64]
-    """|o_i| of each trajectory, all its segments counted."""
+    """|o_i| of each trajectory, all its segments counted, here or elsewhere."""
     sequence_weight_S: NDArray[np.float32]
     """What each trajectory counts in the loss, 1 on average over the step: see `pack`."""
     routes_NLK: NDArray[np.int16] | None = None
     """Input-aligned; rows of −1 use the live router."""
     kept: KeptSets | None = None
+    split_S: NDArray[np.int64] | None = None
+    """The number of a trajectory that has segments in other micro-batches too, among such ones of
+    the step (0 … P−1); −1 for one that is all here. None: all are."""
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids_N), len(self.sequence_tokens_S)
@@ -59,9 +62,16 @@ class MicroBatch:
         owner = self.sequence_N[trainable]
         if ((owner < 0) | (owner >= sequences)).any():
             raise ValueError(f"micro-batch: sequence_N is out of range for {sequences} sequences")
-        if (self.sequence_tokens_S < np.maximum(1, np.bincount(owner, minlength=sequences))).any():
+        here = np.bincount(owner, minlength=sequences)
+        if (self.sequence_tokens_S < np.maximum(1, here)).any():
             raise ValueError(
                 "micro-batch: sequence_tokens_S must be above 0 and count all trainable tokens"
+            )
+        split = np.full(sequences, -1) if self.split_S is None else self.split_S
+        if len(split) != sequences or ((split < 0) & (self.sequence_tokens_S != here)).any():
+            raise ValueError(
+                f"micro-batch: split_S must be {sequences} numbers, at least 0 for each sequence "
+                "that has not all of its sequence_tokens_S here: the sequence mask needs the rest"
             )
         weights = self.sequence_weight_S
         if len(weights) != sequences or not (np.isfinite(weights) & (weights > 0)).all():
@@ -101,14 +111,30 @@ class TrainBatch:
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
     """Trajectories in the whole optimizer step, over all ranks: the denominator of Eq. 8."""
+    split_sequences: int = 0
+    """P, those of them whose segments lie in several micro-batches, over all ranks."""
+    scored_first: tuple[MicroBatch, ...] = ()
+    """Segments of those that the sequence mask may drop, to be scored without gradient before any
+    of `micro_batches`: its decision is about all of a trajectory (`keel.rl.offpolicy.GapTotals`).
+    All ranks have equally many."""
 
     def __post_init__(self) -> None:
-        here = sum(len(micro_batch.sequence_tokens_S) for micro_batch in self.micro_batches)
+        numbers = [
+            np.full(len(one.sequence_tokens_S), -1) if one.split_S is None else one.split_S
+            for one in self.micro_batches
+        ]
+        split = {int(number) for numbers_S in numbers for number in numbers_S if number >= 0}
+        here = len(split) + sum(int((numbers_S < 0).sum()) for numbers_S in numbers)
         if not self.micro_batches:
             raise ValueError("train batch: no micro-batches; a rank without work needs padding")
         if self.total_sequences < max(1, here):
             raise ValueError(
                 f"train batch: total_sequences = {self.total_sequences}, but {here} are in it"
+            )
+        if max(split, default=-1) >= self.split_sequences:
+            raise ValueError(
+                f"train batch: split_sequences = {self.split_sequences}, but split_S goes up to "
+                f"{max(split)}"
             )
 
 
@@ -132,13 +158,19 @@ def pack(
     ranks: int,
     micro_batch_tokens: int,
     skip_uniform_groups: bool = False,
+    sequence_mask: bool = True,
 ) -> list[TrainBatch]:
     """One `TrainBatch` a rank, for one optimizer step on all of `groups`.
 
-    The segments of a trajectory stay together in one micro-batch: the sequence mask needs them
-    whole. A micro-batch holds at most `micro_batch_tokens` (a longer trajectory has one of its own)
-    and ranks have equally many, so that their collectives meet; where work runs out, a micro-batch
-    is one untrainable token of no sequence. Same groups, same batches.
+    A micro-batch holds at most `micro_batch_tokens` (a longer segment has one of its own) and ranks
+    have equally many, so that their collectives meet; where work runs out, a micro-batch is one
+    untrainable token of no sequence. Same groups, same batches.
+
+    The segments of a trajectory stay together in one micro-batch that can hold them all, since the
+    sequence mask needs them whole. Those of a longer trajectory fall where there is room, on any
+    rank; with `sequence_mask` (`algorithm.mask_delta` is set) those that it may drop, for their
+    negative advantage, come in `scored_first` as well. A segment of a longer trajectory without a
+    sampled token has nothing to train, and is left out.
 
     Each group counts as much as any other, whatever it has lost (Eq. 5): a trajectory of a group of
     G_i, among B trajectories in n groups, has the weight B / (n G_i) in a loss that divides by B.
@@ -165,7 +197,8 @@ def pack(
     layout = _Layout.of(groups)
     work = [
         _Work(
-            trajectory,
+            trajectory.segments,
+            trajectory.sampled_tokens,
             float(advantage),
             group.group.prompt.kl_coef,
             weight=total_sequences / (sampled * len(group.group.trajectories)),
@@ -174,13 +207,20 @@ def pack(
         if not (skip_uniform_groups and group.uniform and group.group.prompt.kl_coef == 0)
         for trajectory, advantage in zip(group.group.trajectories, group.advantages_G, strict=True)
     ]
-    tokens = [item.trajectory.total_tokens for item in work]
+    work, split = _split(work, micro_batch_tokens)
+    doubtful = [item for item in work if item.split >= 0 and item.advantage < 0]
+    trained = _deal(work, layout, ranks=ranks, capacity=micro_batch_tokens)
+    scored: list[tuple[MicroBatch, ...]] = [()] * ranks
+    if sequence_mask and doubtful:
+        scored = _deal(doubtful, layout, ranks=ranks, capacity=micro_batch_tokens)
     return [
         TrainBatch(
-            micro_batches=tuple(_join([work[i] for i in chosen], layout) for chosen in bins),
+            micro_batches=micro_batches,
             total_sequences=total_sequences,
+            split_sequences=split,
+            scored_first=first,
         )
-        for bins in balance(tokens, ranks=ranks, capacity=micro_batch_tokens)
+        for micro_batches, first in zip(trained, scored, strict=True)
     ]
 
 
@@ -221,12 +261,43 @@ def _fill(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A trajectory and what the loss needs to know about it."""
+    """A trajectory, or a part of one, and what the loss needs to know about it."""
 
-    trajectory: Trajectory
+    segments: tuple[Segment, ...]
+    sampled_tokens: int
+    """|o_i|, of the whole trajectory."""
     advantage: float
     kl_coef: float
     weight: float
+    split: int = -1
+    """As in `MicroBatch.split_S`."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(segment.token_ids_T) for segment in self.segments)
+
+
+def _split(work: Sequence[_Work], capacity: int) -> tuple[list[_Work], int]:
+    """Trajectories that do not fit `capacity` by their segments, and how many such there are."""
+    parts: list[_Work] = []
+    count = 0
+    for item in work:
+        if item.tokens > capacity:
+            item = replace(item, segments=tuple(s for s in item.segments if s.trainable_T.any()))
+        if item.tokens <= capacity or len(item.segments) == 1:
+            parts.append(item)
+        else:
+            parts += (replace(item, segments=(s,), split=count) for s in item.segments)
+            count += 1
+    return parts, count
+
+
+def _deal(
+    work: Sequence[_Work], layout: _Layout, *, ranks: int, capacity: int
+) -> list[tuple[MicroBatch, ...]]:
+    """Each rank's micro-batches."""
+    dealt = balance([item.tokens for item in work], ranks=ranks, capacity=capacity)
+    return [tuple(_join([work[i] for i in chosen], layout) for chosen in bins) for bins in dealt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +330,16 @@ class _Layout:
 
 def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
     """Lay all segments of `work` end to end: the one place where per-token data is packed."""
+    whole: list[_Work] = []
+    for item in work:  # parts of a trajectory follow one another
+        if whole and item.split >= 0 and item.split == whole[-1].split:
+            item = replace(item, segments=whole.pop().segments + item.segments)
+        whole.append(item)
+    work = whole
     pieces = [
         (segment, sequence, item.advantage, item.kl_coef)
         for sequence, item in enumerate(work)
-        for segment in item.trajectory.segments
+        for segment in item.segments
     ] or [(PADDING, 0, 0.0, 0.0)]
     segments, sequences, advantages, kl_coefs = zip(*pieces, strict=True)
     lengths = [len(segment.token_ids_T) for segment in segments]
@@ -275,12 +352,15 @@ def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
         logp_old_N=np.concatenate([segment.logp_old_T for segment in segments]),
         advantage_N=np.repeat(np.asarray(advantages, np.float32), lengths),
         kl_coef_N=np.repeat(np.asarray(kl_coefs, np.float32), lengths),
-        sequence_tokens_S=np.asarray([item.trajectory.sampled_tokens for item in work], np.int64),
+        sequence_tokens_S=np.asarray([item.sampled_tokens for item in work], np.int64),
         sequence_weight_S=np.asarray([item.weight for item in work], np.float32),
         routes_NLK=None
         if layout.routes is None
         else np.concatenate([_routes(segment, layout.routes) for segment in segments]),
         kept=KeptSets.concat([_kept(segment) for segment in segments]) if layout.kept else None,
+        split_S=np.asarray([item.split for item in work], np.int64)
+        if any(item.split >= 0 for item in work)
+        else None,
     )
 
 

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
-from keel.rl.types import ScoredGroup, Trajectory
+from keel.rl.types import FinishReason, ScoredGroup, Trajectory
+
+CUTS: Mapping[str, FinishReason] = {"turn": "turns", "window": "window", "length": "length"}
+"""`agents/<name>_cuts` by finish reason; `rollout/deadline_cuts` counts the one that is left."""
 
 
 def summarize(
@@ -29,6 +32,7 @@ def summarize(
       (those among them that ran out of time): of everything that was sampled, completions that
       were left out included. Where it differs from `length/mean`, length decides about what is
       trained on.
+    - `agents/…`: of all of those that have a `Usage`, and there with such ones only: see `_agents`.
 
     Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. All means
     are over completions, so that a group that lost some weighs less in them than in the loss. A
@@ -59,6 +63,7 @@ def summarize(
     kept = _kept(ours)
     if kept.count:
         metrics["sampling/kept_mean"] = kept
+    metrics |= _agents(sampled)
     metrics |= {f"reward/{name}": part for name, part in _parts(groups).items()}
     domains: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
     for group in groups:
@@ -121,6 +126,41 @@ def _oldest(trajectories: Sequence[Trajectory], version: int) -> Max:
     segments = (segment for t in trajectories for segment in t.segments)
     sampled = (segment.version_T[segment.trainable_T] for segment in segments)
     return Max(max((float(version - v.min()) for v in sampled if len(v)), default=0.0))
+
+
+def _agents(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
+    """Means over trajectories, each with as many segments as its context had beginnings: one, one
+    more for each rewrite and for each time that its thinking was left out. `failed_call_fraction`
+    and `malformed_fraction` are of tool calls, `prefix_hit_fraction` of the context tokens that an
+    earlier turn had computed; where there is no call, or no such token, they are not there."""
+    used = [(t, t.usage) for t in sampled if t.usage is not None]
+    if not used:
+        return {}
+
+    def mean(name: str) -> Mean:
+        return mean_of(getattr(usage, name) for _, usage in used)
+
+    def share(part: str, whole: str) -> Mean:
+        return Mean(mean(part).total, mean(whole).total)
+
+    shares = {
+        "agents/failed_call_fraction": share("failed_calls", "calls"),
+        "agents/malformed_fraction": share("malformed_calls", "calls"),
+        "agents/prefix_hit_fraction": share("cached_tokens", "repeated_tokens"),
+    }
+    return {
+        "agents/turns_mean": mean("turns"),
+        "agents/calls_mean": mean("calls"),
+        "agents/segments_mean": mean_of(len(t.segments) for t, _ in used),
+        "agents/rewrites_mean": mean("rewrites"),
+        "agents/tools_seconds_mean": mean("tools_s"),
+        "agents/sampling_seconds_mean": mean("sampling_s"),
+        **{name: found for name, found in shares.items() if found.count},
+        **{
+            f"agents/{name}_cuts": Sum(sum(t.finish_reason == reason for t, _ in used))
+            for name, reason in CUTS.items()
+        },
+    }
 
 
 def _kept(trajectories: Sequence[Trajectory]) -> Mean:

@@ -111,24 +111,13 @@ class Learner:
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps."""
-        algorithm, trainer = self._config.algorithm, self._config.trainer
         room = self._make_room()
-        shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
-        for part in split_updates(groups, algorithm.updates_per_batch):
-            packed = pack(
-                part,
-                ranks=trainer.groups,
-                micro_batch_tokens=trainer.micro_batch_tokens,
-                skip_uniform_groups=algorithm.skip_uniform_groups,
-            )
-            for share, batch in zip(shares, packed, strict=True):
-                share.append(batch)
         # One object a group of ranks: each fetches its own share and nothing else.
-        shipped = [ray.put(share) for share in shares]
+        shipped = [ray.put(share) for share in shares(groups, self._config)]
         room.result()
         with self._order:
             refs = [
-                rank.step.remote(shipped[index // trainer.sequence_parallel])
+                rank.step.remote(shipped[index // self._config.trainer.sequence_parallel])
                 for index, rank in enumerate(self._ranks)
             ]
         reports: list[StepReport] = self._wait(refs, self._limit("an optimizer step"))
@@ -262,6 +251,23 @@ class Learner:
         failure = RuntimeError(text)
         failure.__cause__ = error
         return failure
+
+
+def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
+    """What each group of ranks trains on: a batch for each optimizer step."""
+    algorithm, trainer = config.algorithm, config.trainer
+    shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
+    for part in split_updates(groups, algorithm.updates_per_batch):
+        packed = pack(
+            part,
+            ranks=trainer.groups,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            skip_uniform_groups=algorithm.skip_uniform_groups,
+            sequence_mask=algorithm.mask_delta is not None,
+        )
+        for share, batch in zip(shares, packed, strict=True):
+            share.append(batch)
+    return shares
 
 
 def last_lines(log: str, count: int = LOG_LINES) -> str:

@@ -3,6 +3,7 @@ run asks again."""
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.buffer import GroupBuffer, Lag, uninformative
+from keel.rl.summary import summarize
 from tests.rl.rollouts import finished, prompt
 
 
@@ -100,6 +102,89 @@ def test_whatever_order_groups_finish_in_they_train_in_the_order_of_their_prompt
         elif (members := members + 1) % 3 == 0:
             spent = 0
     assert discarded == expected
+
+
+@settings(deadline=None)
+@given(
+    lag=st.integers(0, 4),
+    every=st.integers(1, 2),
+    updates=st.integers(1, 2),
+    refills=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_trajectories_of_many_turns_over_several_updates_are_all_trained_on(
+    lag: int, every: int, updates: int, refills: float, seed: int
+) -> None:
+    """On a clock: most groups take a few turns and some take dozens, while weights reach engines in
+    flight. None is dropped or older than the lag allows, and there is always something to come."""
+    random = Random(seed)
+    bound = Lag(batches=lag, publish_every=every, updates=updates)
+    steps, size = 6, 3
+    one = buffer(batch=size, steps=steps, lag=bound, filter_by="correct", max_refills=refills)
+    now, engines, step, busy = 0.0, 0, 0, False
+    events: list[tuple[float, int]] = []
+    """When a group's turn ends; 0: when the trainer's step does."""
+    versions: dict[int, list[int]] = {}
+    left: dict[int, int] = {}
+    trained = discarded = 0
+    spans = [0]
+    while step < steps:
+        for number in fill(one):
+            left[number] = (
+                random.randint(30, 60) if random.random() < 0.15 else random.randint(1, 4)
+            )
+            versions[number] = [engines]
+            heappush(events, (now + random.random(), number))
+        if one.ready() and not busy:
+            batch = one.take()
+            current = step * updates
+            ages = summarize(batch.groups, version=current)["staleness/max"].value
+            assert 0 <= ages <= bound.versions
+            for group in batch.groups:
+                seen = versions[int(group.group.prompt.prompt_id)]
+                assert current - seen[0] <= bound.versions and seen[-1] <= current
+                spans.append(seen[-1] - seen[0])
+            trained += len(batch.groups)
+            discarded += len(batch.discarded)
+            busy = True
+            heappush(events, (now + 5.0, 0))
+        assert events, "stalled"
+        now, number = heappop(events)
+        if number == 0:
+            step, busy = step + 1, False
+            if step % every == 0:
+                engines = step * updates
+                one.adopted(step)
+            continue
+        versions[number].append(engines)  # of a turn's last token
+        left[number] -= 1
+        if left[number]:
+            versions[number].append(engines)  # of the next one's first, after its tools
+            heappush(events, (now + random.random(), number))
+        else:
+            correct = (0.0, 0.0) if random.random() < 0.3 else (1.0, 0.0)
+            one.arrived(number, finished(str(number), correct, versions=tuple(versions[number])))
+    assert trained == steps * size and trained + discarded <= len(versions)
+    assert max(spans) <= bound.versions
+
+
+def test_a_long_trajectory_spans_as_many_updates_as_the_lag_has() -> None:
+    """It lives through all steps before its own and is then waited for: not dropped for its first
+    token, which is as old as can be."""
+    one = buffer(batch=2, steps=9, lag=Lag(batches=2))
+    numbers = fill(one)
+    for number in numbers[:5]:
+        one.arrived(number, finished(str(number)))
+    for step in (1, 2):
+        one.take()
+        one.adopted(step)
+        for number in fill(one):
+            one.arrived(number, finished(str(number), versions=(step,)))
+    assert not one.ready() and one.room() == 0 and one.awaited() == [6], "the trainer waits"
+    one.arrived(6, finished("6", versions=(0, 0, 1, 1, 2, 2)))
+    batch = one.take()
+    assert [group.group.prompt.prompt_id for group in batch.groups] == ["5", "6"]
+    assert summarize(batch.groups, version=2)["staleness/max"].value == Lag(batches=2).versions
 
 
 def test_a_step_waits_for_its_own_groups_and_for_no_others() -> None:

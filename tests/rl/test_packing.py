@@ -10,12 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from keel.rl.losses import grpo_loss
-from keel.rl.packing import MicroBatch, TrainBatch, pack, split_updates
+from keel.rl.packing import pack, split_updates
 from keel.rl.types import NO_ROUTE, ScoredGroup
-from tests.rl.reference_grpo import Answer, Token, reference_grpo
+from tests.rl.packed import fresh_table, gradient, micro_batches, oracle
 from tests.rl.rollouts import (
     EXPERTS,
     LAYERS,
@@ -28,39 +26,6 @@ from tests.rl.rollouts import (
 )
 
 SEEDS = st.integers(0, 2**31)
-
-
-def micro_batches(batches: Sequence[TrainBatch]) -> list[MicroBatch]:
-    return [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-
-
-def gradient(batches: Sequence[TrainBatch]) -> tuple[float, Tensor]:
-    """Loss and gradient of a policy that is a table of logits by token id, under every term of the
-    loss."""
-    table = torch.linspace(-1, 1, 1000, dtype=torch.float64).sin().requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        for micro_batch in batch.micro_batches:
-            rows = torch.from_numpy(np.flatnonzero(micro_batch.trainable_N))
-            ids = torch.from_numpy(micro_batch.token_ids_N).long()[rows]
-            total = (
-                total
-                + grpo_loss(
-                    -table[ids].exp(),
-                    torch.from_numpy(micro_batch.logp_old_N)[rows],
-                    torch.from_numpy(micro_batch.advantage_N)[rows],
-                    torch.from_numpy(micro_batch.sequence_N)[rows],
-                    sequence_tokens=torch.from_numpy(micro_batch.sequence_tokens_S),
-                    total_sequences=batch.total_sequences,
-                    sequence_weight=torch.from_numpy(micro_batch.sequence_weight_S),
-                    logp_ref=torch.full((len(rows),), -1.0),
-                    kl_coef=torch.from_numpy(micro_batch.kl_coef_N)[rows],
-                    mask_delta=0.5,
-                ).loss
-            )
-    total.backward()
-    assert table.grad is not None
-    return total.item(), table.grad
 
 
 @settings(deadline=None, max_examples=25)
@@ -104,27 +69,6 @@ def thinned(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGroup]:
     return made
 
 
-def oracle(groups: Sequence[ScoredGroup], table: Tensor) -> Tensor:
-    """The loss of the policy of `gradient`, from the definition alone."""
-    answers: list[Answer] = []
-    owners: list[int] = []
-    for index, group in enumerate(groups):
-        for answer, advantage in zip(group.group.trajectories, group.advantages_G, strict=True):
-            tokens = [
-                Token(
-                    logp=-table[int(segment.token_ids_T[t])].exp(),
-                    logp_old=float(segment.logp_old_T[t]),
-                    logp_ref=-1.0,
-                    kl_coef=group.group.prompt.kl_coef,
-                )
-                for segment in answer.segments
-                for t in np.flatnonzero(segment.trainable_T)
-            ]
-            answers.append(Answer(tokens=tokens, advantage=float(advantage)))
-            owners.append(index)
-    return reference_grpo(answers, groups=owners, mask_delta=0.5).loss
-
-
 @settings(deadline=None, max_examples=25)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
 def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
@@ -132,8 +76,8 @@ def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
 ) -> None:
     groups = thinned(random_groups(seed), Random(seed))
     for part in split_updates(groups, updates):
-        table = torch.linspace(-1, 1, 1000, dtype=torch.float64).sin().requires_grad_()
-        expected = oracle(part, table)
+        table = fresh_table()
+        expected = oracle(part, table).loss
         expected.backward()
         packed = pack(part, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
         loss, found = gradient(packed)
@@ -141,7 +85,13 @@ def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
         np.testing.assert_allclose(found, table.grad, rtol=1e-5, atol=1e-9)
         np.testing.assert_allclose(loss, expected.item(), rtol=1e-5, atol=1e-9)
         batches = pack(part, ranks=ranks, micro_batch_tokens=capacity)
-        weights = [w for one in micro_batches(batches) for w in one.sequence_weight_S.tolist()]
+        weights = [
+            float(weight) * np.count_nonzero(one.sequence_N[one.trainable_N] == index) / int(tokens)
+            for one in micro_batches(batches)
+            for index, (weight, tokens) in enumerate(
+                zip(one.sequence_weight_S, one.sequence_tokens_S, strict=True)
+            )
+        ]
         assert sum(weights) == pytest.approx(batches[0].total_sequences)
 
 
@@ -169,33 +119,37 @@ def test_equal_groups_have_a_weight_of_exactly_one(groups, size) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
-def test_trajectories_stay_whole_and_micro_batches_within_bounds(seed, ranks, capacity) -> None:
+def test_trajectories_that_fit_stay_whole_and_micro_batches_within_bounds(
+    seed, ranks, capacity
+) -> None:
     groups = random_groups(seed)
     batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity)
     assert len(batches) == ranks
     assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert len({len(batch.scored_first) for batch in batches}) == 1
     assert {batch.total_sequences for batch in batches} == {12}
-    packed = {
-        tuple(micro_batch.token_ids_N[micro_batch.sequence_N == index].tolist()): (
-            float(micro_batch.advantage_N[micro_batch.sequence_N == index][0]),
-            float(micro_batch.kl_coef_N[micro_batch.sequence_N == index][-1]),
-            int(tokens),
-        )
-        for micro_batch in micro_batches(batches)
-        for index, tokens in enumerate(micro_batch.sequence_tokens_S)
-    }
-    assert packed == {
-        tuple(int(t) for s in answer.segments for t in s.token_ids_T): (
-            float(advantage),
-            group.group.prompt.kl_coef,
-            answer.sampled_tokens,
-        )
+    owner = {
+        int(token): (index, float(advantage), group.group.prompt.kl_coef, answer.sampled_tokens)
         for group in groups
-        for answer, advantage in zip(group.group.trajectories, group.advantages_G, strict=True)
+        for index, (answer, advantage) in enumerate(
+            zip(group.group.trajectories, group.advantages_G, strict=True), id(group)
+        )
+        for s in answer.segments
+        for token in s.token_ids_T
     }
-    for micro_batch in micro_batches(batches):
-        alone = len(micro_batch.sequence_tokens_S) <= 1
-        assert alone or len(micro_batch.token_ids_N) <= capacity
+    pieces: dict[int, list[int]] = {}
+    for one in micro_batches(batches):
+        for index, tokens in enumerate(one.sequence_tokens_S):
+            mine = one.sequence_N == index
+            (who,) = {owner[int(token)] for token in one.token_ids_N[mine]}
+            assert who[1:] == (one.advantage_N[mine][0], one.kl_coef_N[mine][-1], tokens)
+            split = one.split_S is not None and one.split_S[index] >= 0
+            pieces.setdefault(who[0], []).append(int(mine.sum()) if split else 0)
+        alone = len(set(one.segment_N.tolist())) == 1
+        assert alone or len(one.token_ids_N) <= capacity
+    for sizes in pieces.values():
+        assert sizes == [0] or (len(sizes) > 1 and sum(sizes) > capacity), "one piece, or too long"
+    assert batches[0].split_sequences == sum(sizes != [0] for sizes in pieces.values())
 
 
 @settings(deadline=None, max_examples=15)

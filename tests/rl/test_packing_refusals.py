@@ -91,6 +91,8 @@ EMPTY = {name: values[:0] for name, values in GOOD.items()}
         ({"sequence_N": np.array([0, 0, -1, 1, 1])}, "sequence_N is out of range"),
         ({"sequence_tokens_S": np.array([1, 1])}, "sequence_tokens_S must be above 0 and count"),
         ({"sequence_tokens_S": np.array([2, 1, 0])}, "sequence_tokens_S must be above 0"),
+        ({"sequence_tokens_S": np.array([2, 2])}, "split_S must be 2 numbers, at least 0 for each"),
+        ({"split_S": np.array([-1])}, "split_S must be 2 numbers"),
         ({"sequence_weight_S": np.ones(3, np.float32)}, "sequence_weight_S must be 2 finite"),
         ({"sequence_weight_S": np.zeros(2, np.float32)}, "sequence_weight_S must be 2 finite"),
         ({"advantage_N": np.array([1, 1, 2, 0, 0], np.float32)}, "advantage_N must be one finite"),
@@ -111,5 +113,11 @@ def test_a_train_batch_polices_itself() -> None:
     TrainBatch(micro_batches=(micro_batch,), total_sequences=2)
     with pytest.raises(ValueError, match="total_sequences = 1, but 2 are in it"):
         TrainBatch(micro_batches=(micro_batch,), total_sequences=1)
+    split = MicroBatch(**{**GOOD, "split_S": np.array([-1, 1])})
+    TrainBatch(micro_batches=(split, split), total_sequences=3, split_sequences=2)
+    with pytest.raises(ValueError, match="total_sequences = 2, but 3 are in it"):
+        TrainBatch(micro_batches=(split, split), total_sequences=2, split_sequences=2)
+    with pytest.raises(ValueError, match="split_sequences = 1, but split_S goes up to 1"):
+        TrainBatch(micro_batches=(split,), total_sequences=3, split_sequences=1)
     with pytest.raises(ValueError, match="no micro-batches"):
         TrainBatch(micro_batches=(), total_sequences=1)

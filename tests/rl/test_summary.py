@@ -8,7 +8,7 @@ import pytest
 
 from keel.rl.metrics import Max, Mean, Sum, merge, values
 from keel.rl.summary import of_updates, summarize
-from keel.rl.types import CUT_OFF, KeptSets
+from keel.rl.types import CUT_OFF, KeptSets, Usage
 from tests.rl.rollouts import scored, segment, trajectory
 
 
@@ -77,6 +77,59 @@ def test_kept_sets_are_averaged_over_the_tokens_that_were_truncated() -> None:
     metrics = summarize([scored([truncated, free], [0, 1])], version=0)
     assert metrics["sampling/kept_mean"] == Mean(2 + 3 + 1, 3)
     assert "sampling/kept_mean" not in summarize([scored([free], [1])], version=0)
+
+
+def test_what_several_turns_took_is_averaged_over_those_that_say_so() -> None:
+    """Left out and filtered ones included, plain ones not; a share is of all that it is a share of,
+    and no mean of shares."""
+    plain = trajectory(segment(0, 3), finish="length")
+    long = Usage(
+        turns=5,
+        calls=6,
+        failed_calls=2,
+        malformed_calls=1,
+        rewrites=1,
+        repeated_tokens=900,
+        cached_tokens=880,
+        sampling_s=8.0,
+        tools_s=2.0,
+    )
+    windows = trajectory(segment(0, 3), segment(4, 3), segment(8, 3), sibling=1, finish="window")
+    kept = replace(windows, usage=long)
+    lost = replace(trajectory(segment(20, 3), sibling=2, finish="turns"), usage=Usage(sampling_s=1))
+    short = replace(
+        trajectory(segment(30, 3), finish="length"),
+        usage=Usage(turns=3, calls=2, failed_calls=2, repeated_tokens=100, cached_tokens=20),
+    )
+    trained = replace(scored([plain, kept], [0, 1], dropped=(CUT_OFF,)), left_out=(lost,))
+    metrics = summarize([trained], version=0, discarded=[scored([short], [0.0])])
+    assert {name: m for name, m in metrics.items() if name.startswith("agents/")} == {
+        "agents/turns_mean": Mean(5 + 1 + 3, 3),
+        "agents/calls_mean": Mean(6 + 2, 3),
+        "agents/failed_call_fraction": Mean(4, 8),
+        "agents/malformed_fraction": Mean(1, 8),
+        "agents/prefix_hit_fraction": Mean(900, 1000),
+        "agents/segments_mean": Mean(3 + 1 + 1, 3),
+        "agents/rewrites_mean": Mean(1, 3),
+        "agents/tools_seconds_mean": Mean(2.0, 3),
+        "agents/sampling_seconds_mean": Mean(9.0, 3),
+        "agents/turn_cuts": Sum(1),
+        "agents/window_cuts": Sum(1),
+        "agents/length_cuts": Sum(1),
+    }
+
+
+def test_there_is_no_share_of_nothing() -> None:
+    """One turn without a call repeats no token: a NaN would look like a fault."""
+    one = replace(trajectory(segment(0, 3)), usage=Usage())
+    metrics = summarize([scored([one], [0.0])], version=0)
+    assert metrics["agents/calls_mean"] == Mean(0, 1)
+    assert not [name for name in metrics if name.startswith("agents/") and "fraction" in name]
+    assert not [
+        name
+        for name in summarize([scored([trajectory(segment(0, 3))], [0.0])], version=0)
+        if name.startswith("agents/")
+    ]
 
 
 def test_domains_stand_apart_where_there_are_several() -> None:

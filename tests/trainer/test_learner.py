@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from keel.trainer.learner import last_lines
+from keel.configs.schema import Config
+from keel.rl.packing import TrainBatch
+from keel.trainer.learner import last_lines, shares
+from tests.rl.rollouts import scored, segment, trajectory
+from tests.trainer.engine.scenarios import make_config
 
 
 def test_last_lines_of_a_log(tmp_path: Path) -> None:
@@ -13,3 +18,24 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     assert last_lines(str(log), 2) == "last lines of its log:\nline 9998\nline 9999"
     log.write_text("")
     assert last_lines(str(log)) == last_lines("") == last_lines(str(tmp_path / "absent")) == ""
+
+
+def scored_first(config: Config) -> list[list[int]]:
+    """Passes without gradient, of each group of ranks for each update."""
+    pair = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
+    groups = [scored(pair, [0.0, 1.0]), scored(pair, [1.0, 1.0])]
+
+    def passes(batch: TrainBatch) -> int:
+        assert batch.split_sequences in (0, 2)
+        return len(batch.scored_first)
+
+    return [[passes(batch) for batch in share] for share in shares(groups, config)]
+
+
+def test_long_trajectories_are_scored_first_where_there_is_a_sequence_mask() -> None:
+    """Of two updates on two groups, the second has nothing that the mask could drop."""
+    config = make_config(4, 1, tokens=10, sequence_parallel=2)
+    config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
+    assert scored_first(config) == [[1, 0], [1, 0]]
+    without = replace(config, algorithm=replace(config.algorithm, mask_delta=None))
+    assert scored_first(without) == [[0, 0], [0, 0]]

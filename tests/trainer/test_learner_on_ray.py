@@ -57,7 +57,7 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     assert first.version == 0
     same(weights(first), load_file(model / "model.safetensors"))
 
-    groups = Rollouts(0, model).groups(4, 3)
+    groups = Rollouts(0, model, windows=7).groups(4, 3)  # more than a micro-batch holds
     result = first.step(groups)
     assert result.version == first.version == 2
     metrics = values(result.metrics)

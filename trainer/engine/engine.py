@@ -47,6 +47,7 @@ from keel.trainer.engine.policy import (
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
+from keel.trainer.engine.split_gaps import SplitGaps
 from keel.trainer.engine.weights import Weights
 from keel.trainer.engine.zero import (
     SCALE_POWER,
@@ -183,12 +184,16 @@ class TrainerEngine:
 
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
+        split = SplitGaps(batch.split_sequences, self._device)
+        split.score(batch.scored_first, self._scored)
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == last)
-            seen.append(self._accumulate(micro_batch, batch.total_sequences))
+            seen.append(self._accumulate(micro_batch, batch.total_sequences, split))
         norm = self._apply_gradients()
         parts = [metrics() for metrics in seen]
+        if self._config.algorithm.mask_delta is not None:
+            parts.append(split.metrics())
         self._version += 1
         finite = math.isfinite(norm)
         self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
@@ -207,7 +212,7 @@ class TrainerEngine:
         return merge(parts)
 
     def _accumulate(
-        self, batch: MicroBatch, total_sequences: int
+        self, batch: MicroBatch, total_sequences: int, split: SplitGaps
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
         the device: meanwhile the host prepares the next micro-batch."""
@@ -236,7 +241,9 @@ class TrainerEngine:
                 mask_delta=self._config.algorithm.mask_delta,
                 kl=self._config.algorithm.kl,
                 sequence_weight=inputs.sequence_weight_S,
+                sequence_gap=split.of(inputs),
             )
+            split.add(inputs, logp)
             self._engine.backward(share.loss * self._world_size)
         share = replace(share, loss=share.loss.detach())  # lets go of the graph
         total, count = entropy.sum(), len(entropy)
@@ -254,6 +261,13 @@ class TrainerEngine:
             return found
 
         return metrics
+
+    def _scored(self, batch: MicroBatch) -> tuple[Inputs, Tensor]:
+        """[R] log-probabilities under the weights as they are, without gradient."""
+        inputs = Inputs.of(batch, self._device, self._part)
+        with torch.no_grad(), self._replayed(self._network, inputs):
+            logp, _ = self._engine(inputs=inputs)
+        return inputs, whole_sequences(inputs, logp, None)[0]
 
     def _apply_gradients(self) -> float:
         """An optimizer step, unless the gradient norm (returned, before clipping) is not finite."""

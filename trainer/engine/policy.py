@@ -58,6 +58,7 @@ class Inputs:
     sequence_R: Tensor
     sequence_tokens_S: Tensor
     sequence_weight_S: Tensor
+    split_S: Tensor | None
     routes_NLK: Tensor | None
 
     @property
@@ -97,6 +98,7 @@ class Inputs:
             sequence_R=moved(batch.sequence_N[rows], torch.long),
             sequence_tokens_S=moved(batch.sequence_tokens_S, torch.long),
             sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
+            split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
         )
 
@@ -187,7 +189,7 @@ def whole_sequences(
 
     Gradient leads to this rank's own entries; the other ranks have the rest of it.
     """
-    if inputs.part.group is None:
+    if inputs.part.group is None or inputs.padding:
         return logp, reference
     values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])
     values = inputs.part.gather(values, inputs.mine, len(inputs.logp_old_R))

@@ -317,7 +317,12 @@ def test_spans_of_tokens_that_do_not_train_are_left_out():
 
 
 def test_a_micro_batch_without_trainable_tokens_still_reaches_every_parameter():
-    batch = replace(micro_batch(), trainable_N=np.zeros(9, np.bool_), kept=KeptSets.empty(9))
+    batch = replace(
+        micro_batch(),
+        trainable_N=np.zeros(9, np.bool_),
+        kept=KeptSets.empty(9),
+        split_S=np.arange(2),  # what was sampled of them is elsewhere
+    )
     hidden = torch.randn(9, 6, requires_grad=True)
     weight = torch.randn(12, 6, requires_grad=True)
     logp, entropy = policy_logprobs(hidden, head_of(weight), batch)

@@ -72,13 +72,20 @@ def write_tokenizer(folder: Path) -> None:
 
 
 class Rollouts:
-    """Seeded scored groups. `live_routes`: record what the model's own routers choose."""
+    """Seeded scored groups of trajectories of up to `windows` segments. `live_routes`: record what
+    the model's own routers choose."""
 
     def __init__(
-        self, seed: int, model_path: Path, *, live_routes: bool = False, experts: int = EXPERTS
+        self,
+        seed: int,
+        model_path: Path,
+        *,
+        live_routes: bool = False,
+        experts: int = EXPERTS,
+        windows: int = 2,
     ) -> None:
         self._random = np.random.default_rng(seed)
-        self._experts = experts
+        self._experts, self._windows = experts, windows
         self._model = None
         if live_routes:
             from transformers import Qwen3MoeForCausalLM  # noqa: PLC0415
@@ -101,7 +108,8 @@ class Rollouts:
                         prompt_id=prompt_id,
                         sibling=sibling,
                         segments=tuple(
-                            self._segment(prompt_id) for _ in range(self._random.integers(1, 3))
+                            self._segment(prompt_id)
+                            for _ in range(self._random.integers(1, self._windows + 1))
                         ),
                         finish_reason="stop",
                         messages=(),

@@ -1,0 +1,92 @@
+"""What `test_windows.py` runs, in processes of its own: see `scenarios.py`. Trajectories of up to
+nine windows, in micro-batches that hold all of them, or two or three windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from keel.rl.packing import split_updates
+from tests.trainer.engine.batches import Rollouts
+from tests.trainer.engine.scenarios import (
+    STAGES,
+    TIGHT,
+    Ranks,
+    Result,
+    Scenario,
+    make_config,
+    run_rank,
+)
+
+STEPS = 3
+WINDOWS = 9
+MASK_DELTA = 0.01
+"""In the middle of what these trajectories are away from the policy."""
+
+
+def training(
+    stage: int, *, updates: int = 1, model: str = "untied", kl_coef: float = 0.0, **changes: Any
+) -> Scenario:
+    def run(ranks: Ranks) -> Result:
+        config = make_config(
+            ranks.world_size, stage, mask_delta=MASK_DELTA, kl_coef=kl_coef, **changes
+        )
+        engine = ranks.engine(config, model)
+        metrics, scored, split = [], [], []
+        for step in range(STEPS):
+            # In step 1 there is not enough for all ranks: some only keep the others company.
+            rollouts = Rollouts(step, ranks.folder / "untied", windows=WINDOWS)
+            groups = rollouts.groups(1 if step == 1 else 2, 3, kl_coef=kl_coef)
+            batches = [ranks.batch(part, config) for part in split_updates(groups, updates)]
+            passes: list[Any] = [None] * ranks.world_size
+            dist.all_gather_object(passes, [len(batch.scored_first) for batch in batches])
+            scored.append(passes)
+            split.append([batch.split_sequences for batch in batches])
+            metrics.append(ranks.merged(engine.step(batches)))
+        after = ranks.published(engine)
+        return {"after": after, "metrics": metrics, "scored": scored, "split": split}
+
+    return run
+
+
+SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "whole": training(0),
+        "whole, updates": training(0, updates=2),
+        "whole, reference": training(0, kl_coef=0.1),
+        "whole, dense": training(0, model="dense"),
+        "whole, tight": training(0, tokens=TIGHT),
+        "whole, compiled": training(0, tokens=TIGHT, compile=True),
+    },
+    2: {
+        **{f"whole, stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
+        **{f"updates, stage {stage}": training(stage, tokens=TIGHT, updates=2) for stage in (1, 3)},
+        **{
+            f"reference, stage {stage}": training(stage, tokens=TIGHT, kl_coef=0.1)
+            for stage in (1, 3)
+        },
+        **{
+            f"dense, stage {stage}, sequence": training(
+                stage, tokens=TIGHT, model="dense", sequence_parallel=2
+            )
+            for stage in (1, 3)
+        },
+        "whole, stage 1, sequence": training(1, tokens=TIGHT, sequence_parallel=2),
+        "whole, stage 2, asleep, recomputed": training(
+            2, tokens=TIGHT, sleep=True, activation_checkpointing=True
+        ),
+        "whole, stage 3, recomputed": training(3, tokens=TIGHT, activation_checkpointing=True),
+        **{
+            f"whole, stage {stage}, experts": training(stage, tokens=TIGHT, expert_parallel=2)
+            for stage in (1, 3)
+        },
+    },
+    4: {"whole, stage 3, 4 ranks, sequence": training(3, tokens=TIGHT, sequence_parallel=2)},
+}
+
+
+def run_window_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SCENARIOS)
