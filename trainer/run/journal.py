@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -124,11 +125,39 @@ def describe(scored: ScoredGroup, index: int) -> str:
         f"advantage {scored.advantages_G[index]:+.3f}  {answer.sampled_tokens} tokens, "
         f"{answer.finish_reason}"
     )
-    asked = "\n".join(f"[{m['role']}] {m.get('content', '')}" for m in prompt.messages)
-    return f"{head}\n{asked}\n{spoken(answer)}\n"
+    asked = () if prompt.environment else prompt.messages  # else it is in the transcript
+    said = [spoken(message) for message in (*asked, *answer.messages)]
+    return "\n".join([head, *work_done(answer), *said, ""])
 
 
-def spoken(trajectory: Trajectory) -> str:
-    return "\n".join(
-        f"[{m['role']}] {m.get('raw') or m.get('content', '')}" for m in trajectory.messages
-    )
+def work_done(trajectory: Trajectory) -> list[str]:
+    """What its turns took, and what the environment found."""
+    usage, verdict = trajectory.usage, trajectory.verdict
+    lines: list[str] = []
+    if usage is not None:
+        lines.append(
+            f"    {usage.turns} turns, {usage.calls} calls ({usage.failed_calls} failed, "
+            f"{usage.malformed_calls} of them malformed), {len(trajectory.segments)} contexts "
+            f"({usage.rewrites} rewritten), {usage.cached_tokens} of {usage.repeated_tokens} "
+            f"repeated tokens from the cache, {usage.sampling_s:.2f} s in engines, "
+            f"{usage.tools_s:.2f} s in tools"
+        )
+    if verdict is not None and verdict.facts:
+        facts = json.dumps(dict(verdict.facts), ensure_ascii=False, default=str)
+        lines.append(f"    the environment says: {facts}")
+    return lines
+
+
+def spoken(message: Mapping[str, Any]) -> str:
+    """A message as text, with its thinking and its calls."""
+    role, text = message["role"], str(message.get("raw") or message.get("content") or "")
+    if "raw" not in message and (thought := message.get("reasoning_content")):
+        text = f"<think>{thought}</think>{text}"
+    if role == "tool":
+        role = f"tool {message.get('name', '')}".rstrip()
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = [
+        f"[call {call['name']}] {json.dumps(call['arguments'], ensure_ascii=False)}"
+        for call in calls
+    ]
+    return "\n".join([*([f"[{role}] {text}"] if text or not said else []), *said])

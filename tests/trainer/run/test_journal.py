@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from keel.rl.metrics import Mean
-from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
-from keel.trainer.run.journal import Journal, keep_until
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory, Usage, Verdict
+from keel.trainer.run.journal import Journal, describe, keep_until
 from keel.trainer.run.view import PlainView
 
 
@@ -102,3 +103,34 @@ def test_a_trajectory_shows_question_answer_and_reward(tmp_path: Path) -> None:
     text = (tmp_path / "trajectories" / "step_000001.txt").read_text()
     for part in ("1 - 1?", "<think>hm</think>0", "reward 1", "correct 0", "advantage -0.500"):
         assert part in text
+
+
+def test_an_episode_is_written_with_its_calls_results_and_verdict() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    plain = scored()
+    trajectory = replace(
+        plain.group.trajectories[0],
+        messages=(
+            {"role": "user", "content": "Sum."},
+            {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+            {"role": "tool", "content": "3", "name": "add"},
+            {"role": "assistant", "content": "3"},
+        ),
+        verdict=Verdict(parts={"correct": 1.0}, facts={"asked": 3}),
+        usage=Usage(turns=2, calls=1, tools_s=0.25),
+    )
+    prompt = replace(plain.group.prompt, environment="sums")
+    group = replace(
+        plain, group=replace(plain.group, prompt=prompt, trajectories=(trajectory,) * 2)
+    )
+    text = describe(group, 0)
+    assert text.splitlines()[1:] == [
+        "    2 turns, 1 calls (0 failed, 0 of them malformed), 1 contexts (0 rewritten), 0 of 0 "
+        "repeated tokens from the cache, 0.00 s in engines, 0.25 s in tools",
+        '    the environment says: {"asked": 3}',
+        "[user] Sum.",
+        "[assistant] <think>Hm.</think>",
+        '[call add] {"a": 1}',
+        "[tool add] 3",
+        "[assistant] 3",
+    ]

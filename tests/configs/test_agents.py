@@ -1,0 +1,101 @@
+"""Recipes with environments: what is refused, and what the run makes of their budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import (
+    AgentsConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+)
+
+SHOP = EnvironmentConfig(target="shop:Shop")
+SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+
+
+def source(**fields: Any) -> SourceConfig:
+    given = {"name": "shop", "source": "environment", "environment": SHOP, "size": 8, **fields}
+    return SourceConfig(**given)
+
+
+def config(*sources: SourceConfig, stop: tuple[str, ...] = (), **agents: Any) -> Config:
+    return Config(
+        model=ModelConfig(path="some/model"),
+        data=DataConfig(sources=sources or (source(),), max_prompt_tokens=64),
+        rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=100, stop=stop)),
+        agents=AgentsConfig(**agents),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"environment": EnvironmentConfig()}, r"sources\[shop\].environment .* name one"),
+        ({"size": 0}, r"size = 0: must be at least 1 task"),
+        ({"system": "Be kind."}, r"system .* opens the conversation itself"),
+        ({"source": "reasoning_gym", "task": "chain_sum"}, "environment .* belongs to"),
+    ],
+)
+def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        source(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target": "a:B", "url": "http://x"}, "name one of target, command and url"),
+        ({"target": ":B"}, "write module:name"),
+        ({"url": "http://x", "arguments": {"a": 1}}, "belongs to target"),
+        ({"target": "a:B", "memory_mib": 8}, "memory_mib = 8: must be at least 64"),
+        ({"target": "a:B", "open_s": 0.0}, "open_s = 0"),
+    ],
+)
+def test_an_environment_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EnvironmentConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("agents", "message"),
+    [
+        ({"max_turns": 0}, "agents.max_turns = 0"),
+        ({"window": 100}, "agents.window = 100: must be above rollout.sampling.max_tokens"),
+        ({"window": -1}, "agents.window = -1"),
+        ({"context": "summary"}, "agents.summary_tokens = 1024: must be less than half"),
+        ({"stop": ("x",)}, "rollout.sampling.stop"),
+    ],
+)
+def test_budgets_that_allow_nothing_are_refused(agents: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**agents)
+
+
+def test_the_window_is_what_engines_and_trainer_are_planned_for() -> None:
+    assert config().max_context == config().window == 164
+    wide = config(window=4096)
+    assert wide.max_context == 4096 and wide.max_context_said == "agents.window = 4096"
+    assert config(source(), SUMS, window=120).max_context == 164
+    assert config(SUMS, window=4096).max_context == 164, "no source has an environment"
+
+
+def test_the_embedded_models_context_must_hold_the_window() -> None:
+    with pytest.raises(ConfigError, match=r"max_context = 512: too short for agents.window = 600"):
+        replace(config(window=600), model=ModelConfig(dtype="float32"))
+
+
+def test_groups_may_take_as_long_as_their_environments() -> None:
+    slow = source(environment=replace(SHOP, verdict_s=500.0))
+    longer = config(slow, max_turns=2).group_deadline_s - config(max_turns=2).group_deadline_s
+    assert longer == 500.0 - SHOP.verdict_s
+    assert config().group_deadline_s > config(SUMS).group_deadline_s + config().rollout.deadline_s
