@@ -1,0 +1,278 @@
+"""Tokens per second of episodes over many turns, beside plain completions on the same engine.
+
+    python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
+    python -m benchmarks.agents --out OUT --model 100m     # a driver has the least time for a turn
+    python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
+
+The engine is a Ray actor, and the episodes run in this process, as in a run. An episode has 8 turns
+of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 tokens. A plain
+completion has as many sampled tokens after the same opening. Both record routes and kept sets.
+Weights are random: what a turn says is no call, so that the chat format's reading of it is replaced
+by a call once it has been read. In each round the two take turns; the ratio is the median of the
+rounds'. `--processes`: each environment in a process of its own, which calls the same tool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from benchmarks.common.revision import commit
+from keel.agents.context import ContextManager
+from keel.agents.episode import Budget
+from keel.agents.host.client import Hosted, Program
+from keel.agents.runner import EpisodeRunner
+from keel.agents.types import Opening, ToolResult, Transcript
+from keel.configs.schema import EmbeddedConfig, RolloutConfig, SamplingConfig
+from keel.model.embedded.build import build_model
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
+from keel.rl.types import Prompt, Verdict
+from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.spec import EngineSpec
+
+TURNS, TURN_TOKENS, TOOL_S = 8, 200, 0.05
+RESULT = "twenty tokens at all"
+"""20 tokens: the embedded tokenizer has one a letter."""
+ROUND_S = 300.0
+TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
+MODELS = {
+    "1b": EmbeddedConfig(
+        hidden_size=1024,
+        layers=16,
+        heads=16,
+        kv_heads=4,
+        head_dim=64,
+        experts=32,
+        experts_per_token=4,
+        expert_size=768,
+        initializer_range=0.02,
+        max_context=2560,
+    ),
+    "100m": EmbeddedConfig(
+        hidden_size=512,
+        layers=8,
+        heads=8,
+        kv_heads=4,
+        head_dim=64,
+        experts=32,
+        experts_per_token=4,
+        expert_size=256,
+        initializer_range=0.02,
+        max_context=2560,
+    ),
+    "small": EmbeddedConfig(max_context=2560),
+}
+
+
+class Looking:
+    """An environment in this process. Its tool takes `TOOL_S`."""
+
+    async def open(self, task: Prompt, *, seed: int) -> Opening:
+        return Opening(messages=task.messages, tools=(TOOL,))
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        await asyncio.sleep(TOOL_S)
+        return ToolResult(text=RESULT)
+
+    async def reply(self, said: Message) -> Message | None:
+        return None
+
+    async def verdict(self, transcript: Transcript) -> Verdict:
+        return Verdict(parts={"correct": 0.0})
+
+    async def close(self) -> None:
+        pass
+
+
+class Look:
+    """The same in a process of its own (`--processes`)."""
+
+    def look(self) -> str:
+        """Looks."""
+        time.sleep(TOOL_S)
+        return RESULT
+
+    def verdict(self) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallingChat:
+    """Reads each turn, and takes it for a call."""
+
+    chat: TemplateChat
+    turns: int
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> list[int]:
+        return self.chat.opening(messages, tools, thinking=thinking)
+
+    def extend(
+        self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
+    ) -> list[int] | None:
+        return self.chat.extend(ids, messages, thinking=thinking)
+
+    def parse(
+        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+    ) -> Parsed:
+        self.chat.parse(sampled, tools, thinking=thinking, turn=turn)
+        call = ToolCall(call_id=f"call_{turn}_0", name=TOOL.name, arguments={})
+        last = turn + 1 == self.turns
+        return Parsed(content="", reasoning="", closed=True, calls=() if last else (call,))
+
+
+def write_model(folder: Path, config: EmbeddedConfig) -> int:
+    """Random weights with a peaked head, which never end a turn; their number."""
+    tokenizer = build_tokenizer()
+    model = build_model(config, tokenizer, seed=0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8.0)
+        # In the middle of the ids, where top-k does not reach.
+        model.lm_head.weight[list(TemplateChat(tokenizer).ends.values())] = 0.0
+    model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def prompts(count: int, salt: str) -> list[Prompt]:
+    asked = "What is there to be seen, and where, and since when? "
+    return [
+        Prompt(
+            prompt_id=f"{salt}{i}",
+            domain="made",
+            messages=({"role": "user", "content": f"{salt}{i}: {asked * 2}"},),
+            tools=(TOOL.as_json(),),
+            thinking=False,
+            environment="look",
+        )
+        for i in range(count)
+    ]
+
+
+def measure(pool: Any, runner: EpisodeRunner, count: int, salt: str) -> dict[str, Any]:
+    """One round: episodes, then plain completions."""
+    began = time.monotonic()
+    futures = [runner.submit(p, group_size=1, purpose="train") for p in prompts(count, salt)]
+    groups = [future.result() for future in as_completed(futures, timeout=ROUND_S)]
+    agents_s = time.monotonic() - began
+    trajectories = [t for group in groups for t in group.trajectories]
+    usages = [t.usage for t in trajectories if t.usage is not None]
+    tokens = sum(t.sampled_tokens for t in trajectories)
+    plain = [replace(p, environment="") for p in prompts(count, f"{salt}plain")]
+    began = time.monotonic()
+    whole = list(pool.generate(plain, group_size=1))
+    plain_s = time.monotonic() - began
+    others = sum(t.sampled_tokens for group in whole for t in group.trajectories)
+    return {
+        "agents_tokens_per_second": tokens / agents_s,
+        "plain_tokens_per_second": others / plain_s,
+        "ratio": tokens / agents_s * plain_s / others,
+        "episodes": len(trajectories),
+        "dropped": sorted({reason for group in groups for reason in group.dropped}),
+        "turns_mean": statistics.mean(usage.turns for usage in usages),
+        "sampled_mean": tokens / len(trajectories),
+        "plain_sampled_mean": others / count,
+        "prefix_hit_fraction": sum(u.cached_tokens for u in usages)
+        / sum(u.repeated_tokens for u in usages),
+        "tools_s_mean": statistics.mean(usage.tools_s for usage in usages),
+        "finish_reasons": sorted({t.finish_reason for t in trajectories}),
+        "kept_mean": statistics.mean(
+            float(s.kept.sizes()[s.trainable_T].mean())
+            for t in trajectories[:8]
+            for s in t.segments
+            if s.kept is not None
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", choices=list(MODELS), default="1b")
+    parser.add_argument("--episodes", type=int, default=256, help="at once")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", action="store_true")
+    options = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    sampling = SamplingConfig(top_p=0.95, top_k=64, max_tokens=options.turns * TURN_TOKENS)
+    with tempfile.TemporaryDirectory() as scratch:
+        parameters = write_model(Path(scratch), MODELS[options.model])
+        tokenizer = build_tokenizer()
+        spec = EngineSpec(
+            model_path=scratch,
+            tokenizer=scratch,
+            config=RolloutConfig(
+                sampling=sampling, max_num_seqs=options.episodes, kv_cache_gib=2.0, threads=2
+            ),
+            dtype="bfloat16" if gpu else "float32",
+            max_model_len=2560,
+            seed=0,
+            keep_routing=True,
+            keep_sampling_mask=True,
+        )
+        ray.init(include_dashboard=False, log_to_driver=False)
+        pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
+        target = f"{Path(__file__).resolve()}:Look"
+        program = Program(target=target)
+        runner = EpisodeRunner(
+            {"look": (lambda: Hosted(program)) if options.processes else Looking},
+            chat=CallingChat(TemplateChat(tokenizer), options.turns),
+            turns=lambda request, purpose: pool.turn(request, purpose=purpose),
+            budget=Budget(
+                turns=options.turns,
+                turn_tokens=TURN_TOKENS,
+                tokens=options.turns * TURN_TOKENS,
+                window=2560,
+            ),
+            context=ContextManager(method="none", window=2560, most=0),
+            seed=0,
+            most_open=options.episodes,
+        )
+        try:
+            pool.start()
+            measure(pool, runner, min(options.episodes, 16), "warm")
+            rounds = [
+                measure(pool, runner, options.episodes, f"r{i} ") for i in range(options.rounds)
+            ]
+        finally:
+            runner.close()
+            pool.shutdown()
+            ray.shutdown()
+    report = {
+        "command": " ".join(sys.argv[1:]),
+        "commit": commit(),
+        "device": torch.cuda.get_device_name() if gpu else platform.processor(),
+        "torch": torch.__version__,
+        "parameters": parameters,
+        "ratio": statistics.median(row["ratio"] for row in rounds),
+        "rounds": rounds,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "agents.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
