@@ -1,88 +1,390 @@
-"""A host in bubblewrap, as the wiring would put it there: by a function that wraps its command."""
+"""Environments in the sandbox that the wiring gives them: what they do, see and leave behind."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
-import platform
-import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keel.agents.host.client import Hosted
-from keel.agents.host.process import Launch
+import keel
+from keel.agents.environments.trip.environment import make_task
+from keel.agents.environments.trip.prompts import trip_prompts
+from keel.agents.environments.trip.solver import solve
+from keel.agents.environments.trip.tasks import LEVELS
+from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.host.process import Wrap
+from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost
-from keel.rewards.sandbox.sandbox import Python
-from keel.rewards.sandbox.seccomp import seccomp_filter
+from keel.rewards.sandbox.bubblewrap import IsolationError
+from keel.rewards.sandbox.environments import environment_wrap
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, alive, program, run, transcript, use
+from tests.agents.test_interpreter import needs_jupyter
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed"),
-]
+KEEL = Path(keel.__file__).parent
+SHIPPED = "keel.agents.environments"
+PROCESSES, FILES_MIB = 24, 8
+GIVEN = ["HOME", "LANG", "LC_ALL", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
+GIVEN += ["OMP_NUM_THREADS", *(f"PYTHON{name}" for name in ["HASHSEED", "NOUSERSITE", "UTF8"])]
+GIVEN += ["PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "MINE"]
+pytestmark = pytest.mark.e2e
 
 
-@contextmanager
-def bubblewrapped(command: Sequence[str], *, readable: Sequence[Path]) -> Iterator[Launch]:
-    python = Python.current()
-    words = ["bwrap", "--die-with-parent", "--unshare-all", "--new-session", "--clearenv"]
-    words += ["--setenv", "PYTHONHASHSEED", "3", "--setenv", "PATH", "/usr/bin:/bin"]
-    words += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    for name in ("bin", "lib", "lib64"):
-        words += ["--symlink", f"usr/{name}", f"/{name}"]
-    for folder in (*python.folders, *readable):
-        words += ["--ro-bind", str(folder), str(folder)]
-    fd = os.memfd_create("filter")
+def wrap_of(**settings: Any) -> Wrap:
     try:
-        os.write(fd, seccomp_filter(platform.machine()))
-        os.lseek(fd, 0, os.SEEK_SET)
-        words += ["--chdir", "/tmp", "--seccomp", str(fd), "--"]
-        assert command[0] == sys.executable
-        yield Launch([*words, python.executable, *command[1:]], (fd,))
-    finally:
-        os.close(fd)
+        wrap = environment_wrap("bubblewrap", **settings)
+    except IsolationError as error:
+        pytest.skip(str(error))
+    assert wrap is not None
+    return wrap
 
 
-def test_an_episode_in_a_sandbox(tmp_path: Path) -> None:
-    (tmp_path / "spy.py").write_text(
-        "import os, socket, subprocess\n"
-        "class Spy:\n"
-        "    def write(self, path: str) -> str:\n        return str(open(path, 'w').write('x'))\n"
-        "    def connect(self) -> str:\n        socket.socket(); return 'connected'\n"
-        "    def look(self, path: str) -> list:\n        return os.listdir(path)\n"
-        "    def flee(self) -> str:\n"
-        "        subprocess.Popen(['/bin/sleep', '1000.25'], start_new_session=True)\n"
-        "        os._exit(7)\n"
-        "    def verdict(self, messages: list) -> float:\n        return 1.0\n"
-    )
+@pytest.fixture(scope="module")
+def small() -> Wrap:
+    return wrap_of(memory_mib=220, processes=PROCESSES, files_mib=FILES_MIB)
+
+
+def attacker(wrap: Wrap, **settings: Any) -> Hosted:
+    settings = {"folder": HERE, "memory_mib": None, "env": {"MINE": "1"}, **settings}
+    settings["deadlines"] = Deadlines(open_s=30, close_s=0.5)
+    return Hosted(program("attacker:Attacker", wrap=wrap, **settings))
+
+
+def commands(words: bytes) -> list[int]:
+    """Processes of this machine whose command line has `words`."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if words in (folder / "cmdline").read_bytes() and alive(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.02)
+
+
+def test_an_episode_that_attacks(
+    small: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hunter2hunter2")
+    listener = socket.socket(socket.AF_UNIX)
+    name = f"keel-test-{os.getpid()}"
+    listener.bind("\0" + name)
+    listener.listen()
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "one").touch()
+    outside = [str(tmp_path / "trajectories"), str(HERE.parents[1] / ".git"), "/etc/ssh", "/home"]
+    outside += ["/run", "/sys", "/var", str(HERE.parent / "rewards")]
 
     async def play() -> None:
-        environment = Hosted(program("spy:Spy", folder=tmp_path, wrap=bubblewrapped))
+        environment = attacker(small)
         await environment.open(TASK, seed=3)
-        assert "Read-only" in (await use(environment, "write", path=f"{tmp_path}/x")).text
-        assert (await use(environment, "write", path="/tmp/x")).text == "1"
-        assert "not permitted" in (await use(environment, "connect")).text
-        assert "No such file" in (await use(environment, "look", path=str(HERE))).text
+
+        async def tried(tool: str, **arguments: Any) -> Any:
+            result = await use(environment, tool, **arguments)
+            assert not result.failed, result.text
+            return result.text
+
+        said = await tried("attempts", secret="hunter2hunter2", abstract=name, outside=outside)
+        found = json.loads(said)
+        assert set(found.pop("environment")) <= set(GIVEN)
+        assert found.pop("first killed") in ("", "PermissionError 1")  # as root, and not
+        assert found == {
+            "secret": False,
+            "internet": "OSError 95",
+            "netlink": "OSError 95",
+            "local": "",
+            "abstract": "ConnectionRefusedError 111",
+            "seen": [],
+            "processes": [1, 2],
+            "written": [],
+            "root": "PermissionError 1",
+            "limits": "ValueError",
+            "memory": "MemoryError",
+            "files": "OSError 24",
+            **dict.fromkeys(("unshare", "ptrace", "memfd_create", "mount", "chroot"), 1),
+        }
+        assert await tried("write_to_its_parent") == "PermissionError"
+        assert [int(await tried("fill", folder=one)) for one in ("/tmp", "/dev/shm")] == [
+            FILES_MIB,
+            FILES_MIB,
+        ]
+        assert PROCESSES - 4 <= int(await tried("fork_bomb")) < PROCESSES
+        wait_for(lambda: len(commands(b"sleep\x001000.5\0")) >= PROCESSES - 4)
         assert await environment.verdict(transcript()) == Verdict(parts={"correct": 1.0})
-        with pytest.raises(EnvironmentLost, match="exited with status 7"):
-            await use(environment, "flee")
+        await environment.close()
+        assert not commands(b"sleep\x001000.5\0")
+
+    run(play())
+    listener.close()
+
+
+@pytest.mark.parametrize("how", ["close", "crash", "hang"])
+def test_nothing_outlives_an_episode(small: Wrap, how: str) -> None:
+    async def play() -> None:
+        environment = attacker(small)
+        await environment.open(TASK, seed=3)
+        assert (await use(environment, "flee")).text == "gone"
+        assert len(commands(b"sleep\x001000.25\0")) == 2
+        if how == "crash":
+            with pytest.raises(EnvironmentLost, match="was ended by SIGSEGV"):
+                await use(environment, "crash")
+        elif how == "hang":
+            with pytest.raises(EnvironmentLost, match=r"did not end within 0\.2 s"):
+                await use(environment, "memory_bomb", 0.2)
+        await environment.close()
+        assert not commands(b"sleep\x001000.25\0")
+
+    before = zombies()
+    run(play())
+    assert zombies() <= before  # nothing is left to a first process that may not reap
+
+
+def zombies() -> int:
+    stats = (path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists())
+    return sum("(bwrap) Z" in stat or "(sh) Z" in stat for stat in stats)
+
+
+def test_memory_of_all_processes_together(small: Wrap) -> None:
+    async def play() -> None:
+        environment = attacker(small)
+        await environment.open(TASK, seed=3)
+        with pytest.raises(EnvironmentLost, match=r"processes took \d+ MiB together, .* 220") as e:
+            await use(environment, "memory_bomb", 20)
+        assert e.value.fault == "memory"
         await environment.close()
 
     run(play())
-    fled = [
-        int(folder.name)
-        for folder in Path("/proc").iterdir()
-        if folder.name.isdigit() and b"1000.25" in _command(folder)
-    ]
-    assert not any(map(alive, fled))
 
 
-def _command(folder: Path) -> bytes:
-    try:
-        return (folder / "cmdline").read_bytes()
-    except OSError:
-        return b""
+def test_output_without_an_end(small: Wrap) -> None:
+    async def play() -> None:
+        environment = attacker(small)
+        await environment.open(TASK, seed=3)
+        with pytest.raises(EnvironmentLost) as caught:
+            await use(environment, "shout")
+        assert caught.value.fault == "large" and len(caught.value.words) <= 4096
+        await environment.close()
+
+    run(play())
+
+
+def test_it_dies_with_the_process_that_opened_it(small: Wrap) -> None:
+    code = (
+        "import asyncio, os, signal\n"
+        "from tests.agents import test_sandboxed as t\n"
+        "async def play():\n"
+        "    environment = t.attacker(t.wrap_of())\n"
+        "    await environment.open(t.TASK, seed=3)\n"
+        "    await t.use(environment, 'flee')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(play())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], timeout=60)
+    assert done.returncode == -9
+    wait_for(lambda: not commands(b"sleep\x001000.25\0"))
+
+
+def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("env", "data", "out", "env/run")}
+    for folder in (tmp_path, *folders.values()):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o777)
+        (folder / "file").write_text(folder.name)
+    (tmp_path / "env" / "linked").symlink_to(tmp_path / "data")
+    (tmp_path / "alone.py").write_text(
+        "import os\n"
+        "def read(path: str) -> str:\n    return open(path + '/file').read()\n"
+        "def write(path: str) -> str:\n    open(path + '/mine', 'w').write('x'); return 'ok'\n"
+        "def look(path: str) -> list:\n    return os.listdir(path)\n"
+    )
+    wrap = wrap_of(writable=(folders["out"],), hidden=(folders["env/run"],))
+    given = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
+
+    async def play() -> None:
+        environment = Hosted(program(str(tmp_path / "alone.py"), wrap=wrap, **given))
+        await environment.open(TASK, seed=3)
+
+        async def said(tool: str, path: Path | str) -> str:
+            return (await use(environment, tool, path=str(path))).text
+
+        assert await said("read", ".") == "env"
+        assert await said("read", folders["data"]) == await said("read", "linked") == "data"
+        assert await said("write", folders["out"]) == "ok"
+        assert await said("look", folders["env/run"]) == "[]"
+        for closed in (".", folders["data"], folders["env/run"]):
+            assert "Read-only" in await said("write", closed)
+        assert "No such file" in await said("read", tmp_path)
+        await environment.close()
+
+    run(play())
+    assert (folders["out"] / "mine").read_text() == "x"
+
+
+def test_what_it_cannot_be_given_is_said(tmp_path: Path) -> None:
+    wrap = wrap_of()
+
+    async def opened(**settings: Any) -> str:
+        environment = attacker(wrap, **settings)
+        try:
+            with pytest.raises(EnvironmentLost) as caught:
+                await environment.open(TASK, seed=3)
+            return str(caught.value)
+        finally:
+            await environment.close()
+
+    async def play() -> None:
+        assert "cannot be given / to read; name its folder" in await opened(folder=Path("/"))
+        gone = tmp_path / "gone"
+        assert f"there is no {gone}, which" in await opened(readable=(gone,))
+        assert "there is no program nobody" in await opened(python="nobody")
+        (tmp_path / "python3").write_text("#!/bin/sh\nexit 3\n")
+        (tmp_path / "python3").chmod(0o755)
+        assert "is no Python interpreter" in await opened(python=str(tmp_path / "python3"))
+        tmp_path.chmod(0o700)
+        if os.geteuid() == 0:
+            assert f"chmod -R o+rX {tmp_path}" in await opened(folder=tmp_path)
+
+    run(play())
+
+
+def test_another_interpreter_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """Elsewhere, behind links, and with a package that this one does not have."""
+    for folder in (tmp_path, tmp_path / "real"):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "real" / "venv"], check=True
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "venv")
+    python = tmp_path / "link" / "bin" / "python"
+    (packages,) = (tmp_path / "real" / "venv" / "lib").glob("python3*/site-packages")
+    (packages / "only_here.py").write_text(
+        "import sys\ndef where() -> str:\n    return sys.prefix + ' ' + sys.executable\n"
+    )
+
+    async def play() -> None:
+        target = {"kind": "functions", "python": str(python)}
+        environment = Hosted(program("only_here", wrap=wrap_of(), **target))
+        await environment.open(TASK, seed=3)
+        assert (await use(environment, "where")).text == f"{tmp_path / 'link'} {python}"
+        await environment.close()
+
+    run(play())
+
+
+def test_the_machines_network_for_those_who_ask(small: Wrap) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        async def connected(wrap: Wrap) -> str:
+            environment = Hosted(program("attacker:connect", wrap=wrap))
+            try:
+                await environment.open(TASK, seed=3)
+                return (await use(environment, "connect", port=port)).text
+            finally:
+                await environment.close()
+
+        async def play() -> None:
+            assert await connected(wrap_of(network="host")) == "connected"
+            assert "not supported" in await connected(small)
+
+        run(play())
+
+
+def test_shipped_environments() -> None:
+    """The trip planner, the calculator, a game and a server of tools, all at once."""
+    wrap = wrap_of()
+
+    async def trip() -> None:
+        (prompt,) = trip_prompts(5, 1, seed=3)
+        target = f"{SHIPPED}.trip.environment:Trip"
+        environment = Hosted(Program(target=target, folder=KEEL, wrap=wrap))
+        assert (await environment.open(prompt, seed=0)).messages == prompt.messages
+        calls = solve(make_task(prompt.reward["trip"]["seed"], LEVELS[5])[1])
+        name, arguments = next(calls)
+        with suppress(StopIteration):
+            while True:
+                name, arguments = calls.send((await use(environment, name, **arguments)).text)
+        verdict = await environment.verdict(transcript())
+        assert isinstance(verdict, Verdict) and verdict.parts["correct"] == 1.0
+        await environment.close()
+
+    async def calculator() -> None:
+        target = f"{SHIPPED}.calculator:Calculator"
+        environment = Hosted(Program(target=target, folder=KEEL, wrap=wrap))
+        await environment.open(TASK, seed=0)
+        assert (await use(environment, "calculate", expression="6 * 7")).text == "42"
+        await environment.close()
+
+    async def game() -> None:
+        environment = Hosted(program("shop:Guess", wrap=wrap))
+        opening = await environment.open(TASK, seed=3)
+        (move,) = (tool.name for tool in opening.tools)
+        (name,) = opening.tools[0].parameters["properties"]
+        results = [await use(environment, move, **{name: guess}) for guess in (2, 2, 2)]
+        assert results[-1].done and isinstance(await environment.verdict(transcript()), Verdict)
+        await environment.close()
+
+    async def server() -> None:
+        command = (sys.executable, "mcp_shop.py", "{seed}")
+        environment = McpEpisode(McpServer(command=command, folder=HERE, wrap=wrap))
+        opening = await environment.open(TASK, seed=3)
+        assert opening.tools
+        await environment.close()
+
+    async def play() -> None:
+        await asyncio.gather(trip(), calculator(), game(), server())
+
+    run(play())
+
+
+@needs_jupyter
+def test_a_kernel_in_a_sandbox() -> None:
+    async def play() -> None:
+        target = f"{SHIPPED}.interpreter:Interpreter"
+        arguments = {"cell_s": 2.0, "ending_s": 2.0}
+        environment = Hosted(
+            Program(target=target, folder=KEEL, wrap=wrap_of(), arguments=arguments)
+        )
+        await environment.open(TASK, seed=3)
+
+        async def cell(code: str) -> str:
+            result = await use(environment, "python", 60, code=code)
+            assert not result.failed
+            return result.text
+
+        assert await cell("x = 6\nprint('a')\nx * 7") == "a\n42"
+        said = await cell("print('begun', flush=True)\nimport time; time.sleep(1000)")
+        assert said.startswith("begun") and "KeyboardInterrupt" in said
+        assert await cell("x") == "6"
+        assert "not supported" in await cell("import socket; socket.socket()")
+        assert "PermissionError" in await cell(
+            "import os; open(f'/proc/{os.getppid()}/mem', 'r+b')"
+        )
+        assert "from a child" in await cell("import os; os.system('echo from a child');")
+        assert "all variables are gone" in await cell("os._exit(3)")
+        deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
+        assert "could not be interrupted" in await cell(deaf)
+        assert await cell("1 + 1") == "2"
+        await environment.close()
+        assert not commands(b"ipykernel_launcher")
+
+    run(play())
