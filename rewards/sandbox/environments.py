@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,12 +88,13 @@ class EnvironmentSandbox:
     """Whether to mount /proc. Some containers cover theirs, and then let nobody mount another."""
 
     @contextmanager
-    def __call__(self, command: Sequence[str], *, readable: Sequence[Path]) -> Iterator[Launch]:
+    def __call__(self, command: Sequence[str], *, readable: Sequence[Path]) -> Generator[Launch]:
         """Raises FileNotFoundError where there is no such program, and PermissionError for what its
         user may not read or write inside."""
         root = os.geteuid() == 0
         host = self.network == "host"
         needed = runtime(command[0])
+        # Where the machine is out of memory, an episode ends before an engine does.
         words = [tool("choom"), "-n", "1000", "--", tool("bwrap"), "--as-pid-1"]
         words += [*namespaces(root, network=host), *system()]
         words += private(TMP, self.files_mib)

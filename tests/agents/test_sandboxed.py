@@ -105,7 +105,9 @@ def test_an_episode_that_attacks(
         said = await tried("attempts", secret="hunter2hunter2", abstract=name, outside=outside)
         found = json.loads(said)
         assert set(found.pop("environment")) <= set(GIVEN)
-        assert found.pop("first killed") in ("", "PermissionError 1")  # as root, and not
+        # Started by another than root; by root.
+        assert found.pop("first killed") in ("", "PermissionError 1")
+        assert found.pop("root") in ("OSError 22", "PermissionError 1")
         assert found == {
             "secret": False,
             "internet": "OSError 95",
@@ -115,7 +117,7 @@ def test_an_episode_that_attacks(
             "seen": [],
             "processes": [1, 2],
             "written": [],
-            "root": "PermissionError 1",
+            "ended first": "1000",  # when the machine is out of memory
             "limits": "ValueError",
             "memory": "MemoryError",
             "files": "OSError 24",
