@@ -1,8 +1,8 @@
 """Puts the process of an environment into a sandbox: as long as its episode, with a channel to it.
 
 As programs of completions are held, and yet: it reads its interpreter and the folders that it was
-given, has sockets of the file system (a Jupyter kernel needs them), a /proc of its own processes
-where the machine lets bubblewrap mount one, and the machine's network where it is asked to.
+given, has sockets of the file system (a Jupyter kernel needs them), a /proc and pseudo-terminals of
+its own where the machine lets bubblewrap mount them, and the network where it is asked to.
 
 The first process inside is a shell that reaps whatever the program leaves behind. When it goes all
 others are killed, and only then does the outer process end: who waits for that one waits for all.
@@ -84,8 +84,8 @@ class EnvironmentSandbox:
     files_mib: int
     writable: Sequence[Path]
     hidden: Sequence[Path]
-    proc: bool
-    """Whether to mount /proc. Some containers cover theirs, and then let nobody mount another."""
+    mounts: bool
+    """Whether to mount /proc and pseudo-terminals. Some containers let nobody do that."""
 
     @contextmanager
     def __call__(self, command: Sequence[str], *, readable: Sequence[Path]) -> Generator[Launch]:
@@ -98,14 +98,16 @@ class EnvironmentSandbox:
         words = [tool("choom"), "-n", "1000", "--", tool("bwrap"), "--as-pid-1"]
         words += [*namespaces(root, network=host), *system()]
         words += private(TMP, self.files_mib)
-        words += made_folders(["/etc", "/dev"]) + SYSTEM_FILES
+        words += made_folders(["/etc"]) + SYSTEM_FILES
         if host:
             for name in _NETWORK_FILES:
                 words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         words += self._folders([*needed.paths, *readable], root)
-        words += [*devices(), "--symlink", TMP, "/dev/shm"]
-        if self.proc:
-            words += ["--proc", "/proc"]
+        if self.mounts:
+            words += ["--proc", "/proc", "--dev", "/dev", *private("/dev/shm", self.files_mib)]
+            words += ["--remount-ro", "/dev"]
+        else:
+            words += [*made_folders(["/dev"]), *devices(), "--symlink", TMP, "/dev/shm"]
         with ExitStack() as stack:
             rules = seccomp_filter(platform.machine(), sockets=NETWORK if host else LOCAL)
             fd = memory_file(stack, rules)
@@ -179,9 +181,9 @@ def environment_wrap(
 
     memory_mib: resident memory of all processes of an episode together, and address space of each;
     None: no limit. network: host is the machine's own, its local services included. processes: with
-    threads. files_mib: the private /tmp, which is memory too. writable: folders of this machine
-    that it may change, all episodes the same. hidden: folders that it must not see, though they may
-    lie in one that it reads. knob: what sets `isolation`, for messages.
+    threads. files_mib: of the private /tmp and of /dev/shm, which are memory too. writable: folders
+    of this machine that it may change, all episodes the same. hidden: folders that it must not see,
+    though they may lie in one that it reads. knob: what sets `isolation`, for messages.
 
     Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
     """
@@ -206,7 +208,7 @@ def environment_wrap(
                 f"an environment in a sandbox is a user of its own: chmod o+rwx {folder}"
             )
 
-    def sandbox(proc: bool) -> EnvironmentSandbox:
+    def sandbox(mounts: bool) -> EnvironmentSandbox:
         return EnvironmentSandbox(
             network=network,
             memory_mib=memory_mib,
@@ -214,12 +216,12 @@ def environment_wrap(
             files_mib=files_mib,
             writable=tuple(writable),
             hidden=tuple(hidden),
-            proc=proc,
+            mounts=mounts,
         )
 
-    for proc in (True, False):
-        if not (complaint := _tried(sandbox(proc))):
-            return sandbox(proc)
+    for mounts in (True, False):
+        if not (complaint := _tried(sandbox(mounts))):
+            return sandbox(mounts)
         if not complaint.startswith("bwrap"):
             break
     cure = _CURE.format(knob=knob)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def refused(work) -> str:
@@ -45,7 +46,7 @@ class Attacker:
                 for folder in (here, "/", "/usr", "/etc", "/dev", "/root", os.path.dirname(here))
                 if not refused(lambda folder=folder: open(f"{folder}/x", "w").close())
             ],
-            "ended first": open("/proc/self/oom_score_adj").read().strip(),
+            "ended first": Path("/proc/self/oom_score_adj").read_text().strip(),
             "first killed": refused(lambda: os.kill(1, 9)),
             "root": refused(lambda: os.setuid(0)) if os.getuid() else "is root",
             "limits": refused(lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))),

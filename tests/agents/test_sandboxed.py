@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import socket
@@ -26,7 +27,7 @@ from keel.agents.host.process import Wrap
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import environment_wrap
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, alive, program, run, transcript, use
 from tests.agents.test_interpreter import needs_jupyter
@@ -359,6 +360,24 @@ def test_shipped_environments() -> None:
 
 
 @needs_jupyter
+def test_a_kernel_where_nothing_can_be_mounted() -> None:
+    wrap = wrap_of()
+    assert isinstance(wrap, EnvironmentSandbox)
+
+    async def play() -> None:
+        target = f"{SHIPPED}.interpreter:Interpreter"
+        environment = Hosted(
+            Program(target=target, folder=KEEL, wrap=dataclasses.replace(wrap, mounts=False))
+        )
+        await environment.open(TASK, seed=3)
+        code = "import os; os.path.exists('/proc/self'), os.path.exists('/dev/ptmx')"
+        assert (await use(environment, "python", 60, code=code)).text == "(False, False)"
+        await environment.close()
+
+    run(play())
+
+
+@needs_jupyter
 def test_a_kernel_in_a_sandbox() -> None:
     async def play() -> None:
         target = f"{SHIPPED}.interpreter:Interpreter"
@@ -381,7 +400,8 @@ def test_a_kernel_in_a_sandbox() -> None:
         assert "PermissionError" in await cell(
             "import os; open(f'/proc/{os.getppid()}/mem', 'r+b')"
         )
-        assert "from a child" in await cell("import os; os.system('echo from a child');")
+        assert await cell("import os; os.system('echo from a child');") == "from a child"
+        assert await cell("!echo from a terminal") == "from a terminal"
         assert "all variables are gone" in await cell("os._exit(3)")
         deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
         assert "could not be interrupted" in await cell(deaf)

@@ -104,10 +104,10 @@ def test_half_an_isolation_is_none(stand_in) -> None:
 
 @pytest.mark.e2e
 @needs_bubblewrap
-def test_where_no_proc_can_be_mounted_it_goes_without(stand_in) -> None:
+def test_where_nothing_can_be_mounted_it_goes_without(stand_in) -> None:
     stand_in(NO_PROC.format(bwrap=shutil.which("bwrap")))
     wrap = environment_wrap("bubblewrap")
-    assert isinstance(wrap, EnvironmentSandbox) and not wrap.proc
+    assert isinstance(wrap, EnvironmentSandbox) and not wrap.mounts
 
 
 @pytest.mark.parametrize(
