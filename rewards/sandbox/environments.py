@@ -135,8 +135,8 @@ class EnvironmentSandbox:
                 raise FileNotFoundError(f"there is no {path}, which the environment is to read")
             if root and not _others_may(path, 0o5 if path.is_dir() else 0o4):
                 raise PermissionError(
-                    f"{path} is for its owner alone, and below root an environment in a sandbox is "
-                    f"a user of its own: chmod -R o+rX {path}"
+                    f"{path} is for its owner alone, and where Keel runs as root an environment in "
+                    f"a sandbox is a user of its own: chmod -R o+rX {path}"
                 )
             if not path.is_relative_to("/usr"):
                 binds[path] = "--ro-bind"
@@ -204,8 +204,8 @@ def environment_wrap(
             raise ValueError(f"environment sandbox: there is no folder {folder} to write to")
         if os.geteuid() == 0 and not _others_may(folder, 0o7):
             raise ValueError(
-                f"environment sandbox: {folder} is not for everybody to write to, and below root "
-                f"an environment in a sandbox is a user of its own: chmod o+rwx {folder}"
+                f"environment sandbox: {folder} is not for everybody to write to, and where Keel "
+                f"runs as root an environment is a user of its own: chmod o+rwx {folder}"
             )
 
     def sandbox(mounts: bool) -> EnvironmentSandbox:

@@ -66,7 +66,8 @@ class Keeper:
     def _look(self, pid: int, memory_mib: int) -> None:
         used = usage(pid)
         over = used.resident > memory_mib << 20
-        if not over and used.resident:
+        # The kernel may say that a small process which has just begun has no memory at all.
+        if not over and (used.processes > 1 or _begun(pid)):
             return
         with self._lock:
             if self._most.get(pid) != memory_mib:
@@ -91,11 +92,13 @@ def end_inside(pid: int) -> None:
 
 
 def _begun(pid: int) -> bytes:
-    """When a process started, which tells it from another that has its number. b"": it is gone."""
+    """When a process started, which tells it from another that has its number. b"": it has ended,
+    reaped or not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except OSError:
         return b""
+    return b"" if fields[0] in (b"Z", b"X") else fields[19]
 
 
 KEEPER = Keeper()

@@ -121,6 +121,10 @@ class Attacker:
         os.kill(os.getpid(), 11)
         return ""
 
+    def hang(self) -> str:
+        time.sleep(1000)
+        return ""
+
     def memory_bomb(self) -> str:
         """Each of them within its limit."""
         for _ in range(4):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from keel.rewards.sandbox import keeper as keeper_module
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
-from keel.rewards.sandbox.keeper import KEEPER, Keeper
+from keel.rewards.sandbox.keeper import Keeper
+from keel.rewards.sandbox.processes import Usage
 from keel.rewards.sandbox.runtime import runtime
 from keel.rewards.sandbox.seccomp import LOCAL, seccomp_filter
 
@@ -168,4 +171,17 @@ def test_a_keeper_lets_go_of_what_is_gone() -> None:
     assert thread is not None
     thread.join(5)
     assert not thread.is_alive() and keeper.release(2**22 + 1) == ""
-    assert KEEPER._thread is None  # none is open
+
+
+def test_a_keeper_holds_on_to_what_seems_to_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that has just begun may, by the kernel's counters."""
+    monkeypatch.setattr(keeper_module, "LOOK_EVERY_S", 0.01)
+    said = [Usage(resident=0, cpu_s=0.0, processes=1)] * 3
+    said.append(Usage(resident=65 << 20, cpu_s=0.0, processes=2))
+    monkeypatch.setattr(keeper_module, "usage", lambda pid: said.pop(0))
+    keeper = Keeper()
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 99; exit 7"]) as process:
+        keeper.hold(process.pid, 64)
+        assert process.wait(10) == 7  # its child was ended, and it by itself
+    said_why = "out of memory: its 2 processes took 65 MiB together, and may take 64"
+    assert keeper.release(process.pid) == said_why and not said
