@@ -4,7 +4,8 @@
 
 The calculator, and with `--kernels` the Python interpreter, in a process of its own: alone and in
 the sandbox by turns, so that a machine which others use slows both alike. Memory is what the
-machine has less of; `keeper` is the thread that watches over the sandboxes' memory.
+processes have resident, shared pages split (Pss; only root sees it); `keeper` is the thread that
+watches over the sandboxes' memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.host.room import make_room
 from keel.rewards.sandbox.environments import environment_wrap
-from keel.rewards.sandbox.processes import usage
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt
 
@@ -56,11 +56,11 @@ async def open_ms(wrap: Wrap, name: str) -> float:
 async def live(wrap: Wrap, count: int) -> str:
     starting = asyncio.Semaphore(AT_ONCE)
     environments = [hosted(wrap, "calculator:Calculator", starting) for _ in range(count)]
-    free, cpu, began = available_mib(), cpu_s(), time.perf_counter()
+    cpu, began = cpu_s(), time.perf_counter()
     await asyncio.gather(*(one.open(TASK, seed=0) for one in environments))
     opened = time.perf_counter() - began
-    used = [usage(int(pid)) for pid in children()]
-    taken, resting = free - available_mib(), cpu_s()[0]
+    pids = below(os.getpid())
+    taken, resting = sum(map(pss_mib, pids)), cpu_s()[0]
     await asyncio.sleep(REST_S)
     keeper = (cpu_s()[0] - resting) / REST_S
     began = time.perf_counter()
@@ -71,22 +71,24 @@ async def live(wrap: Wrap, count: int) -> str:
     await asyncio.gather(*(one.close() for one in environments))
     closed = time.perf_counter() - began
     ours, theirs = (1e3 * (b - a) / count for a, b in zip(cpu, cpu_s(), strict=True))
-    assert not children()
+    assert not below(os.getpid())
     return (
-        f"opened in {opened:.1f} s, {sum(one.processes for one in used) / count:.0f} processes and "
+        f"opened in {opened:.1f} s, {len(pids) / count:.0f} processes and "
         f"{taken / count:.1f} MiB each, keeper {100 * keeper:.1f} % of a core, a call of all "
         f"{1e3 * called:.0f} ms, closed in {closed:.1f} s; CPU of each {theirs:.0f} ms, of this "
         f"process for it {ours:.1f} ms"
     )
 
 
-def children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+def below(pid: int) -> list[int]:
+    lists = (path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    children = [int(child) for found in lists for child in found]
+    return children + [one for child in children for one in below(child)]
 
 
-def available_mib() -> float:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 1024
+def pss_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def cpu_s() -> tuple[float, float]:
