@@ -39,6 +39,8 @@ class McpServer:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     offered: Sequence[str] | None = None
     """The tools that the policy is told of. None: all that the server lists."""
+    readable: Sequence[Path] = ()
+    """Files and folders that it reads in a sandbox, beside `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 
@@ -90,7 +92,7 @@ class McpEpisode:
                 env={"PYTHONHASHSEED": str(seed % 2**32), **server.env},
                 folder=server.folder,
                 wrap=server.wrap,
-                readable=() if server.folder is None else (server.folder,),
+                readable=(*([server.folder] if server.folder else ()), *server.readable),
             )
             self._wire = _Wire(self._process)
             transport = self._wire.streams()

@@ -52,7 +52,7 @@ def last_lines(folder: Path, *words: str) -> list[str]:
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> str:
     """The words of a machine that has none."""
     open_sandbox.cache_clear()
-    monkeypatch.setattr("keel.rewards.sandbox.sandbox.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("keel.rewards.sandbox.bubblewrap.shutil.which", lambda *_, **__: None)
     try:
         with pytest.raises(IsolationError) as error:
             open_sandbox("bubblewrap")

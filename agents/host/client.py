@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -68,6 +68,8 @@ class Program:
     """Environment variables, added to the few that every environment gets."""
     memory_mib: int | None = 4096
     """Address space of each of its processes. None: no limit."""
+    readable: Sequence[Path] = ()
+    """Files and folders that it reads in a sandbox, beside `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 
@@ -124,7 +126,7 @@ class Hosted:
             env={**ENVIRONMENT, "PYTHONHASHSEED": str(seed % 2**32), **own, **program.env},
             folder=folder,
             wrap=program.wrap,
-            readable=(*READABLE, folder),
+            readable=(*READABLE, folder, *_file_of(program.target, folder), *program.readable),
         )
         request = {
             "do": "open",
@@ -266,6 +268,12 @@ class Hosted:
             message = f"{self._program.target}: {message}" if message else message
         self._lost = await self._process.lost(fault, during, message)
         return self._lost
+
+
+def _file_of(target: str, folder: Path) -> list[Path]:
+    """Where a target is given by its file."""
+    name = target.partition(":")[0]
+    return [folder / name] if name.endswith(".py") and (folder / name).is_file() else []
 
 
 def _tool(given: Any) -> ToolSpec:

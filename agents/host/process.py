@@ -14,9 +14,9 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -34,12 +34,37 @@ PASSED_ON = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
 """What an environment sees of this process's environment: no key and no token is among it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Protocol):
     """A command line as it is to be started."""
+
+    @property
+    def command(self) -> Sequence[str]: ...
+
+    @property
+    def pass_fds(self) -> Sequence[int]: ...
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Instead of what is passed on of this process's environment."""
+        ...
+
+    def started(self, pid: int) -> Callable[[], str] | None:
+        """Told the number of what was started. None: that is the program. Else it is a sandbox's
+        outer process, which ends by itself after all that is inside; what is returned is called at
+        its end, and says at which limit the sandbox was ended, or ""."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """A `Launch` without a sandbox."""
 
     command: Sequence[str]
     pass_fds: Sequence[int] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def started(self, pid: int) -> None:
+        return None
 
 
 class Wrap(Protocol):
@@ -49,7 +74,7 @@ class Wrap(Protocol):
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[Launch]:
         """readable: files and folders that the program needs beyond the system and its
-        interpreter's own."""
+        interpreter's own. Raises FileNotFoundError and PermissionError in words for the user."""
         ...
 
 
@@ -57,7 +82,7 @@ def not_wrapped(
     command: Sequence[str], *, readable: Sequence[Path]
 ) -> AbstractContextManager[Launch]:
     """No sandbox: the environment may do whatever this process's user may."""
-    return nullcontext(Launch(command))
+    return nullcontext(Bare(command))
 
 
 def line_of(message: Mapping[str, Any]) -> bytes:
@@ -77,8 +102,11 @@ class LineProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         words: _Words,
+        limit: Callable[[], str] | None,
     ) -> None:
         self._process = process
+        self._limit = limit
+        self._over = ""
         self._reader, self._writer, self._words = reader, writer, words
         self._end: asyncio.Task[str] | None = None
         # Where nobody closes it (an event loop that was given up), the interpreter's end does.
@@ -96,6 +124,7 @@ class LineProcess:
         """Raises EnvironmentLost where there is nothing to start, and OSError out of files."""
         ours, theirs = socket.socketpair()
         read_words, write_words = os.pipe()
+        passed_on = {k: os.environ[k] for k in PASSED_ON if k in os.environ}
         try:
             with wrap(command, readable=readable) as launch:
                 process = subprocess.Popen(
@@ -103,11 +132,12 @@ class LineProcess:
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=write_words,
-                    env={**{k: os.environ[k] for k in PASSED_ON if k in os.environ}, **env},
+                    env={**passed_on, **launch.env, **env},
                     cwd=folder,
                     pass_fds=launch.pass_fds,
                     start_new_session=True,
                 )
+                limit = launch.started(process.pid)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             ours.close()
             os.close(read_words)
@@ -128,8 +158,10 @@ class LineProcess:
             process.wait(REAPING_S)
             ours.close()
             words.close()
+            if limit is not None:
+                limit()
             raise
-        return LineProcess(process, reader, writer, words)
+        return LineProcess(process, reader, writer, words, limit)
 
     @property
     def words(self) -> str:
@@ -161,6 +193,8 @@ class LineProcess:
         if fault == "exit":
             fault = "crash" if ended.startswith("was ended") else "exit"
             message = ended
+        if self._over:
+            fault, message = "memory", self._over
         return EnvironmentLost(fault, during, message, self.words)
 
     async def end(self, within_s: float = 0.0) -> str:
@@ -176,10 +210,15 @@ class LineProcess:
             by_itself = await _gone(pid, within_s)
         finally:
             # The leader is not reaped yet, so that its number is nobody else's.
-            for child in _below(pid):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(child, signal.SIGKILL)
+            _kill_below(pid)
+            if self._limit is None:
+                _kill_group(pid)
+        if self._limit is not None:
+            until = time.monotonic() + REAPING_S
+            while not await _gone(pid, 0.05) and time.monotonic() < until:
+                _kill_below(pid)  # it was still being started
             _kill_group(pid)
+            self._over = self._limit()
         await _gone(pid, REAPING_S)
         code = self._process.poll()
         if code is not None:
@@ -224,6 +263,12 @@ def _below(pid: int) -> list[int]:
                 pending += map(int, children)
                 found += map(int, children)
     return found
+
+
+def _kill_below(pid: int) -> None:
+    for child in _below(pid):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
 
 
 def _kill_group(pid: int) -> None:

@@ -104,18 +104,21 @@ def limit_memory(mib: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
-def end_with_parent() -> None:
-    """Keel may be killed at any time, and nobody would miss this process then."""
+def stand_alone() -> None:
+    """Keel may be killed at any time, and nobody would miss this process then. And what it starts
+    may be the policy's: that must not write to the memory in which the verdict is made."""
     try:
         import ctypes  # noqa: PLC0415
 
-        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+        prctl = ctypes.CDLL(None).prctl
+        prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+        prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody else opens /proc/…/mem
     except Exception:  # another system, or a filter: the end of standard input is seen all the same
         pass
 
 
 def main() -> None:
-    end_with_parent()
+    stand_alone()
     requests = open(os.dup(0), "rb")  # noqa: SIM115
     replies = open(os.dup(1), "wb")  # noqa: SIM115
     nowhere = os.open(os.devnull, os.O_RDONLY)

@@ -11,13 +11,10 @@ Started by root, the program gets a user id that nobody else has; by anyone else
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import platform
 import re
-import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,13 +26,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Literal, cast, get_args
 
+from keel.rewards.sandbox.bubblewrap import (
+    SYSTEM_FILES,
+    TMP,
+    IsolationError,
+    devices,
+    made_folders,
+    memory_file,
+    namespaces,
+    private,
+    system,
+    tool,
+    unprivileged,
+)
 from keel.rewards.sandbox.processes import reap, subreaper
 from keel.rewards.sandbox.seccomp import seccomp_filter
 from keel.rewards.sandbox.watch import GRACE_S, Limits, Outcome, Watch
 
 Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
 
-BOX, TMP = "/box", "/tmp"
+BOX = "/box"
 _KNOB = "rewards.code.isolation"
 _FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')  # bubblewrap's own words, not the program's
 _CURE = (
@@ -53,10 +63,6 @@ _ENVIRONMENT = {
     "PYTHONNOUSERSITE": "1",
     "PYTHONSAFEPATH": "1",
 }
-
-
-class IsolationError(ValueError):
-    """This machine cannot isolate programs. Says why, and the cure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,11 @@ class Sandbox:
         self._isolated = isolation == "bubblewrap"
         self._root = os.geteuid() == 0
         if self._isolated:
-            self._bwrap = _tool("bwrap")
+            self._bwrap = tool("bwrap")
             self._filter = seccomp_filter(platform.machine())
         else:
-            self._setpriv = _tool("setpriv")
-        self._prlimit = _tool("prlimit")
+            self._setpriv = tool("setpriv")
+        self._prlimit = tool("prlimit")
 
     def run(
         self,
@@ -132,13 +138,13 @@ class Sandbox:
             if self._isolated:
 
                 def give(data: bytes) -> str:
-                    passed.append(_memory_file(stack, data))
+                    passed.append(memory_file(stack, data))
                     return str(passed[-1])
 
                 words = [
                     *self._wrapped(files, stdin, limits, give),
                     *("--json-status-fd", str(passed[0]), "--sync-fd", str(passed[1]), "--"),
-                    *self._unprivileged(),
+                    *unprivileged(self._root),
                     *words,
                 ]
             else:  # it dies with this process, as what bubblewrap starts does
@@ -148,7 +154,7 @@ class Sandbox:
                     words,
                     cwd=folder,
                     env=_ENVIRONMENT if folder is None else {**_ENVIRONMENT, "HOME": str(folder)},
-                    stdin=_memory_file(stack, stdin),
+                    stdin=memory_file(stack, stdin),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     bufsize=0,
@@ -195,47 +201,19 @@ class Sandbox:
     def _wrapped(
         self, files: Mapping[str, bytes], stdin: bytes, limits: Limits, give: Callable[[bytes], str]
     ) -> list[str]:
-        words = [self._bwrap, "--die-with-parent", "--new-session", "--hostname", "sandbox"]
-        words += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-        words += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
-        if self._root:  # to become the program's user, which ends them
-            for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
-                words += ["--cap-add", capability]
-        else:
-            words += ["--unshare-user"]
-        words += ["--ro-bind", "/usr", "/usr"]
-        for name in ("bin", "lib", "lib64"):
-            if Path(f"/{name}").is_symlink():
-                words += ["--symlink", f"usr/{name}", f"/{name}"]
-            else:
-                words += ["--ro-bind-try", f"/{name}", f"/{name}"]
-        # Made beforehand where the program's user must pass through: otherwise only root could.
-        made: set[str] = set()
-        for folder in ("/etc", "/dev", BOX, *self._python.folders):
-            for parent in (*reversed(Path(folder).parents[:-1]), Path(folder)):
-                if str(parent) not in made:
-                    made.add(str(parent))
-                    words += ["--perms", "0755", "--dir", str(parent)]
-        for name in ("/etc/ld.so.cache", "/etc/alternatives"):
-            words += ["--ro-bind-try", name, name]
+        words = [self._bwrap, *namespaces(self._root), *system()]
+        words += made_folders(("/etc", "/dev", BOX, *self._python.folders))
+        words += SYSTEM_FILES
         for folder in self._python.folders:
             words += ["--ro-bind", folder, folder]
-        for name in ("null", "zero", "full", "random", "urandom"):
-            words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        words += devices()
         # A copy, because there is no /proc for the usual link to lead to.
         words += ["--perms", "0444", "--file", give(stdin), "/dev/stdin"]
         for name, content in files.items():
             words += ["--perms", "0555", "--file", give(content), f"{BOX}/{name}"]
-        words += ["--perms", "1777", "--size", str(limits.files_mib << 20), "--tmpfs", TMP]
+        words += private(TMP, limits.files_mib)
         words += ["--remount-ro", "/", "--chdir", TMP, "--seccomp", give(self._filter)]
         return words
-
-    def _unprivileged(self) -> list[str]:
-        if not self._root:
-            return []
-        user = _unused_user()
-        words = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
-        return [*words, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
 
 
 @lru_cache(maxsize=2)
@@ -265,13 +243,6 @@ def open_sandbox(isolation: str) -> Sandbox:
     return sandbox
 
 
-def _tool(name: str) -> str:
-    path = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/bin:/bin:/usr/sbin")
-    if path is None:
-        raise RuntimeError(f"{name} is not installed")
-    return path
-
-
 def _pipe(stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
     read, write = os.pipe()
     return (
@@ -280,33 +251,12 @@ def _pipe(stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
     )
 
 
-def _memory_file(stack: ExitStack, data: bytes) -> int:
-    """A descriptor of `data` that can be read and nothing else."""
-    sealed = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fd = os.memfd_create("keel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", buffering=0) as file:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sealed)
-        again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    stack.callback(os.close, again)
-    return again
-
-
 def _write(root: Path, files: Mapping[str, bytes]) -> None:
     for name in ("box", "tmp"):
         (root / name).mkdir()
     for name, content in files.items():
         (root / "box" / name).write_bytes(content)
         (root / "box" / name).chmod(0o555)
-
-
-def _unused_user() -> str:
-    """A user id that (all but certainly) nobody has, so that limits by user hold for one run."""
-    spans = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    first, _, count = max((tuple(map(int, span)) for span in spans), key=lambda span: span[2])
-    return str(first + count // 4 + secrets.randbelow(count // 4))
 
 
 _PROBE = b"""

@@ -8,7 +8,9 @@ memory, key rings that users share, and interfaces of the kernel with a long rec
 from __future__ import annotations
 
 import errno
+import socket
 import struct
+from collections.abc import Sequence
 
 # name → number on x86_64, on aarch64 (the kernel's syscall_64.tbl and asm-generic/unistd.h)
 DENIED = {
@@ -78,6 +80,8 @@ CLONE = (56, 220)
 CLONE3 = (435, 435)
 MACHINES = {"x86_64": 0, "aarch64": 1}
 """`platform.machine()` → column of the tables above."""
+LOCAL = (socket.AF_UNIX,)
+NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
@@ -88,8 +92,10 @@ _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def seccomp_filter(machine: str) -> bytes:
+def seccomp_filter(machine: str, *, sockets: Sequence[int] = ()) -> bytes:
     """A classic BPF program for `machine` (`platform.machine()`), as `bwrap --seccomp` reads it.
+
+    sockets: the families of which `socket` makes some all the same, such as `LOCAL`.
 
     Raises ValueError for a machine whose call numbers are not in the table.
     """
@@ -105,10 +111,20 @@ def seccomp_filter(machine: str) -> bytes:
     ]
     if machine == "x86_64":
         program += _when(_AT_LEAST, _X32, missing)
-    for numbers in DENIED.values():
-        program += _when(_EQUAL, numbers[column], refused)
+    for name, numbers in DENIED.items():
+        if name != "socket" or not sockets:
+            program += _when(_EQUAL, numbers[column], refused)
     # Its flags are behind a pointer, out of a filter's reach; the C library falls back to clone.
     program += _when(_EQUAL, CLONE3[column], missing)
+    if sockets:
+        allowed = [
+            instruction for family in sockets for instruction in _when(_EQUAL, family, _ALLOW)
+        ]
+        # The family is an `int`: the kernel, too, looks at the lower half of the argument alone.
+        # As on a machine that has no such family: ZeroMQ's library aborts at any other error.
+        absent = _ERRNO | errno.EOPNOTSUPP
+        asked = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *allowed, (_RETURN, 0, 0, absent)]
+        program += [(_EQUAL, 0, len(asked), DENIED["socket"][column]), *asked]
     program += [
         (_EQUAL, 0, 3, CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),

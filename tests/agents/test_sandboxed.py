@@ -1,88 +1,261 @@
-"""A host in bubblewrap, as the wiring would put it there: by a function that wraps its command."""
+"""Environments in the sandbox that the wiring gives them: what they do, see and leave behind."""
 
 from __future__ import annotations
 
+import json
 import os
-import platform
-import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keel.agents.host.client import Hosted
-from keel.agents.host.process import Launch
+from keel.agents.host.process import Wrap, _below
 from keel.agents.types import EnvironmentLost
-from keel.rewards.sandbox.sandbox import Python
-from keel.rewards.sandbox.seccomp import seccomp_filter
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, alive, program, run, transcript, use
+from tests.agents.episodes import HERE, TASK, program, run, transcript, use
+from tests.agents.sandboxes import attacker, commands, wait_for, wrap_of
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed"),
-]
-
-
-@contextmanager
-def bubblewrapped(command: Sequence[str], *, readable: Sequence[Path]) -> Iterator[Launch]:
-    python = Python.current()
-    words = ["bwrap", "--die-with-parent", "--unshare-all", "--new-session", "--clearenv"]
-    words += ["--setenv", "PYTHONHASHSEED", "3", "--setenv", "PATH", "/usr/bin:/bin"]
-    words += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    for name in ("bin", "lib", "lib64"):
-        words += ["--symlink", f"usr/{name}", f"/{name}"]
-    for folder in (*python.folders, *readable):
-        words += ["--ro-bind", str(folder), str(folder)]
-    fd = os.memfd_create("filter")
-    try:
-        os.write(fd, seccomp_filter(platform.machine()))
-        os.lseek(fd, 0, os.SEEK_SET)
-        words += ["--chdir", "/tmp", "--seccomp", str(fd), "--"]
-        assert command[0] == sys.executable
-        yield Launch([*words, python.executable, *command[1:]], (fd,))
-    finally:
-        os.close(fd)
+PROCESSES, FILES_MIB = 24, 8
+GIVEN = ["HOME", "LANG", "LC_ALL", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
+GIVEN += ["OMP_NUM_THREADS", *(f"PYTHON{name}" for name in ["HASHSEED", "NOUSERSITE", "UTF8"])]
+GIVEN += ["PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "MINE"]
+pytestmark = pytest.mark.e2e
 
 
-def test_an_episode_in_a_sandbox(tmp_path: Path) -> None:
-    (tmp_path / "spy.py").write_text(
-        "import os, socket, subprocess\n"
-        "class Spy:\n"
-        "    def write(self, path: str) -> str:\n        return str(open(path, 'w').write('x'))\n"
-        "    def connect(self) -> str:\n        socket.socket(); return 'connected'\n"
-        "    def look(self, path: str) -> list:\n        return os.listdir(path)\n"
-        "    def flee(self) -> str:\n"
-        "        subprocess.Popen(['/bin/sleep', '1000.25'], start_new_session=True)\n"
-        "        os._exit(7)\n"
-        "    def verdict(self, messages: list) -> float:\n        return 1.0\n"
-    )
+@pytest.fixture(scope="module")
+def small() -> Wrap:
+    return wrap_of(memory_mib=220, processes=PROCESSES, files_mib=FILES_MIB)
+
+
+def test_an_episode_that_attacks(
+    small: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hunter2hunter2")
+    listener = socket.socket(socket.AF_UNIX)
+    name = f"keel-test-{os.getpid()}"
+    listener.bind("\0" + name)
+    listener.listen()
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "one").touch()
+    outside = [str(tmp_path / "trajectories"), str(HERE.parents[1] / ".git"), "/etc/ssh", "/home"]
+    outside += ["/run", "/sys", "/var", str(HERE.parent / "rewards")]
 
     async def play() -> None:
-        environment = Hosted(program("spy:Spy", folder=tmp_path, wrap=bubblewrapped))
+        environment = attacker(small)
         await environment.open(TASK, seed=3)
-        assert "Read-only" in (await use(environment, "write", path=f"{tmp_path}/x")).text
-        assert (await use(environment, "write", path="/tmp/x")).text == "1"
-        assert "not permitted" in (await use(environment, "connect")).text
-        assert "No such file" in (await use(environment, "look", path=str(HERE))).text
+
+        async def tried(tool: str, **arguments: Any) -> Any:
+            result = await use(environment, tool, **arguments)
+            assert not result.failed, result.text
+            return result.text
+
+        said = await tried("attempts", secret="hunter2hunter2", abstract=name, outside=outside)
+        found = json.loads(said)
+        assert set(found.pop("environment")) <= set(GIVEN)
+        # Started by another than root; by root.
+        assert found.pop("first killed") in ("", "PermissionError 1")
+        assert found.pop("root") in ("OSError 22", "PermissionError 1")
+        assert found == {
+            "secret": False,
+            "internet": "OSError 95",
+            "netlink": "OSError 95",
+            "local": "",
+            "abstract": "ConnectionRefusedError 111",
+            "seen": [],
+            "processes": [1, 2],
+            "written": [],
+            "ended first": "1000",  # when the machine is out of memory
+            "limits": "ValueError",
+            "memory": "MemoryError",
+            "files": "OSError 24",
+            **dict.fromkeys(("unshare", "ptrace", "memfd_create", "mount", "chroot"), 1),
+        }
+        assert await tried("write_to_its_parent") == "PermissionError"
+        assert [int(await tried("fill", folder=one)) for one in ("/tmp", "/dev/shm")] == [
+            FILES_MIB,
+            FILES_MIB,
+        ]
+        assert PROCESSES - 4 <= int(await tried("fork_bomb")) < PROCESSES
+        wait_for(lambda: len(commands(b"sleep\x001000.5\0")) >= PROCESSES - 4)
         assert await environment.verdict(transcript()) == Verdict(parts={"correct": 1.0})
-        with pytest.raises(EnvironmentLost, match="exited with status 7"):
-            await use(environment, "flee")
+        await environment.close()
+        assert not commands(b"sleep\x001000.5\0")
+
+    run(play())
+    listener.close()
+
+
+@pytest.mark.parametrize("how", ["close", "crash", "hang"])
+def test_nothing_outlives_an_episode(small: Wrap, how: str) -> None:
+    async def play() -> None:
+        environment = attacker(small)
+        await environment.open(TASK, seed=3)
+        assert (await use(environment, "flee")).text == "gone"
+        assert len(commands(b"sleep\x001000.25\0")) == 2
+        assert environment._process is not None
+        inside = _below(environment._process._process.pid)
+        assert len(inside) >= 4
+        if how == "crash":
+            with pytest.raises(EnvironmentLost, match="was ended by SIGSEGV"):
+                await use(environment, "crash")
+        elif how == "hang":
+            with pytest.raises(EnvironmentLost, match=r"did not end within 0\.2 s"):
+                await use(environment, "hang", 0.2)
+        await environment.close()
+        # Not even dead: the machine's first process may be one that does not reap.
+        assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+
+    run(play())
+
+
+def test_memory_of_all_processes_together(small: Wrap) -> None:
+    async def play() -> None:
+        environment = attacker(small)
+        await environment.open(TASK, seed=3)
+        with pytest.raises(EnvironmentLost, match=r"processes took \d+ MiB together, .* 220") as e:
+            await use(environment, "memory_bomb", 20)
+        assert e.value.fault == "memory"
         await environment.close()
 
     run(play())
-    fled = [
-        int(folder.name)
-        for folder in Path("/proc").iterdir()
-        if folder.name.isdigit() and b"1000.25" in _command(folder)
-    ]
-    assert not any(map(alive, fled))
 
 
-def _command(folder: Path) -> bytes:
-    try:
-        return (folder / "cmdline").read_bytes()
-    except OSError:
-        return b""
+def test_output_without_an_end(small: Wrap) -> None:
+    async def play() -> None:
+        environment = attacker(small)
+        await environment.open(TASK, seed=3)
+        with pytest.raises(EnvironmentLost) as caught:
+            await use(environment, "shout")
+        assert caught.value.fault == "large" and len(caught.value.words) <= 4096
+        await environment.close()
+
+    run(play())
+
+
+def test_it_dies_with_the_process_that_opened_it(small: Wrap) -> None:
+    code = (
+        "import asyncio, os, signal\n"
+        "from tests.agents import sandboxes as t\n"
+        "from tests.agents.episodes import TASK, use\n"
+        "async def play():\n"
+        "    environment = t.attacker(t.wrap_of())\n"
+        "    await environment.open(TASK, seed=3)\n"
+        "    await use(environment, 'flee')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(play())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], timeout=60)
+    assert done.returncode == -9
+    wait_for(lambda: not commands(b"sleep\x001000.25\0"))
+
+
+def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("env", "data", "out", "env/run")}
+    for folder in (tmp_path, *folders.values()):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o777)
+        (folder / "file").write_text(folder.name)
+    (tmp_path / "env" / "linked").symlink_to(tmp_path / "data")
+    (tmp_path / "alone.py").write_text(
+        "import os\n"
+        "def read(path: str) -> str:\n    return open(path + '/file').read()\n"
+        "def write(path: str) -> str:\n    open(path + '/mine', 'w').write('x'); return 'ok'\n"
+        "def look(path: str) -> list:\n    return os.listdir(path)\n"
+    )
+    wrap = wrap_of(writable=(folders["out"],), hidden=(folders["env/run"],))
+    given = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
+
+    async def play() -> None:
+        environment = Hosted(program(str(tmp_path / "alone.py"), wrap=wrap, **given))
+        await environment.open(TASK, seed=3)
+
+        async def said(tool: str, path: Path | str) -> str:
+            return (await use(environment, tool, path=str(path))).text
+
+        assert await said("read", ".") == "env"
+        assert await said("read", folders["data"]) == await said("read", "linked") == "data"
+        assert await said("write", folders["out"]) == "ok"
+        assert await said("look", folders["env/run"]) == "[]"
+        for closed in (".", folders["data"], folders["env/run"]):
+            assert "Read-only" in await said("write", closed)
+        assert "No such file" in await said("read", tmp_path)
+        await environment.close()
+
+    run(play())
+    assert (folders["out"] / "mine").read_text() == "x"
+
+
+def test_what_it_cannot_be_given_is_said(tmp_path: Path) -> None:
+    wrap = wrap_of()
+
+    async def opened(**settings: Any) -> str:
+        environment = attacker(wrap, **settings)
+        try:
+            with pytest.raises(EnvironmentLost) as caught:
+                await environment.open(TASK, seed=3)
+            return str(caught.value)
+        finally:
+            await environment.close()
+
+    async def play() -> None:
+        assert "cannot be given / to read; name its folder" in await opened(folder=Path("/"))
+        gone = tmp_path / "gone"
+        assert f"there is no {gone}, which" in await opened(readable=(gone,))
+        assert "there is no program nobody" in await opened(python="nobody")
+        (tmp_path / "python3").write_text("#!/bin/sh\nexit 3\n")
+        (tmp_path / "python3").chmod(0o755)
+        assert "is no Python interpreter" in await opened(python=str(tmp_path / "python3"))
+        tmp_path.chmod(0o700)
+        if os.geteuid() == 0:
+            assert f"chmod -R o+rX {tmp_path}" in await opened(folder=tmp_path)
+
+    run(play())
+
+
+def test_another_interpreter_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """Elsewhere, behind links, and with a package that this one does not have."""
+    for folder in (tmp_path, tmp_path / "real"):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "real" / "venv"], check=True
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "venv")
+    python = tmp_path / "link" / "bin" / "python"
+    (packages,) = (tmp_path / "real" / "venv" / "lib").glob("python3*/site-packages")
+    (packages / "only_here.py").write_text(
+        "import sys\ndef where() -> str:\n    return sys.prefix + ' ' + sys.executable\n"
+    )
+
+    async def play() -> None:
+        target = {"kind": "functions", "python": str(python)}
+        environment = Hosted(program("only_here", wrap=wrap_of(), **target))
+        await environment.open(TASK, seed=3)
+        assert (await use(environment, "where")).text == f"{tmp_path / 'link'} {python}"
+        await environment.close()
+
+    run(play())
+
+
+def test_the_machines_network_for_those_who_ask(small: Wrap) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        async def connected(wrap: Wrap) -> str:
+            environment = Hosted(program("attacker:connect", wrap=wrap))
+            try:
+                await environment.open(TASK, seed=3)
+                return (await use(environment, "connect", port=port)).text
+            finally:
+                await environment.close()
+
+        async def play() -> None:
+            assert await connected(wrap_of(network="host")) == "connected"
+            assert "not supported" in await connected(small)
+
+        run(play())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from keel.rewards.sandbox import bubblewrap
 from keel.rewards.sandbox import sandbox as module
 from keel.rewards.sandbox.processes import reap, usage
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
@@ -198,7 +199,9 @@ def wait_for(condition: object, within_s: float = 20.0) -> None:
 def test_without_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     which = shutil.which
     monkeypatch.setattr(
-        module.shutil, "which", lambda name, **kw: None if name == "bwrap" else which(name, **kw)
+        bubblewrap.shutil,
+        "which",
+        lambda name, **kw: None if name == "bwrap" else which(name, **kw),
     )
     open_sandbox.cache_clear()
     with pytest.raises(IsolationError, match=r"bwrap is not installed; install bubblewrap"):

@@ -1,0 +1,104 @@
+"""Ends sandboxes that take more memory than they may: one thread for all that are open."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from keel.rewards.sandbox.processes import usage
+
+LOOK_EVERY_S = 0.1
+SHARE = 0.1
+"""Of one core, at most: with many sandboxes it looks less often."""
+
+
+class Keeper:
+    """The processes of a sandbox are those below its outer one, given by number."""
+
+    def __init__(self) -> None:
+        self._most: dict[int, int] = {}
+        self._begun: dict[int, bytes] = {}
+        self._ended: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._none_left = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def hold(self, pid: int, memory_mib: int) -> None:
+        """Of a process that runs, and is a child of this one."""
+        with self._lock:
+            self._most[pid] = memory_mib
+            self._begun[pid] = _begun(pid)
+            self._ended.pop(pid, None)
+            self._none_left.clear()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="sandboxes", daemon=True)
+                self._thread.start()
+
+    def release(self, pid: int) -> str:
+        """What it was ended for, or ""."""
+        with self._lock:
+            self._drop(pid)
+            return self._ended.pop(pid, "")
+
+    def _drop(self, pid: int) -> None:
+        self._most.pop(pid, None)
+        self._begun.pop(pid, None)
+        if not self._most:
+            self._none_left.set()
+
+    def _keep(self) -> None:
+        while True:
+            with self._lock:
+                if not self._most:
+                    self._thread = None
+                    return
+                held = dict(self._most)
+            started = time.monotonic()
+            for pid, memory_mib in held.items():
+                self._look(pid, memory_mib)
+            took = time.monotonic() - started
+            self._none_left.wait(max(LOOK_EVERY_S, took / SHARE))
+
+    def _look(self, pid: int, memory_mib: int) -> None:
+        used = usage(pid)
+        over = used.resident > memory_mib << 20
+        # The kernel may say that a small process which has just begun has no memory at all.
+        if not over and (used.processes > 1 or _begun(pid)):
+            return
+        with self._lock:
+            if self._most.get(pid) != memory_mib:
+                return  # released meanwhile
+            # The number may be another process's by now.
+            if over and self._begun[pid] == _begun(pid):
+                self._ended[pid] = (
+                    f"out of memory: its {used.processes} processes took {used.resident >> 20} MiB "
+                    f"together, and may take {memory_mib}"
+                )
+                end_inside(pid)
+            self._drop(pid)
+
+
+def end_inside(pid: int) -> None:
+    """Kill the first process inside, which takes all the others along; then the outer one, `pid`,
+    reaps it and ends."""
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
+                os.kill(int(child), signal.SIGKILL)
+
+
+def _begun(pid: int) -> bytes:
+    """When a process started, which tells it from another that has its number. b"": it has ended,
+    reaped or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+    except OSError:
+        return b""
+    return b"" if fields[0] in (b"Z", b"X") else fields[19]
+
+
+KEEPER = Keeper()

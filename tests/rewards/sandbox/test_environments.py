@@ -1,0 +1,187 @@
+"""The sandbox of environments on machines that have bubblewrap and on those that do not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keel.rewards.sandbox import keeper as keeper_module
+from keel.rewards.sandbox.bubblewrap import IsolationError
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
+from keel.rewards.sandbox.keeper import Keeper
+from keel.rewards.sandbox.processes import Usage
+from keel.rewards.sandbox.runtime import runtime
+from keel.rewards.sandbox.seccomp import LOCAL, seccomp_filter
+
+KNOB = "agents.environments.x.isolation"
+NOTHING = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'  # runs it, isolates nothing
+HALF = """
+for word in "$@"; do
+  shift
+  case "$before $word" in
+    *--seccomp | --seccomp* | *--unshare-net) ;;
+    *) set -- "$@" "$word" ;;
+  esac
+  before=$word
+done
+exec {bwrap} "$@"
+"""
+NO_PROC = """
+for word in "$@"; do
+  if [ "$word" = --proc ]; then
+    echo "bwrap: Can't mount proc on /newroot/proc: Operation not permitted" >&2; exit 1
+  fi
+done
+exec {bwrap} "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def bubblewrap_works() -> None:
+    try:
+        environment_wrap("bubblewrap")
+    except IsolationError as error:
+        pytest.skip(str(error))
+
+
+needs_bubblewrap = pytest.mark.usefixtures("bubblewrap_works")
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A machine with another bubblewrap, or with none."""
+
+    def put(script: str | None) -> None:
+        if script is not None:
+            (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "bwrap").chmod(0o755)
+            monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+            return
+        which = shutil.which
+        monkeypatch.setattr(
+            shutil, "which", lambda name, **kw: None if name == "bwrap" else which(name, **kw)
+        )
+
+    return put
+
+
+def test_without_bubblewrap_no_environment_opens(stand_in) -> None:
+    stand_in(None)
+    with pytest.raises(IsolationError) as caught:
+        environment_wrap("bubblewrap", knob=KNOB)
+    said = str(caught.value)
+    assert said.startswith(f"{KNOB} = 'bubblewrap' does not work here: bwrap is not installed; ")
+    assert "apt-get install bubblewrap" in said
+    assert f"set {KNOB}: none-i-trust-the-environments" in said
+    assert environment_wrap("none-i-trust-the-environments", knob=KNOB) is None
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo bwrap: No permissions to create new namespace >&2; exit 1", "No permissions"),
+        ("exit 3", "exit status 3"),
+        (NOTHING, ""),
+    ],
+)
+def test_isolation_is_tried_out_and_not_believed(script: str, message: str, stand_in) -> None:
+    stand_in(script)
+    with pytest.raises(IsolationError, match=rf"does not work here: .*{message}.*install bubble"):
+        environment_wrap("bubblewrap", processes=8)
+
+
+@pytest.mark.e2e
+@needs_bubblewrap
+def test_half_an_isolation_is_none(stand_in) -> None:
+    stand_in(HALF.format(bwrap=shutil.which("bwrap")))
+    with pytest.raises(IsolationError, match=r"it opens sockets of 2, .* has memory that is"):
+        environment_wrap("bubblewrap")
+
+
+@pytest.mark.e2e
+@needs_bubblewrap
+def test_where_nothing_can_be_mounted_it_goes_without(stand_in) -> None:
+    stand_in(NO_PROC.format(bwrap=shutil.which("bwrap")))
+    wrap = environment_wrap("bubblewrap")
+    assert isinstance(wrap, EnvironmentSandbox) and not wrap.mounts
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"isolation": "none"}, r"isolation = 'none': there are bubblewrap, none-i-trust-the-env"),
+        ({"network": "some"}, "network = 'some': there are none, host"),
+        ({"processes": 0}, "processes = 0 must be at least 1"),
+        ({"files_mib": 0}, "files_mib = 0 must be at least 1"),
+        ({"memory_mib": 32}, "memory_mib = 32 must be at least 64"),
+        ({"writable": (Path("/no/such"),)}, "there is no folder /no/such to write to"),
+    ],
+)
+def test_what_makes_no_sense(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        environment_wrap(**{"isolation": "bubblewrap", **wrong})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_folder_that_the_user_inside_could_not_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match=f"chmod o\\+rwx {tmp_path}"):
+        environment_wrap("bubblewrap", writable=(tmp_path,))
+
+
+def test_the_filter_for_environments() -> None:
+    for machine in ("x86_64", "aarch64"):
+        strict, local = (seccomp_filter(machine, sockets=one) for one in ((), LOCAL))
+        assert strict == seccomp_filter(machine) != local
+        assert len(local) - len(strict) == 8 * 3  # six steps for `socket` instead of two, …
+    assert LOCAL == (socket.AF_UNIX,)
+
+
+def test_what_an_interpreter_needs() -> None:
+    found = runtime(sys.executable)
+    assert found.executable == sys.executable
+    real = Path(sys.executable).resolve()
+    for path in (Path(os.__file__), Path(pytest.__file__), real):
+        assert any(path.is_relative_to(one) for one in (*found.paths, Path("/usr"))), path
+    assert runtime("/bin/sh").executable == "/bin/sh"
+    with pytest.raises(FileNotFoundError, match="there is no program nobody"):
+        runtime("nobody")
+
+
+def test_what_a_script_needs(tmp_path: Path) -> None:
+    python = runtime(sys.executable)
+    for name, line in (("one", sys.executable), ("two", f"/usr/bin/env -S {sys.executable} -I")):
+        script = tmp_path / name
+        script.write_text(f"#!{line}\n")
+        script.chmod(0o755)
+        assert runtime(str(script)).paths == (script, *python.paths)
+
+
+def test_a_keeper_lets_go_of_what_is_gone() -> None:
+    keeper = Keeper()
+    keeper.hold(2**22 + 1, 64)  # no process has such a number
+    thread = keeper._thread
+    assert thread is not None
+    thread.join(5)
+    assert not thread.is_alive() and keeper.release(2**22 + 1) == ""
+
+
+def test_a_keeper_holds_on_to_what_seems_to_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that has just begun may, by the kernel's counters."""
+    monkeypatch.setattr(keeper_module, "LOOK_EVERY_S", 0.01)
+    said = [Usage(resident=0, cpu_s=0.0, processes=1)] * 3
+    said.append(Usage(resident=65 << 20, cpu_s=0.0, processes=2))
+    monkeypatch.setattr(keeper_module, "usage", lambda pid: said.pop(0))
+    keeper = Keeper()
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 99; exit 7"]) as process:
+        keeper.hold(process.pid, 64)
+        assert process.wait(10) == 7  # its child was ended, and it by itself
+    said_why = "out of memory: its 2 processes took 65 MiB together, and may take 64"
+    assert keeper.release(process.pid) == said_why and not said
