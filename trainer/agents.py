@@ -11,10 +11,12 @@ from typing import Any
 from keel.agents.context import ContextManager
 from keel.agents.episode import Budget
 from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.runner import EpisodeRunner, Turns
 from keel.agents.types import Environment
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
+from keel.rewards.sandbox.environments import environment_wrap
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.laws import check_prefix_law
 
@@ -44,7 +46,7 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     starting = asyncio.Semaphore(STARTING)
     return EpisodeRunner(
         {
-            source.name: maker(source, starting)
+            source.name: maker(config, source, starting)
             for source in config.data.sources
             if source.environment.given
         },
@@ -70,21 +72,23 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
 
 
 def maker(
-    source: SourceConfig, starting: asyncio.Semaphore | None = None
+    config: Config, source: SourceConfig, starting: asyncio.Semaphore | None = None
 ) -> Callable[[], Environment]:
-    """Makes an environment for each episode. Raises ConfigError."""
+    """Makes an environment for each episode. Raises ConfigError, and ValueError where this machine
+    cannot isolate it."""
     given = source.environment
     try:
         if given.target:
-            made = program(given)
+            made = program(config, source)
             return lambda: Hosted(made, starting=starting)
-        server = mcp_server(given)
+        server = mcp_server(config, source)
         return lambda: McpEpisode(server, starting=starting)
     except ValueError as error:
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
-def program(given: EnvironmentConfig) -> Program:
+def program(config: Config, source: SourceConfig) -> Program:
+    given = source.environment
     return Program(
         target=given.target,
         kind=given.kind,
@@ -94,16 +98,40 @@ def program(given: EnvironmentConfig) -> Program:
         env=given.env,
         memory_mib=given.memory_mib,
         deadlines=deadlines(given),
+        readable=readable(given),
+        wrap=wrap(config, source),
     )
 
 
-def mcp_server(given: EnvironmentConfig) -> McpServer:
+def mcp_server(config: Config, source: SourceConfig) -> McpServer:
+    given = source.environment
     return McpServer(
         command=given.command,
         url=given.url,
         folder=Path(given.folder) if given.folder else None,
         env=given.env,
         deadlines=deadlines(given),
+        readable=readable(given),
+        wrap=wrap(config, source) if given.command else not_wrapped,
+    )
+
+
+def readable(given: EnvironmentConfig) -> tuple[Path, ...]:
+    return tuple(map(Path, given.readable))
+
+
+def wrap(config: Config, source: SourceConfig) -> Wrap:
+    """Raises ValueError where this machine cannot isolate it."""
+    given, run = source.environment, Path(config.run.dir)
+    return (
+        environment_wrap(
+            given.isolation,
+            memory_mib=given.memory_mib,
+            network=given.network,
+            hidden=(run,),
+            knob=f"data.sources[{source.name}].environment.isolation",
+        )
+        or not_wrapped
     )
 
 

@@ -33,7 +33,9 @@ class EnvironmentConfig:
     """Environment variables. It sees few others: no key and no token of yours."""
     memory_mib: int = 4096
     """Address space of each of its processes."""
-    isolation: Literal["bubblewrap", "none-i-trust-the-environment"] = "bubblewrap"
+    readable: tuple[str, ...] = ()
+    """Files and folders that it may read beyond its own folder and interpreter."""
+    isolation: Literal["bubblewrap", "none-i-trust-the-environments"] = "bubblewrap"
     """bubblewrap: namespaces without files of yours, refused where it does not work. The other runs
     what the policy makes it run with your rights."""
     network: Literal["none", "host"] = "none"
