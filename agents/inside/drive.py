@@ -111,7 +111,7 @@ class LastLine:
                     self._line = line[-MOST_LINE:]
 
     def text(self) -> str:
-        self._thread.join(1.0)  # something that the program left may hold the pipe open
+        self._thread.join(0.5)  # something that the program left may hold the pipe open
         return self._line.decode(errors="replace").strip()
 
 
