@@ -31,7 +31,7 @@ def link(key: str, message: Message) -> str:
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     same = [
         message["role"],
-        message.get("content") or "",
+        message["content"],
         [
             [call["id"], call["function"]["name"], _number_free(call["function"]["arguments"])]
             for call in calls
@@ -43,10 +43,6 @@ def link(key: str, message: Message) -> str:
 
 def key_of_tools(tools: Sequence[ToolSpec]) -> str:
     return _hash(json.dumps([tool.as_json() for tool in tools], sort_keys=True))
-
-
-def key_of_ids(ids: Sequence[int]) -> str:
-    return _hash(",".join(map(str, ids)))
 
 
 def _number_free(value: Any) -> Any:

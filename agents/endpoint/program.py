@@ -22,6 +22,7 @@ from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 
 DRIVE = (Path(keel.__file__).parent / "agents" / "inside" / "drive.py").resolve()
+OURS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY")
 SENDING_S = 60.0
 """For the process to start and take what it is to run."""
 
@@ -41,7 +42,7 @@ class AgentProgram:
     folder: Path | None = None
     """Where it runs. None: here."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables, added to the few that it gets."""
+    """Environment variables, added to the few that it gets. `OPENAI_MODEL` may be among them."""
     memory_mib: int | None = None
     """Address space of each of its processes. None: no limit."""
     wrap: Wrap = not_wrapped
@@ -60,6 +61,8 @@ class AgentProgram:
             raise ValueError("agent program: command is empty")
         if not 0 < self.deadline_s < math.inf:
             raise ValueError(f"agent program: deadline_s = {self.deadline_s} must be positive")
+        if own := [name for name in self.env if name in OURS]:
+            raise ValueError(f"agent program: env sets {own[0]}, which names its trajectory")
         if self.folder is not None and not self.folder.is_dir():
             raise ValueError(f"agent program {self.command[0]}: there is no folder {self.folder}")
 
@@ -93,8 +96,8 @@ async def run_program(program: AgentProgram, task: Prompt, address: Address, *, 
             "PYTHONHASHSEED": str(seed % 2**32),
             "KEEL_SEED": str(seed),
             **({"TMPDIR": scratch} if scratch else {}),
-            **program.env,
             **address.env,
+            **program.env,
         },
         "prompt": _prompt_of(task),
         "task": _told(task, reward=program.tells_reward),

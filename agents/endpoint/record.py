@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from keel.agents.conversation import SegmentRecord
 from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.lookup import Turn, Turns
-from keel.agents.endpoint.matching import chain, key_of_ids, key_of_tools, link
+from keel.agents.endpoint.matching import chain, key_of_tools, link
 from keel.agents.endpoint.replies import Reply, handed_out
 from keel.agents.endpoint.requests import Asked
 from keel.agents.endpoint.types import Budgets, Counts, Finished
@@ -68,6 +69,8 @@ class Recording:
         self._turns = Turns(chat, thinking=thinking)
         self._contexts: dict[str, int] = {}
         """How often each context was sampled from: the next draws differ."""
+        self._unanswered: Counter[str] = Counter()
+        """By the key of the request: tries that failed or were given up."""
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """With the tokens that are set aside for each."""
@@ -85,13 +88,18 @@ class Recording:
     async def turn(self, asked: Asked) -> Reply:
         """Answer a request. Raises Refused; cancelled, it leaves nothing behind."""
         self._count("requests")
+        tools_key = key_of_tools(asked.tools)
+        keys = chain(asked.messages)
+        request_key = f"{keys[-1]} {tools_key} {asked.may_call} {asked.max_tokens}"
         try:
-            return await self._turn(asked)
+            return await self._turn(asked, keys, tools_key, request_key)
         except Refused as refused:
             self._count("failed" if refused.status >= 500 else "refused")
+            self._unanswered[request_key] += refused.status >= 500
             raise
         except asyncio.CancelledError:
             self._count("given_up")
+            self._unanswered[request_key] += 1
             raise
 
     def lose(self, reply: Reply) -> None:
@@ -118,12 +126,13 @@ class Recording:
             failure=self._failure,
         )
 
-    async def _turn(self, asked: Asked) -> Reply:
+    async def _turn(
+        self, asked: Asked, keys: Sequence[str], tools_key: str, request_key: str
+    ) -> Reply:
         self._check_open()
-        tools_key = key_of_tools(asked.tools)
-        keys = chain(asked.messages)
-        request_key = f"{keys[-1]} {tools_key} {asked.may_call} {asked.max_tokens}"
-        if lost := self._turns.lost(request_key, asked):
+        if asked.is_retry and self._unanswered[request_key] > 0:
+            self._unanswered[request_key] -= 1  # of that try there is no answer to be given
+        elif lost := self._turns.lost(request_key, asked):
             self._count("repeated")
             lost.given_again = True
             return lost.reply
@@ -139,7 +148,8 @@ class Recording:
         record = (
             before.record if before is not None and extends else SegmentRecord(self._prompt_id, ids)
         )
-        context_key = key_of_ids(ids)
+        ids_T = np.array(ids, np.int32)
+        context_key = blake2b(ids_T.tobytes(), digest_size=16).hexdigest()
         request = replace(
             record.request(
                 self.name,
@@ -147,9 +157,9 @@ class Recording:
                 seed=self._seed_of(context_key),
                 deadline_s=self._budgets.deadline_s,
             ),
-            token_ids_T=np.array(ids, np.int32),
+            token_ids_T=ids_T,
         )
-        repeated = before.end - 1 if before is not None else self._in_common(request.token_ids_T)
+        repeated = before.end - 1 if before is not None else self._in_common(ids_T)
         self._growing.add(record)
         try:
             result = await self._sampled(request, context_key, limit)

@@ -85,7 +85,7 @@ def test_what_a_program_is_told() -> None:
     words = ("{prompt}", "{prompt_file}", "--x={prompt}")
     os.environ["KEEL_TEST_SECRET"] = "no"
     try:
-        ended, _ = drive(code, *words, env={"MORE": "1"})
+        ended, _ = drive(code, *words, env={"OPENAI_MODEL": "gpt-9"})
     finally:
         del os.environ["KEEL_TEST_SECRET"]
     assert isinstance(ended.verdict, Verdict), ended
@@ -94,7 +94,7 @@ def test_what_a_program_is_told() -> None:
     assert (facts["argv"][0], facts["argv"][2]) == ("Say {a}!", "--x=Say {a}!")
     assert facts["file"] == "Say {a}!"
     assert json.loads(facts["task"]) == facts["from"] and "reward" not in facts["from"]
-    assert facts["env"]["MORE"] == "1" and "KEEL_TEST_SECRET" not in facts["env"]
+    assert facts["env"]["OPENAI_MODEL"] == "gpt-9" and "KEEL_TEST_SECRET" not in facts["env"]
     assert facts["env"]["KEEL_SEED"] == "5"
     assert not Path(facts["env"]["TMPDIR"]).exists()
 
@@ -146,6 +146,8 @@ def test_a_program_that_is_not_there() -> None:
     assert isinstance(ended.verdict, Unscored) and "/no/such/python" in ended.verdict.reason
     with pytest.raises(ValueError, match="command is empty"):
         AgentProgram(command=[], deadline_s=1.0)
+    with pytest.raises(ValueError, match="OPENAI_API_KEY"):
+        AgentProgram(command=["a"], deadline_s=1.0, env={"OPENAI_API_KEY": "mine"})
     with pytest.raises(ValueError, match="deadline_s"):
         AgentProgram(command=["a"], deadline_s=float("inf"))
 

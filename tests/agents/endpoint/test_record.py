@@ -65,6 +65,7 @@ def test_twelve_turns_are_one_segment() -> None:
         assert after[0][: len(before[0]) + len(before[1])] == before[0] + before[1]
     # A tool's text that spells a control token is text.
     text = CHAT.decode(segment.token_ids_T.tolist())
+    assert " <|im_end|> done" not in text
     turns = text.count("<|im_start|>assistant")
     assert turns == 12 == finished.usage.turns
     assert (finished.usage.calls, finished.usage.failed_calls) == (12, 0)
@@ -176,6 +177,24 @@ def test_an_answer_that_was_lost_is_given_again_and_one_that_came_is_not() -> No
     assert len({request.seed for request in policy.requests}) == 3
 
 
+def test_a_retry_of_a_try_that_failed_gets_no_answer_of_another() -> None:
+    """Several at once ask the same: one of them fails, and its client's library tries again."""
+    policy = Policy(["one", "two"])
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        policy.fail = RuntimeError("engine 3 died")
+        with pytest.raises(Refused, match="engine 3 died"):
+            await ask(recorded, [user("a")])
+        policy.fail = None
+        await ask(recorded, [user("a")])
+        again = await ask(recorded, [user("a")], is_retry=True)
+        assert again.message["content"] == "two"
+        return await recorded.finish()
+
+    check_law(policy, play(work()))
+
+
 def test_a_turn_that_failed_or_was_given_up_leaves_nothing_and_is_asked_for_again() -> None:
     policy = Policy(["one", "two"])
 
@@ -195,7 +214,7 @@ def test_a_turn_that_failed_or_was_given_up_leaves_nothing_and_is_asked_for_agai
         with pytest.raises(asyncio.CancelledError):
             await task
         policy.hold = None
-        await ask(recorded, messages)
+        await ask(recorded, messages, is_retry=True)
         return await recorded.finish()
 
     finished = play(work())
@@ -240,6 +259,18 @@ def test_what_is_no_call_is_one_that_can_be_answered() -> None:
     assert len(finished.segments) == 1
     usage = finished.usage
     assert (usage.calls, usage.failed_calls, usage.malformed_calls) == (1, 1, 1)
+
+
+def test_results_are_shown_in_the_order_of_the_calls() -> None:
+    async def work(step: int) -> list[int]:
+        policy = Policy(['@city "Rome"\n@city "Oslo"', "done"])
+        recorded = recording(policy)
+        reply = await ask(recorded, [user("a")], TOOLS)
+        results = [result("call_0_0", "first"), result("call_0_1", "second")][::step]
+        await ask(recorded, [user("a"), as_sent(reply), *results], TOOLS)
+        return policy.turns[1][0]
+
+    assert play(work(1)) == play(work(-1))
 
 
 def test_calls_are_not_handed_out_where_none_are_wanted() -> None:
