@@ -76,6 +76,8 @@ class Ended:
     words: str
     """The last that it printed."""
     took_s: float
+    timed_out: bool = False
+    """It was ended at its deadline."""
 
 
 async def run_program(program: AgentProgram, task: Prompt, address: Address, *, seed: int) -> Ended:
@@ -105,6 +107,7 @@ async def run_program(program: AgentProgram, task: Prompt, address: Address, *, 
         "memory_mib": program.memory_mib,
     }
     process: LineProcess | None = None
+    timed_out = False
     verdict: Verdict | Unscored | None
     try:
         line = line_of(request)
@@ -123,9 +126,10 @@ async def run_program(program: AgentProgram, task: Prompt, address: Address, *, 
         verdict = _verdict(program, answer, words)
     except (TimeoutError, EOFError, OSError, ValueError, EnvironmentLost) as error:
         words = await _end(process) if process is not None else ""
+        timed_out = isinstance(error, TimeoutError)
         why = (
             f"did not end within {program.deadline_s:g} s"
-            if isinstance(error, TimeoutError)
+            if timed_out
             else f"could not be run: {error or 'the process that watches over it ended'}"
         )
         verdict = _unscored(program, why, words)
@@ -134,7 +138,7 @@ async def run_program(program: AgentProgram, task: Prompt, address: Address, *, 
             await process.end()
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
-    return Ended(verdict=verdict, words=words, took_s=monotonic() - started)
+    return Ended(verdict=verdict, words=words, took_s=monotonic() - started, timed_out=timed_out)
 
 
 async def _end(process: LineProcess) -> str:

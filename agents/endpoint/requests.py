@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,6 +28,9 @@ _NOT_HERE = {
     "audio": "the policy writes text",
     "web_search_options": "the endpoint has no search; give the policy a tool",
 }
+MOST_DEEP = 120
+"""Levels of a request."""
+MOST_WARNINGS = 50
 _DISTRIBUTION = (
     "it would change the distribution that is sampled from, and what is recorded is trained on"
 )
@@ -61,22 +64,22 @@ class Warnings:
         self._said: set[str] = set()
 
     def ignored(self, name: str, why: str) -> None:
-        if name not in self._said:
+        if name not in self._said and len(self._said) < MOST_WARNINGS:
             self._said.add(name)
             logging.getLogger(__name__).warning(
-                "a program's request sets %s, which is ignored: %s", name, why
+                "a program's request sets %s, which is ignored: %s", name[:64], why
             )
 
 
 def asked_of(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> Asked:
     """Read a request. Raises Refused, with the field that is wrong."""
     try:
-        given = json.loads(body, parse_constant=_no_constant)
+        given = _load(body)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise Refused(400, "the body must be a JSON object", code="invalid_json")
-    fields = {k: v for k, v in cast(dict[str, Any], _sound(given)).items() if v is not None}
+    fields = {k: v for k, v in cast(dict[str, Any], given).items() if v is not None}
     model = fields.get("model", "")
     if not isinstance(model, str):
         raise wrong("model", "must be a string")
@@ -231,10 +234,9 @@ def _calls(at: str, given: Any) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments, parse_constant=_no_constant)
+                arguments = _load(arguments)
             except (ValueError, RecursionError) as error:
                 raise wrong(f"{here}.function.arguments", f"is no JSON: {error}") from error
-            arguments = _sound(arguments)
         function = {
             "name": _text(f"{here}.function.name", function.get("name")),
             "arguments": _object(f"{here}.function.arguments", arguments),
@@ -285,26 +287,35 @@ def _shown(given: Any) -> str:
     return "missing" if given is None else repr(given)[:50]
 
 
+def _load(text: bytes | str) -> Any:
+    value = json.loads(text, parse_constant=_no_constant)
+    level: list[Any] = [value]
+    for _ in range(MOST_DEEP):
+        level = [item for value in level for item in _inside(value)]
+        if not level:
+            return sound(value)
+    raise ValueError(f"more than {MOST_DEEP} levels deep")
+
+
+def _inside(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return cast(dict[str, Any], value).values()
+    return cast(list[Any], value) if isinstance(value, list) else ()
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def sound_text(text: str) -> str:
+def sound(value: Any) -> Any:
     """Without halves of surrogate pairs, which JSON may spell and no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def _sound(value: Any) -> Any:
     if isinstance(value, str):
-        return sound_text(value)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value
     if isinstance(value, dict):
         items = cast(dict[str, Any], value)
-        return {sound_text(key): _sound(item) for key, item in items.items()}
-    return [_sound(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
-
-
-sound: Any = _sound
+        return {sound(key): sound(item) for key, item in items.items()}
+    return [sound(item) for item in cast(list[Any], value)] if isinstance(value, list) else value

@@ -129,6 +129,7 @@ def test_a_program_that_fails_has_no_score(code: str, reason: str) -> None:
     ended, _ = drive(code, deadline_s=1.0 if "sleep" in code else 20.0)
     assert isinstance(ended.verdict, Unscored)
     assert re.search(f"(?s){reason}", ended.verdict.reason)
+    assert ended.timed_out is ("sleep" in code)
 
 
 def test_a_program_that_says_nothing_leaves_it_to_the_recipe() -> None:

@@ -133,6 +133,7 @@ def test_models_and_other_paths() -> None:
     run(work())
 
 
+DEEP = b'{"x": ' + b"[" * 700 + b"]" * 700 + b"}"
 WRONG = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -205,7 +206,7 @@ def test_a_wrong_request_is_refused_with_the_field() -> None:
                 assert (status, answer["error"]["param"]) == (400, field), answer
                 assert field in answer["error"]["message"]
                 assert answer["error"]["type"] == "invalid_request_error"
-            for body in (b"{", b"[]", b"[" * 100_000, b'{"n": NaN}', b"\xff"):
+            for body in (b"{", b"[]", b"[" * 100_000, b'{"n": NaN}', b"\xff", DEEP):
                 status, answer = await post(address, body)
                 assert (status, answer["error"]["code"]) == (400, "invalid_json")
 
