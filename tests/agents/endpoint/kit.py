@@ -18,11 +18,10 @@ from keel.agents.endpoint.requests import Warnings, asked_of
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.endpoint.types import Budgets, Finished
 from keel.rl.turns import TurnRequest, TurnResult
-from tests.rollout.chat.families import CITY, chat_of
+from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
 
 Messages = list[dict[str, Any]]
 CHAT = chat_of("embedded")
-END = CHAT.encoder.controls["<|im_end|>"]
 BUDGETS = Budgets(window=6000, tokens=4000, turns=60, turn_tokens=300, turn_s=20.0)
 TOOLS = [CITY.as_json()]
 
@@ -35,25 +34,20 @@ def result(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def ids_of(text: str) -> list[int]:
+def ids_of(text: str, family: str = "embedded") -> list[int]:
     """As if the policy had sampled it; control texts in it become control tokens."""
-    marked, out = text.replace("<think>", "\0<think>\0").replace("</think>", "\0</think>\0"), []
-    for part in marked.split("\0"):
-        controls = CHAT.encoder.controls
-        out += [controls[part]] if part in controls else _plain(part)
-    return out
-
-
-def _plain(text: str) -> list[int]:
-    return CHAT.encoder.encode(text, CHAT.text([user("x")], (), thinking=False)[1]) if text else []
+    return tokenizer_of(family).encode(text, add_special_tokens=False)
 
 
 class Policy:
     """Says `script(context as text, turn)`; every sampled token has a log-probability of its own,
     every routes row the turn and the position that it is of."""
 
-    def __init__(self, script: Callable[[str, int], str] | Sequence[str]) -> None:
-        self._script = script
+    def __init__(
+        self, script: Callable[[str, int], str] | Sequence[str], family: str = "embedded"
+    ) -> None:
+        """family: of `tests.rollout.chat.families`, one whose turns end in <|im_end|>."""
+        self._script, self.family = script, family
         self.requests: list[TurnRequest] = []
         """All that were asked for."""
         self.turns: list[tuple[list[int], list[int]]] = []
@@ -71,11 +65,11 @@ class Policy:
             raise self.fail
         context, turn = request.token_ids_T.tolist(), len(self.turns)
         said = (
-            self._script(CHAT.decode(context), turn)
+            self._script(chat_of(self.family).decode(context), turn)
             if callable(self._script)
             else self._script[min(turn, len(self._script) - 1)]
         )
-        sampled = [*ids_of(said), END]
+        sampled = ids_of(said + "<|im_end|>", self.family)
         cut = len(sampled) > request.max_tokens
         sampled = sampled[: request.max_tokens]
         self.turns.append((context, sampled))

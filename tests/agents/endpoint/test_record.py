@@ -27,6 +27,7 @@ from tests.agents.endpoint.kit import (
     result,
     user,
 )
+from tests.rollout.chat.families import chat_of
 
 OTHER = [{"type": "function", "function": {"name": "hotel", "description": "Books."}}]
 
@@ -36,6 +37,15 @@ def script(context: str, turn: int) -> str:
     thought = "" if "<think>\n\n</think>" in context[-24:] else f"<think>\nhm {turn}\n</think>\n\n"
     calls = ["", '\n@city "Rome"', '\n@city "Rome", 2\n@city "Oslo", 3.0'][turn % 3]
     return f"{thought}turn {turn}{calls if 'Tools:' in context else ''}"
+
+
+def hermes(context: str, turn: int) -> str:
+    """The same in another format, whose tokens depend on what stands beside them."""
+    body = '{"name": "city", "arguments": {"name": "R\u00f4me", "days": 3.0}}'
+    call = f"\n<tool_call>\n{body}\n</tool_call>"
+    thinks = "<think>" in context and "<think>\n\n</think>" not in context[-24:]
+    thought = f"<think>\nhm {turn}\n</think>\n\n" if thinks or turn % 2 else ""
+    return f"{thought}turn {turn}{call * (turn % 3)}"
 
 
 async def loop(recorded: Recording, messages: Messages, turns: int, *, users: bool = True) -> None:
@@ -304,12 +314,13 @@ STEP = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("family", ["embedded", "qwen3", "hermes"])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(STEP, min_size=1, max_size=9), thinking=st.booleans())
 def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(
-    steps: list[Any], thinking: bool
+    family: str, steps: list[Any], thinking: bool
 ) -> None:
-    policy = Policy(script)
+    policy = Policy(script if family == "embedded" else hermes, family)
 
     async def go_on(recorded: Recording, talk: dict[str, Any], how: str) -> None:
         messages = [mangled(message, how) for message in talk["messages"]]
@@ -323,7 +334,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(
         ]
 
     async def work() -> Finished:
-        recorded = recording(policy, thinking=thinking)
+        recorded = recording(policy, thinking=thinking, chat=chat_of(family))
         talks: list[dict[str, Any]] = [{"messages": [user("Where to?")], "tools": TOOLS}]
         pending: list[asyncio.Task[None]] = []
         for what, which, how, at_once in steps:
