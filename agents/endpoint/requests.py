@@ -151,9 +151,7 @@ def _tools(given: Any, warnings: Warnings) -> tuple[ToolSpec, ...]:
         function = _object(f"{at}.function", tool.get("function"))
         if function.get("strict"):
             warnings.ignored("tools[].function.strict", _DISTRIBUTION)
-        parameters = function.get("parameters")
-        if parameters is None or parameters == {}:
-            parameters = {"type": "object", "properties": {}}
+        parameters: Any = function.get("parameters") or {"type": "object", "properties": {}}
         tools.append(
             ToolSpec(
                 name=_text(f"{at}.function.name", function.get("name")),
@@ -231,7 +229,7 @@ def _calls(at: str, given: Any) -> list[dict[str, Any]]:
         here = f"{at}.tool_calls[{i}]"
         call = _object(here, item)
         function = _object(f"{here}.function", call.get("function"))
-        arguments = function.get("arguments") or {}
+        arguments: Any = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
                 arguments = _load(arguments)
