@@ -39,6 +39,9 @@ def ids_of(text: str, family: str = "embedded") -> list[int]:
     return tokenizer_of(family).encode(text, add_special_tokens=False)
 
 
+ids_of("The tokenizer starts its threads with the first text: not within a test that counts them.")
+
+
 class Policy:
     """Says `script(context as text, turn)`; every sampled token has a log-probability of its own,
     every routes row the turn and the position that it is of."""
