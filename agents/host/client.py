@@ -191,7 +191,7 @@ class Hosted:
         }
         try:
             reply = await self._ask("verdict", request, self._program.deadlines.verdict_s)
-            return _verdict(reply)
+            return verdict_of(reply)
         except (EnvironmentLost, ValueError) as error:
             return Unscored(reason=str(error))
 
@@ -305,7 +305,8 @@ def _messages(given: Any) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _verdict(reply: Mapping[str, Any]) -> Verdict:
+def verdict_of(reply: Mapping[str, Any]) -> Verdict:
+    """`parts` and `facts`. Raises ValueError for what is no verdict."""
     parts, facts = reply.get("parts"), reply.get("facts", {})
     if not isinstance(parts, dict) or not isinstance(facts, dict):
         raise ValueError(f"the verdict is {str(reply)[:200]!r}; numbers by name are wanted")

@@ -87,7 +87,10 @@ class Encoder:
         self._longest = max(map(len, self.controls), default=0)
 
     def shield(self, text: str, marks: Marks) -> str:
-        """`text` with every control text in it broken."""
+        """`text` with every control text in it broken. Halves of surrogate pairs, which JSON may
+        spell and no tokenizer reads, become U+FFFD."""
+        if not text.isascii():
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         while (broken := self._pattern.sub(lambda m: m[0][0] + marks.inside + m[0][1:], text)) != (
             text
         ):

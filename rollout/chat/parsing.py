@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from keel.rl.turns import ToolSpec
 
 THINK_START = "<think>"
 THINK_END = "</think>"
+MOST_DEEP = 100
+"""Levels of a call's arguments: whatever reads them later does so level by level, on a stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +300,21 @@ def _named(name: Any, arguments: Any, body: str) -> Item:
 def _load(text: str) -> Any:
     """JSON as the standard has it. Raises `ValueError`, whatever is wrong with it."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
+    level = [value]
+    for _ in range(MOST_DEEP):
+        level = [item for value in level for item in _inside(value)]
+        if not level:
+            return value
+    raise ValueError("nested too deep")
+
+
+def _inside(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _no_constant(name: str) -> Any:

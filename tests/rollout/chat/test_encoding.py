@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from keel.rl.types import Prompt
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks
+from keel.rollout.chat.render import call_message
 from keel.rollout.engine.conversion import render_prompt
 from tests.rollout.chat.families import CITY, LINES, NAMES, chat_of, tokenizer_of
 
@@ -114,3 +115,18 @@ def test_text_that_completes_a_control_text_beside_it_is_kept_apart() -> None:
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         Encoder(object())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_a_surrogate_pair_is_read_as_a_replacement_character(name: str) -> None:
+    """JSON spells it in a call's arguments, and environments in their results."""
+    chat = chat_of(name)
+
+    def asked(half: str, pair: str) -> list[int]:
+        call = call_message("call_0", "city", {"name": half + pair})
+        answer = {"role": "tool", "content": pair + half, "tool_call_id": "call_0", "name": "city"}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        user = {"role": "user", "content": half}
+        return chat.opening([user, said, answer], [CITY], thinking=False)
+
+    assert asked("a\ud800é", "\ud83d\ude00") == asked("a\ufffdé", "\U0001f600")

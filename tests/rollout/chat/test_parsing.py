@@ -119,6 +119,8 @@ def test_calls_in_forms_a_template_does_not_write(
         ("qwen3", '<tool_call>{"name": "city", "arguments": {"a": NaN}}</tool_call>', "NaN"),
         ("qwen3", '<tool_call>{"name": "city"}', "no </tool_call> ends it"),
         ("qwen3", f"<tool_call>{'[' * 100_000}</tool_call>", "nested too deep"),
+        ("qwen3", f"<tool_call>{'[' * 700}{']' * 700}</tool_call>", "nested too deep"),
+        ("embedded", f"@city {'[' * 700}{']' * 700}", "nested too deep"),
         ("qwen3", f'<tool_call>{{"name": {"9" * 5000}}}</tool_call>', "not JSON"),
         ("deepseek-v3.1", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "holds no call"),
         ("deepseek-v3.1", "<｜tool▁call▁begin｜>city{}<｜tool▁call▁end｜>", "no <｜tool▁sep｜>"),

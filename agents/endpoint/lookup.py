@@ -1,0 +1,129 @@
+"""The turns that were recorded, and which of them a request goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from keel.agents.conversation import SegmentRecord
+from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.matching import link
+from keel.agents.endpoint.replies import Reply
+from keel.agents.endpoint.requests import Asked
+from keel.rl.turns import Chat, Message, ToolSpec
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One that is recorded."""
+
+    record: SegmentRecord
+    end: int
+    """Ids of `record` up to the last sampled one."""
+    tools: tuple[ToolSpec, ...]
+    tools_key: str
+    request_key: str
+    reply: Reply
+    lost: bool = False
+    """The client went before it got the answer, as far as can be known."""
+    given_again: bool = False
+    extended: bool = False
+    """Another turn goes on from it: so somebody has it."""
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.record.ids[: self.end])
+
+
+class Turns:
+    """All turns of a trajectory."""
+
+    def __init__(self, chat: Chat, *, thinking: bool) -> None:
+        self._chat, self._thinking = chat, thinking
+        self._after: dict[str, list[Turn]] = {}
+        """By the key of the messages up to and with the turn."""
+        self._answers: dict[str, list[Turn]] = {}
+        """By the key of the request."""
+        self._by_id: dict[str, Turn] = {}
+
+    def add(self, turn: Turn, messages_key: str) -> None:
+        self._after.setdefault(link(messages_key, turn.reply.message), []).append(turn)
+        self._answers.setdefault(turn.request_key, []).append(turn)
+        self._by_id[turn.reply.reply_id] = turn
+
+    def lose(self, reply: Reply) -> None:
+        turn = self._by_id[reply.reply_id]
+        turn.lost, turn.given_again = True, False
+
+    def lost(self, request_key: str, asked: Asked) -> Turn | None:
+        """An answer to the same request that nobody got. Asked again after it was received, the
+        request wants another one."""
+        for turn in self._answers.get(request_key, ()):
+            if turn.extended or turn.given_again:
+                continue
+            if asked.is_retry or turn.lost:
+                return turn
+        return None
+
+    def context(
+        self,
+        asked: Asked,
+        keys: Sequence[str],
+        tools_key: str,
+        growing: Collection[SegmentRecord],
+    ) -> tuple[Turn | None, list[int]]:
+        """The recorded turn that the request goes on from, if there is one, and all ids.
+
+        keys: of the prefixes of its messages. growing: segments in which a turn is being sampled.
+        Raises Refused for messages that the template refuses.
+        """
+        messages = asked.messages
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        new = messages[said[-1] + 1 :] if said else ()
+        try:
+            if said and all(message["role"] in ("tool", "user") for message in new):
+                turns = self._after.get(keys[said[-1] + 1], ())
+                same = [turn for turn in turns if turn.tools_key == tools_key]
+                thought = messages[said[-1]].get("reasoning_content")
+                # Of turns that look the same, the one whose thinking the client sent back, then one
+                # that nobody has gone on from, then the last.
+                same.sort(
+                    key=lambda t: (
+                        thought is not None and t.reply.message.get("reasoning_content") == thought,
+                        not t.extended and t.record not in growing,
+                    )
+                )
+                for turn in reversed(same):
+                    ids = self._chat.extend(turn.ids, new, thinking=self._thinking)
+                    if ids is not None:
+                        return turn, ids
+            shown = self._as_recorded(messages, keys)
+            ids = self._chat.opening(shown, asked.tools, thinking=self._thinking)
+            self._check_shown(shown, asked.tools, ids)
+        except ValueError as error:
+            raise Refused(400, f"messages: {error}", param="messages") from error
+        return None, ids
+
+    def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
+        """With the policy's turns as they were: a client may have dropped their thinking, which the
+        format shows until the next user's message."""
+        shown: list[Message] = []
+        for i, message in enumerate(messages):
+            turns = self._after.get(keys[i + 1], ()) if message["role"] == "assistant" else ()
+            shown.append(turns[-1].reply.message if turns else message)
+        return shown
+
+    def _check_shown(
+        self, messages: list[Message], tools: Sequence[ToolSpec], ids: list[int]
+    ) -> None:
+        """Some templates leave out a system message that is not the first one, without a word."""
+        for i, message in enumerate(messages):
+            if i and message["role"] == "system" and message["content"]:
+                others = messages[:i] + messages[i + 1 :]
+                if self._chat.opening(others, tools, thinking=self._thinking) == ids:
+                    raise Refused(
+                        400,
+                        f"messages[{i}].role: the model's chat template does not show a system "
+                        "message at this place; put it first",
+                        param=f"messages[{i}].role",
+                    )

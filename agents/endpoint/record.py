@@ -1,0 +1,348 @@
+"""What an agent program's requests become: turns that extend recorded ids, and segments.
+
+A request is looked up by its messages up to the policy's last turn. Where they are what was handed
+out, the recorded ids are extended by `Chat.extend`: nothing that was sampled is tokenised again.
+Where the record has gone on from there meanwhile (another request came first), a new segment begins
+with the same ids. In all other cases a new segment begins with a render of the messages.
+Either way, each sampled token is trained in the segment that it was sampled in, and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keel.agents.conversation import SegmentRecord
+from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.lookup import Turn, Turns
+from keel.agents.endpoint.matching import chain, key_of_tools, link
+from keel.agents.endpoint.replies import Reply, handed_out
+from keel.agents.endpoint.requests import Asked
+from keel.agents.endpoint.types import Budgets, Counts, Finished
+from keel.agents.schemas import arguments_of
+from keel.rl.turns import (
+    Chat,
+    Malformed,
+    Message,
+    Parsed,
+    ToolSpec,
+    TurnRequest,
+    TurnResult,
+)
+from keel.rl.types import FinishReason, Usage
+
+Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
+ENDING_S = 10.0
+"""Longest wait at the end for turns that are being sampled to be given up."""
+
+
+class Recording:
+    """One trajectory. For one event loop; any number of requests at once.
+
+    name: unique in the run. sample: one turn of the policy. seed: of the trajectory.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        prompt_id: str,
+        chat: Chat,
+        sample: Sample,
+        thinking: bool,
+        seed: int,
+        budgets: Budgets,
+    ) -> None:
+        self.name = name
+        self.counts = Counts()
+        self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
+        self._thinking, self._seed, self._budgets = thinking, seed, budgets
+        self._records: list[SegmentRecord] = []
+        self._turns = Turns(chat, thinking=thinking)
+        self._contexts: dict[str, int] = {}
+        """How often each context was sampled from: the next draws differ."""
+        self._unanswered: Counter[str] = Counter()
+        """By the key of the request: tries that failed or were given up."""
+        self._growing: set[SegmentRecord] = set()
+        self._sampling: dict[asyncio.Future[TurnResult], int] = {}
+        """With the tokens that are set aside for each."""
+        self._changed = asyncio.Event()
+        self._opening: tuple[Message, ...] = ()
+        self._transcript: list[Message] = []
+        self._told: set[str] = set()
+        """Keys of messages that stand in the transcript."""
+        self._usage = Usage(turns=0)
+        self._ended: FinishReason = "stop"
+        self._failure = ""
+        self._closed = False
+        self._idle_since: float | None = None
+
+    async def turn(self, asked: Asked) -> Reply:
+        """Answer a request. Raises Refused; cancelled, it leaves nothing behind."""
+        self._count("requests")
+        tools_key = key_of_tools(asked.tools)
+        keys = chain(asked.messages)
+        request_key = f"{keys[-1]} {tools_key} {asked.may_call} {asked.max_tokens}"
+        try:
+            return await self._turn(asked, keys, tools_key, request_key)
+        except Refused as refused:
+            self._count("failed" if refused.status >= 500 else "refused")
+            self._unanswered[request_key] += refused.status >= 500
+            raise
+        except asyncio.CancelledError:
+            self._count("given_up")
+            self._unanswered[request_key] += 1
+            raise
+
+    def lose(self, reply: Reply) -> None:
+        """Its client went before it got it. It gets it when it asks again."""
+        self._turns.lose(reply)
+
+    async def finish(self) -> Finished:
+        """Give up what is being sampled, and close. Safe to call more than once."""
+        self._closed = True
+        self._changed.set()
+        pending = list(self._sampling)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending, timeout=ENDING_S)
+        segments = (record.segment() for record in self._records)
+        return Finished(
+            segments=tuple(segment for segment in segments if segment is not None),
+            opening=self._opening,
+            messages=tuple(self._transcript[len(self._opening) :]),
+            usage=self._usage,
+            finish_reason=self._ended,
+            counts=self.counts,
+            failure=self._failure,
+        )
+
+    async def _turn(
+        self, asked: Asked, keys: Sequence[str], tools_key: str, request_key: str
+    ) -> Reply:
+        self._check_open()
+        if asked.is_retry and self._unanswered[request_key] > 0:
+            self._unanswered[request_key] -= 1  # of that try there is no answer to be given
+        elif lost := self._turns.lost(request_key, asked):
+            self._count("repeated")
+            lost.given_again = True
+            return lost.reply
+        before, ids = self._turns.context(asked, keys, tools_key, self._growing)
+        tools = asked.tools if before is None else before.tools
+        limit = await self._admit(len(ids), asked.max_tokens)
+        # From here to the sampling nothing waits: what is free now stays so.
+        extends = (
+            before is not None
+            and before.end == len(before.record.ids)
+            and before.record not in self._growing
+        )
+        record = (
+            before.record if before is not None and extends else SegmentRecord(self._prompt_id, ids)
+        )
+        ids_T = np.array(ids, np.int32)
+        context_key = blake2b(ids_T.tobytes(), digest_size=16).hexdigest()
+        request = replace(
+            record.request(
+                self.name,
+                max_tokens=limit,
+                seed=self._seed_of(context_key),
+                deadline_s=self._budgets.deadline_s,
+            ),
+            token_ids_T=ids_T,
+        )
+        repeated = before.end - 1 if before is not None else self._in_common(ids_T)
+        self._growing.add(record)
+        try:
+            result = await self._sampled(request, context_key, limit)
+            if extends:
+                record.extend(ids)
+            try:
+                record.append(request, result)
+            except ValueError as error:
+                raise self._failed(str(error)) from error
+            if not extends:
+                self._records.append(record)
+        finally:
+            self._growing.discard(record)
+        if before is not None:
+            before.extended = True
+        self._count("extended" if extends else "rendered" if before is None else "branched")
+        parsed = self._chat.parse(
+            result.token_ids_N.tolist(), tools, thinking=self._thinking, turn=self._usage.turns
+        )
+        cut = result.finish_reason != "stop"
+        reply = Reply(
+            reply_id=f"chatcmpl-{secrets.token_hex(12)}",
+            message=handed_out(parsed, cut=cut, may_call=asked.may_call),
+            cut=cut,
+            prompt_tokens=len(ids),
+            completion_tokens=len(result.token_ids_N),
+            cached_tokens=result.cached_tokens,
+        )
+        turn = Turn(
+            record=record,
+            end=len(record.ids),
+            tools=tools,
+            tools_key=tools_key,
+            request_key=request_key,
+            reply=reply,
+        )
+        self._tell(asked.messages, keys, reply.message)
+        self._turns.add(turn, keys[-1])
+        self._use(parsed, reply, result, repeated, tools)
+        full = len(record.ids) >= self._budgets.window
+        self._ended = (
+            "window" if full and result.finish_reason == "length" else result.finish_reason
+        )
+        return reply
+
+    async def _admit(self, context: int, wanted: int | None) -> int:
+        """Tokens that a turn after such a context may sample."""
+        budgets = self._budgets
+        if context >= budgets.window:
+            self._ended = "window"
+            raise Refused(
+                400,
+                f"This model's maximum context length is {budgets.window} tokens. However, your "
+                f"messages resulted in {context} tokens; one at least must be left to sample",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        try:
+            async with asyncio.timeout(budgets.turn_s):
+                while True:
+                    self._check_open()
+                    turns = budgets.turns - self._usage.turns - len(self._sampling)
+                    rest = budgets.tokens - self._sampled_tokens - sum(self._sampling.values())
+                    if turns > 0 and rest > 0:
+                        break
+                    if not self._sampling:
+                        raise self._spent(turns)
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise self._failed(
+                f"turns at once had the whole budget for {budgets.turn_s:g} s"
+            ) from error
+        limits = (budgets.turn_tokens, wanted, budgets.window - context, rest)
+        return min(limit for limit in limits if limit is not None)
+
+    async def _sampled(self, request: TurnRequest, context_key: str, limit: int) -> TurnResult:
+        """One turn of the policy, within its time."""
+        task = asyncio.ensure_future(self._sample(request))
+        self._sampling[task] = limit
+        self._contexts[context_key] = self._contexts.get(context_key, 0) + 1
+        if self._idle_since is not None:
+            waited = monotonic() - self._idle_since
+            self._usage = replace(self._usage, tools_s=self._usage.tools_s + waited)
+            self._idle_since = None
+        try:
+            async with asyncio.timeout(self._budgets.turn_s):
+                return await task
+        except BaseException as error:
+            self._contexts[context_key] -= 1
+            if isinstance(error, asyncio.CancelledError) and self._closed:
+                raise self._over() from error
+            if isinstance(error, TimeoutError):
+                raise self._failed(
+                    f"a turn did not end within {self._budgets.turn_s:g} s"
+                ) from error
+            if isinstance(error, Exception):
+                raise self._failed(f"{type(error).__name__}: {error}") from error
+            raise
+        finally:
+            task.cancel()
+            del self._sampling[task]
+            self._changed.set()
+            if not self._sampling:
+                self._idle_since = monotonic()
+
+    def _seed_of(self, context_key: str) -> int:
+        """Of the context and how often it was sampled from: the same for a turn that failed and is
+        asked for again, whatever other requests came between."""
+        key = f"{self._seed}/{context_key}/{self._contexts.get(context_key, 0)}".encode()
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
+
+    def _in_common(self, ids: NDArray[np.int32]) -> int:
+        """Ids at the beginning that some record begins with, too."""
+        most = 0
+        for record in self._records:
+            other = np.array(record.ids[: len(ids)], np.int32)
+            differ = np.flatnonzero(other != ids[: len(other)])
+            most = max(most, int(differ[0]) if len(differ) else len(other))
+        return most
+
+    def _tell(self, messages: Sequence[Message], keys: Sequence[str], said: Message) -> None:
+        """Put what is new into the transcript."""
+        if not self._opening:
+            self._opening = tuple(messages)
+        for message, key in zip(messages, keys[1:], strict=True):
+            if key not in self._told:
+                self._told.add(key)
+                self._transcript.append(message)
+        self._told.add(link(keys[-1], said))
+        self._transcript.append(said)
+
+    def _use(
+        self,
+        parsed: Parsed,
+        reply: Reply,
+        result: TurnResult,
+        repeated: int,
+        tools: tuple[ToolSpec, ...],
+    ) -> None:
+        calls = parsed.calls if reply.message.get("tool_calls") else ()
+        malformed = sum(isinstance(call, Malformed) for call in calls)
+        broken = sum(
+            not isinstance(call, Malformed) and bool(arguments_of(tools).complaint(call))
+            for call in calls
+        )
+        usage = self._usage
+        self._usage = replace(
+            usage,
+            turns=usage.turns + 1,
+            calls=usage.calls + len(calls),
+            failed_calls=usage.failed_calls + broken + malformed,
+            malformed_calls=usage.malformed_calls + malformed,
+            repeated_tokens=usage.repeated_tokens + repeated,
+            cached_tokens=usage.cached_tokens + result.cached_tokens,
+            sampling_s=usage.sampling_s + result.sampling_s,
+        )
+
+    @property
+    def _sampled_tokens(self) -> int:
+        return sum(record.sampled_tokens for record in self._records)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._over()
+
+    def _over(self) -> Refused:
+        return Refused(404, "this trajectory is over", code="trajectory_over")
+
+    def _spent(self, turns: int) -> Refused:
+        """Never asked for again by a client: its own libraries do that with 429 and 5xx."""
+        self._ended = "length" if turns > 0 else "turns"
+        what = (
+            f"{self._budgets.tokens} sampled tokens"
+            if turns > 0
+            else f"{self._budgets.turns} turns"
+        )
+        code = "tokens_spent" if turns > 0 else "turns_spent"
+        return Refused(403, f"the trajectory's budget of {what} is spent", code=code)
+
+    def _failed(self, why: str) -> Refused:
+        self._failure = why
+        return Refused(503, f"the turn could not be sampled: {why}", code="engine_failed")
+
+    def _count(self, name: str) -> None:
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + 1})

@@ -1,0 +1,145 @@
+"""A turn as OpenAI's answer to a request, whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.agents.conversation import spoken
+from keel.agents.endpoint.requests import sound
+from keel.rl.turns import Message, Parsed
+
+PIECE = 24
+"""Characters of one chunk of a stream."""
+MODEL = "policy"
+"""The one model that is listed. Requests may name any other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A recorded turn, for the client."""
+
+    reply_id: str
+    message: Message
+    """As it was handed out; arguments are objects."""
+    cut: bool
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def finish_reason(self) -> str:
+        if self.cut:
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+
+def handed_out(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
+    """A turn as the client gets it. Calls of a turn that was cut are not among it: clients run
+    calls without a look at the finish reason."""
+    message = sound(spoken(parsed))
+    if cut or not may_call:
+        message.pop("tool_calls", None)
+    return message
+
+
+def completion(reply: Reply, model: str) -> dict[str, Any]:
+    """Of a request without `stream`."""
+    said = reply.message
+    calls = _calls(said)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": said["content"] or (None if calls else ""),
+        "refusal": None,
+    }
+    if said.get("reasoning_content"):
+        message["reasoning_content"] = said["reasoning_content"]
+    if calls:
+        message["tool_calls"] = calls
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": reply.finish_reason,
+    }
+    head = _head(reply, model, "chat.completion")
+    return {**head, "choices": [choice], "usage": _usage(reply)}
+
+
+def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
+    """Of a request with `stream`: server-sent events, the last one `[DONE]`."""
+    head = _head(reply, model, "chat.completion.chunk")
+    if include_usage:
+        head["usage"] = None
+    for delta in _deltas(reply.message):
+        yield _event({**head, "choices": [_choice(delta, None)]})
+    yield _event({**head, "choices": [_choice({}, reply.finish_reason)]})
+    if include_usage:
+        yield _event({**head, "choices": [], "usage": _usage(reply)})
+    yield b"data: [DONE]\n\n"
+
+
+def models() -> dict[str, Any]:
+    return {"object": "list", "data": [model(MODEL)]}
+
+
+def model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "keel"}
+
+
+def _deltas(said: Message) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": "" if said["content"] else None}
+    for piece in _pieces(said.get("reasoning_content") or ""):
+        yield {"reasoning_content": piece}
+    for piece in _pieces(said["content"]):
+        yield {"content": piece}
+    for index, call in enumerate(_calls(said)):
+        function = {"name": call["function"]["name"], "arguments": ""}
+        yield {"tool_calls": [{**call, "index": index, "function": function}]}
+        for piece in _pieces(call["function"]["arguments"]):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+
+
+def _calls(said: Message) -> Sequence[dict[str, Any]]:
+    calls: Sequence[Mapping[str, Any]] = said.get("tool_calls") or ()
+    return [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in calls
+    ]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), PIECE):
+        yield text[start : start + PIECE]
+
+
+def _choice(delta: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": finish_reason}
+
+
+def _head(reply: Reply, model: str, kind: str) -> dict[str, Any]:
+    made = int(time.time())
+    return {"id": reply.reply_id, "object": kind, "created": made, "model": model or MODEL}
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }
+
+
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"

@@ -1,0 +1,195 @@
+"""The server: one port for all trajectories of a process, a base URL and a key for each."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from keel.agents.endpoint import replies
+from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.record import Finished, Recording
+from keel.agents.endpoint.requests import Asked, Warnings, asked_of
+
+MOST_BYTES = 64 << 20
+"""Of one request."""
+READ_S = 60.0
+"""Longest wait for the rest of a request, and for a client to take an answer."""
+ENDING_S = 5.0
+ROUNDS = 4
+"""Of the event loop, until the end of a connection has cancelled what it was for."""
+SOCKET = "keel.sock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a program finds its trajectory."""
+
+    base_url: str
+    api_key: str
+    socket: Path
+    """The same server as a unix socket, for a sandbox that has no network."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,  # LiteLLM and older clients
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": replies.MODEL,
+        }
+
+
+class Endpoint:
+    """Listens on the loopback and on a unix socket. For one event loop.
+
+    `async with Endpoint() as endpoint`, then `add` for each trajectory and `finish` at its end.
+    """
+
+    def __init__(self, *, port: int = 0) -> None:
+        """port: 0 lets the system choose."""
+        self._port = port
+        self._open: dict[str, tuple[str, Recording]] = {}
+        self._warnings = Warnings()
+        self._runner: web.AppRunner | None = None
+        self._folder = ""
+
+    async def __aenter__(self) -> Endpoint:
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_their_format])
+        app.router.add_get("/t/{name}/v1/models", self._models)
+        app.router.add_get("/t/{name}/v1/models/{model:.+}", self._model)
+        app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
+        app.router.add_route("*", "/{path:.*}", _unknown)
+        # A client that goes away cancels its turn.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=ENDING_S
+        )
+        self._folder = tempfile.mkdtemp(prefix="keel-endpoint-")
+        try:
+            await self._runner.setup()
+            site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+            await site.start()
+            self._port = self._runner.addresses[0][1]
+            await web.UnixSite(self._runner, str(Path(self._folder) / SOCKET)).start()
+            # As open as the port is: a sandbox's user may be another. Each trajectory has its key.
+            Path(self._folder).chmod(0o711)
+            (Path(self._folder) / SOCKET).chmod(0o666)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for name in list(self._open):
+            await self.finish(name)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add(self, recording: Recording) -> Address:
+        """Open the endpoint of a trajectory. Raises ValueError for a name that is open."""
+        if any(open_.name == recording.name for _, open_ in self._open.values()):
+            raise ValueError(f"endpoint: {recording.name} is open already")
+        place, key = secrets.token_urlsafe(12), f"keel-{secrets.token_urlsafe(24)}"
+        self._open[place] = (key, recording)
+        return Address(
+            base_url=f"http://127.0.0.1:{self._port}/t/{place}/v1",
+            api_key=key,
+            socket=Path(self._folder) / SOCKET,
+        )
+
+    async def finish(self, name: str) -> Finished:
+        """Close the endpoint of the trajectory `name`. Raises KeyError where there is none."""
+        for place, (_, recording) in self._open.items():
+            if name in (place, recording.name):
+                del self._open[place]
+                return await recording.finish()
+        raise KeyError(name)
+
+    def _recording(self, request: web.Request) -> Recording:
+        key, recording = self._open.get(request.match_info["name"], ("", None))
+        if recording is None:
+            raise Refused(404, "there is no such trajectory, or it is over", code="trajectory_over")
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), key.encode())
+        if scheme.lower() != "bearer" or not same:
+            raise Refused(
+                401, "wrong API key: send OPENAI_API_KEY as a bearer token", code="invalid_api_key"
+            )
+        return recording
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._recording(request)
+        return web.json_response(replies.models())
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        self._recording(request)
+        return web.json_response(replies.model(request.match_info["model"]))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        recording = self._recording(request)
+        try:
+            async with asyncio.timeout(READ_S):
+                body = await request.read()
+        except TimeoutError as error:
+            raise Refused(408, f"the request did not come within {READ_S:g} s") from error
+        # OpenAI's own clients count.
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        asked = asked_of(body, self._warnings, is_retry=is_retry)
+        reply = await recording.turn(asked)
+        try:
+            for _ in range(ROUNDS):  # a client that went meanwhile is heard of now
+                await asyncio.sleep(0)
+            async with asyncio.timeout(READ_S):
+                return await _answer(request, asked, reply)
+        except (TimeoutError, ConnectionError, asyncio.CancelledError):
+            recording.lose(reply)
+            raise
+
+
+async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:
+    """Returns when the connection has taken all of it."""
+    if asked.stream:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        for event in replies.events(reply, asked.model, include_usage=asked.include_usage):
+            await response.write(event)
+    else:
+        response = web.json_response(replies.completion(reply, asked.model))
+        await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _in_their_format(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors as OpenAI has them."""
+    try:
+        return await handler(request)
+    except Refused as refused:
+        return web.json_response(refused.body(), status=refused.status)
+    except web.HTTPRequestEntityTooLarge:
+        refused = Refused(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
+        return web.json_response(refused.body(), status=413)
+
+
+async def _unknown(request: web.Request) -> web.StreamResponse:
+    raise Refused(
+        404,
+        f"{request.method} {request.path}: there are chat/completions and models alone; a program "
+        "that uses another of OpenAI's interfaces (responses, completions) must be told to use "
+        "chat completions",
+        code="unknown_url",
+    )

@@ -1,0 +1,167 @@
+"""A policy by script, through the embedded model's own chat format; and what must hold of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from openai import AsyncOpenAI
+
+from keel.agents.endpoint.record import Recording
+from keel.agents.endpoint.replies import Reply
+from keel.agents.endpoint.requests import Warnings, asked_of
+from keel.agents.endpoint.server import Address, Endpoint
+from keel.agents.endpoint.types import Budgets, Finished
+from keel.rl.turns import TurnRequest, TurnResult
+from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
+
+Messages = list[dict[str, Any]]
+CHAT = chat_of("embedded")
+BUDGETS = Budgets(window=6000, tokens=4000, turns=60, turn_tokens=300, turn_s=20.0)
+TOOLS = [CITY.as_json()]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def result(call_id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def ids_of(text: str, family: str = "embedded") -> list[int]:
+    """As if the policy had sampled it; control texts in it become control tokens."""
+    return tokenizer_of(family).encode(text, add_special_tokens=False)
+
+
+ids_of("The tokenizer starts its threads with the first text: not within a test that counts them.")
+
+
+class Policy:
+    """Says `script(context as text, turn)`; every sampled token has a log-probability of its own,
+    every routes row the turn and the position that it is of."""
+
+    def __init__(
+        self, script: Callable[[str, int], str] | Sequence[str], family: str = "embedded"
+    ) -> None:
+        """family: of `tests.rollout.chat.families`, one whose turns end in <|im_end|>."""
+        self._script, self.family = script, family
+        self.requests: list[TurnRequest] = []
+        """All that were asked for."""
+        self.turns: list[tuple[list[int], list[int]]] = []
+        """(context, sampled ids) of each that was given."""
+        self.numbers: dict[int, tuple[int, int]] = {}
+        """By the number that is the log-probability: (turn, token)."""
+        self.hold: asyncio.Event | None = None
+        self.fail: Exception | None = None
+
+    async def __call__(self, request: TurnRequest) -> TurnResult:
+        self.requests.append(request)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.fail is not None:
+            raise self.fail
+        context, turn = request.token_ids_T.tolist(), len(self.turns)
+        said = (
+            self._script(chat_of(self.family).decode(context), turn)
+            if callable(self._script)
+            else self._script[min(turn, len(self._script) - 1)]
+        )
+        sampled = ids_of(said + "<|im_end|>", self.family)
+        cut = len(sampled) > request.max_tokens
+        sampled = sampled[: request.max_tokens]
+        self.turns.append((context, sampled))
+        first = len(self.numbers)
+        self.numbers |= {first + i: (turn, i) for i in range(len(sampled))}
+        rows = range(request.routes_from, len(context) + len(sampled) - 1)
+        return TurnResult(
+            token_ids_N=np.array(sampled, np.int32),
+            logp_old_N=-np.arange(first, first + len(sampled), dtype=np.float32) / 1024,
+            version_N=np.full(len(sampled), turn, np.int32),
+            finish_reason="length" if cut else "stop",
+            routes_RLK=np.array([[[turn, t]] for t in rows], np.int16).reshape(-1, 1, 2),
+            cached_tokens=7,
+            sampling_s=0.5,
+        )
+
+
+def check_law(policy: Policy, finished: Finished) -> None:
+    """Every sampled token is trained exactly once, after exactly the ids that were sent."""
+    trained: list[int] = []
+    for segment in finished.segments:
+        ids = segment.token_ids_T.tolist()
+        assert segment.routes_TLK is not None
+        for t in np.flatnonzero(segment.trainable_T).tolist():
+            number = round(float(-segment.logp_old_T[t]) * 1024)
+            turn, place = policy.numbers[number]
+            context, sampled = policy.turns[turn]
+            assert ids[:t] == context + sampled[:place]
+            assert ids[t] == sampled[place]
+            assert segment.version_T[t] == turn
+            # The row of the token before it comes from the same turn, at its own position.
+            assert segment.routes_TLK[t - 1, 0].tolist() == [turn, t - 1]
+            trained.append(number)
+        assert segment.routes_TLK[:-1, 0, 1].tolist() == list(range(len(ids) - 1))
+    assert sorted(trained) == sorted(policy.numbers)
+
+
+def recording(
+    policy: Any, *, name: str = "p/0", thinking: bool = False, chat: Any = CHAT, **more: Any
+) -> Recording:
+    budgets = replace(BUDGETS, **more)
+    return Recording(
+        name=name,
+        prompt_id="p",
+        chat=chat,
+        sample=policy,
+        thinking=thinking,
+        seed=3,
+        budgets=budgets,
+    )
+
+
+async def ask(
+    recorded: Recording, messages: Messages, tools: Any = (), *, is_retry: bool = False, **more: Any
+) -> Reply:
+    """A request that came as JSON."""
+    body = {"model": "m", "messages": messages, **({"tools": list(tools)} if tools else {}), **more}
+    return await recorded.turn(asked_of(json.dumps(body).encode(), Warnings(), is_retry=is_retry))
+
+
+def as_sent(reply: Reply) -> dict[str, Any]:
+    """The policy's message as most clients send it back: without its thinking."""
+    said = reply.message
+    message = {"role": "assistant", "content": said["content"] or None}
+    if said.get("tool_calls"):
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _written(call)}}
+            for call in said["tool_calls"]
+        ]
+    return message
+
+
+def _written(call: dict[str, Any]) -> str:
+    return json.dumps(call["function"]["arguments"], indent=1)
+
+
+def play(work: Any) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(60):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def served(recorded: Recording) -> AsyncIterator[tuple[Endpoint, Address, AsyncOpenAI]]:
+    async with Endpoint() as endpoint:
+        address = endpoint.add(recorded)
+        async with AsyncOpenAI(
+            base_url=address.base_url, api_key=address.api_key, max_retries=0, timeout=20
+        ) as client:
+            yield endpoint, address, client

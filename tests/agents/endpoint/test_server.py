@@ -1,0 +1,355 @@
+"""The endpoint by HTTP: OpenAI's own client, streams, errors, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from keel.agents.endpoint.server import Address, Endpoint
+from keel.agents.endpoint.types import Finished
+from tests.agents.endpoint.kit import (
+    CHAT,
+    TOOLS,
+    Messages,
+    Policy,
+    check_law,
+    recording,
+    result,
+    served,
+    user,
+)
+from tests.agents.endpoint.test_record import script
+from tests.agents.episodes import run
+from tests.rollout.chat.families import chat_of
+
+
+async def agent(client: Any, turns: int, *, stream: bool) -> Messages:
+    """A loop as programs have it: what came goes back as it is."""
+    messages: Messages = [user("Where to?")]
+    for _ in range(turns):
+        said = await (streamed if stream else whole)(client, messages)
+        messages.append(said)
+        calls = said.get("tool_calls") or ()
+        for call in calls:
+            json.loads(call["function"]["arguments"])
+            messages.append(result(call["id"], f"far {call['id']}"))
+        if not calls:
+            messages.append(user("Go on."))
+    return messages
+
+
+async def whole(client: Any, messages: Messages) -> dict[str, Any]:
+    answer = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == ("tool_calls" if choice.message.tool_calls else "stop")
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 7
+    return choice.message.model_dump(exclude_none=True)
+
+
+async def streamed(client: Any, messages: Messages) -> dict[str, Any]:
+    """Put together by OpenAI's own code."""
+    async with client.chat.completions.stream(
+        model="m", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
+    ) as stream:
+        answer = await stream.get_final_completion()
+    assert answer.usage.prompt_tokens > 0
+    said = answer.choices[0].message.model_dump(exclude_none=True)
+    for call in said.get("tool_calls") or ():
+        call.pop("index", None)
+        call["function"].pop("parsed_arguments", None)
+    said.pop("parsed", None)
+    return said
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_stream_gives_what_an_answer_does(thinking: bool) -> None:
+    async def work(stream: bool) -> tuple[Policy, Messages, Finished]:
+        policy = Policy(script)
+        recorded = recording(policy, thinking=thinking)
+        async with served(recorded) as (endpoint, _, client):
+            messages = await agent(client, 6, stream=stream)
+            return policy, messages, await endpoint.finish("p/0")
+
+    plain, stream = run(work(False)), run(work(True))
+    assert stream[0].turns == plain[0].turns
+    assert [m.get("content") or "" for m in stream[1]] == [m.get("content") or "" for m in plain[1]]
+    for policy, _, finished in (plain, stream):
+        check_law(policy, finished)
+        assert finished.counts.extended == (3 if thinking else 5)
+        assert finished.usage.tools_s > 0
+
+
+def test_two_programs_at_once_are_two_trajectories() -> None:
+    policies = [Policy(script), Policy(["other"])]
+
+    async def work() -> None:
+        async with Endpoint() as endpoint:
+            addresses = [
+                endpoint.add(recording(policy, name=f"p/{i}")) for i, policy in enumerate(policies)
+            ]
+            with pytest.raises(ValueError, match="open already"):
+                endpoint.add(recording(policies[0], name="p/0"))
+            clients = [
+                openai.AsyncOpenAI(base_url=a.base_url, api_key=a.api_key) for a in addresses
+            ]
+            await asyncio.gather(*(agent(client, 5, stream=False) for client in clients))
+            with pytest.raises(openai.AuthenticationError, match="wrong API key"):
+                await whole(clients[0].with_options(api_key=addresses[1].api_key), [user("a")])
+            for i, policy in enumerate(policies):
+                finished = await endpoint.finish(f"p/{i}")
+                check_law(policy, finished)
+                assert finished.usage.turns == 5 and len(finished.segments) == 1
+            with pytest.raises(openai.NotFoundError, match="or it is over"):
+                await whole(clients[0], [user("a")])
+            with pytest.raises(KeyError):
+                await endpoint.finish("p/0")
+            for client in clients:
+                await client.close()
+
+    run(work())
+
+
+def test_models_and_other_paths() -> None:
+    async def work() -> None:
+        async with served(recording(Policy(["a"]))) as (_, address, client):
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            assert (await client.models.retrieve("any/name")).id == "any/name"
+            with pytest.raises(openai.NotFoundError, match="chat completions"):
+                await client.responses.create(model="m", input="a")
+            connector = aiohttp.UnixConnector(path=str(address.socket))
+            async with aiohttp.ClientSession(connector=connector) as session:
+                head = {"Authorization": f"Bearer {address.api_key}"}
+                async with session.get(f"{address.base_url}/models", headers=head) as answer:
+                    assert answer.status == 200
+
+    run(work())
+
+
+DEEP = b'{"x": ' + b"[" * 700 + b"]" * 700 + b"}"
+WRONG = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": ["a"]}, "messages[0]"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "messages[1]"),
+    ({"messages": [result("call_9", "a")]}, "messages[0].tool_call_id"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {
+            "messages": [
+                user("a"),
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "function": {"name": "city", "arguments": "{"}}],
+                },
+            ]
+        },
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    (
+        {
+            "messages": [
+                user("a"),
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "function": {"name": "city", "arguments": "{}"}}],
+                },
+                user("b"),
+            ]
+        },
+        "messages[2]",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "city"}}}, "tool_choice"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"n": 2}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": "9"}, "max_completion_tokens"),
+    ({"logprobs": True}, "logprobs"),
+    ({"functions": []}, "functions"),
+    ({"stream": "yes"}, "stream"),
+    ({"model": 3}, "model"),
+]
+
+
+async def post(address: Address, body: bytes) -> tuple[int, dict[str, Any]]:
+    head = {"Authorization": f"Bearer {address.api_key}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{address.base_url}/chat/completions", data=body, headers=head) as answer,
+    ):
+        return answer.status, (await answer.json())
+
+
+def test_a_wrong_request_is_refused_with_the_field() -> None:
+    policy = Policy(["a"])
+
+    async def work() -> None:
+        async with served(recording(policy)) as (_, address, _):
+            for change, field in WRONG:
+                body = {"model": "m", "messages": [user("a")], **change}
+                status, answer = await post(address, json.dumps(body).encode())
+                assert (status, answer["error"]["param"]) == (400, field), answer
+                assert field in answer["error"]["message"]
+                assert answer["error"]["type"] == "invalid_request_error"
+            for body in (b"{", b"[]", b"[" * 100_000, b'{"n": NaN}', b"\xff", DEEP):
+                status, answer = await post(address, body)
+                assert (status, answer["error"]["code"]) == (400, "invalid_json")
+
+    run(work())
+    assert not policy.requests
+
+
+def test_what_the_template_would_not_show_is_refused() -> None:
+    late = [user("a"), {"role": "developer", "content": "b"}]
+
+    async def asked_of(chat: Any) -> tuple[int, dict[str, Any]]:
+        async with served(recording(Policy(["a"]), chat=chat)) as (_, address, _):
+            return await post(address, json.dumps({"messages": late}).encode())
+
+    assert run(asked_of(CHAT))[0] == 200
+    leaves_out = chat_of("qwen3")  # Qwen's own does not
+    status, answer = run(asked_of(leaves_out))
+    assert (status, answer["error"]["param"]) == (400, "messages[1].role")
+
+
+def test_settings_of_sampling_are_ignored_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = Policy(["a", "b"])
+    body = {
+        "messages": [user("half \ud800")],
+        "temperature": 0,
+        "seed": 1,
+        "stop": [],
+        "user": "me",
+    }
+
+    async def work() -> None:
+        async with served(recording(policy)) as (_, address, _):
+            for _ in range(2):
+                status, _ = await post(address, json.dumps(body).encode())
+                assert status == 200
+
+    with caplog.at_level(logging.WARNING):
+        run(work())
+    said = sorted(record.getMessage() for record in caplog.records)
+    named = [line.partition("request sets ")[2].partition(",")[0] for line in said]
+    assert named == ["seed", "stop", "temperature"] and len(policy.turns) == 2
+    assert "half �" in CHAT.decode(policy.turns[0][0])
+
+
+def test_a_client_that_goes_away_cancels_its_turn() -> None:
+    policy = Policy(["one", "two"])
+    policy.hold = asyncio.Event()
+
+    async def work() -> Finished:
+        async with served(recording(policy)) as (endpoint, _, client):
+            with pytest.raises(openai.APITimeoutError):
+                await client.with_options(timeout=0.1).chat.completions.create(
+                    model="m", messages=[user("a")]
+                )
+            async with asyncio.timeout(5):
+                while not (finished := endpoint_counts(endpoint)).given_up:
+                    await asyncio.sleep(0.01)
+            assert finished.requests == 1 and not policy.turns
+            assert policy.hold is not None
+            policy.hold.set()
+            await whole(client, [user("a")])
+            return await endpoint.finish("p/0")
+
+    finished = run(work())
+    check_law(policy, finished)
+    assert len(finished.segments) == 1
+
+
+def endpoint_counts(endpoint: Endpoint) -> Any:
+    ((_, recorded),) = endpoint._open.values()
+    return recorded.counts
+
+
+def test_a_client_that_went_before_its_answer_gets_it_when_it_asks_again() -> None:
+    """It goes while the last token is sampled: the turn is recorded, and nobody has it."""
+    clients: list[socket.socket] = []
+
+    class Unlucky(Policy):
+        async def __call__(self, request: Any) -> Any:
+            sampled = await super().__call__(request)
+            if clients:
+                clients.pop().close()
+            return sampled
+
+    policy = Unlucky(["one", "two"])
+
+    async def work() -> Finished:
+        async with served(recording(policy)) as (endpoint, address, client):
+            port = int(address.base_url.split(":")[2].split("/")[0])
+            clients.append(socket.create_connection(("127.0.0.1", port)))
+            body = json.dumps({"model": "m", "messages": [user("a")]})
+            path = address.base_url.split(str(port))[1]
+            clients[0].sendall(
+                f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\n"
+                f"Authorization: Bearer {address.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+                f"{body}".encode()
+            )
+            async with asyncio.timeout(5):
+                while not policy.turns:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            answer = await client.with_options(max_retries=2).chat.completions.create(
+                model="m", messages=[user("a")]
+            )
+            assert answer.choices[0].message.content == "one"
+            return await endpoint.finish("p/0")
+
+    finished = run(work())
+    check_law(policy, finished)
+    assert (finished.counts.repeated, finished.usage.turns) == (1, 1)
+
+
+def test_clients_library_asks_again_for_a_turn_that_failed() -> None:
+    policy = Policy(["one"])
+    policy.fail = RuntimeError("engine 3 died")
+
+    async def work() -> Finished:
+        async with served(recording(policy)) as (endpoint, _, client):
+            task = asyncio.create_task(whole(client.with_options(max_retries=2), [user("a")]))
+            async with asyncio.timeout(5):
+                while not policy.requests:
+                    await asyncio.sleep(0.01)
+            policy.fail = None
+            assert (await task)["content"] == "one"
+            return await endpoint.finish("p/0")
+
+    finished = run(work())
+    check_law(policy, finished)
+    assert (finished.counts.failed, len(finished.segments)) == (1, 1)
+    assert policy.requests[0].seed == policy.requests[1].seed
+
+
+def test_a_budget_that_is_spent_is_said_once() -> None:
+    policy = Policy(["one"])
+
+    async def work() -> Finished:
+        async with served(recording(policy, turns=1)) as (endpoint, _, client):
+            await whole(client, [user("a")])
+            with pytest.raises(openai.PermissionDeniedError, match="1 turns is spent"):
+                await whole(client.with_options(max_retries=5), [user("b")])
+            return await endpoint.finish("p/0")
+
+    finished = run(work())
+    assert (finished.finish_reason, finished.counts.refused) == ("turns", 1)
