@@ -31,6 +31,8 @@ from typing import Any
 import ray
 import torch
 
+from benchmarks.common import look
+from benchmarks.common.look import RESULT, TOOL_S
 from benchmarks.common.revision import commit
 from keel.agents.context import ContextManager
 from keel.agents.episode import Budget
@@ -46,9 +48,7 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 
-TURNS, TURN_TOKENS, TOOL_S = 8, 200, 0.05
-RESULT = "twenty tokens at all"
-"""20 tokens: the embedded tokenizer has one a letter."""
+TURNS, TURN_TOKENS = 8, 200
 ROUND_S = 300.0
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 MODELS = {
@@ -98,18 +98,6 @@ class Looking:
 
     async def close(self) -> None:
         pass
-
-
-class Look:
-    """The same in a process of its own (`--processes`)."""
-
-    def look(self) -> str:
-        """Looks."""
-        time.sleep(TOOL_S)
-        return RESULT
-
-    def verdict(self) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +222,7 @@ def main() -> None:
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
-        target = f"{Path(__file__).resolve()}:Look"
-        program = Program(target=target)
+        program = Program(target=f"{look.__file__}:Look")
         runner = EpisodeRunner(
             {"look": (lambda: Hosted(program)) if options.processes else Looking},
             chat=CallingChat(TemplateChat(tokenizer), options.turns),
