@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
-from keel.configs.suggest import section_type, suggest
+from keel.configs.suggest import knob_types, section_type, suggest
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class _Builder:
             return self.problem(at, f" = {tree!r}: must be a section (`key: value` lines)")
         tree = cast(Mapping[Any, Any], tree)
         before = len(self.problems)
-        hints = get_type_hints(cls)
+        hints = knob_types(cls)
         for key in tree:
             if key not in hints:
                 self.unknown(cls, str(key), at)

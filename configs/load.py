@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from keel.configs.convert import config_from
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
-from keel.configs.suggest import section_type
+from keel.configs.suggest import knob_types, section_type
 
 __all__ = [
     "RESUMABLE_KNOBS",
@@ -53,13 +53,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             tree = _merged(tree, cast(dict[str, Any], OmegaConf.to_container(layer)))
         for override in overrides:
             _apply(tree, where, override)
-        whole = OmegaConf.create(_with_defaults(Config, tree))
-        resolved = OmegaConf.to_container(whole, resolve=True, throw_on_missing=True)
+        if _refers(tree):  # OmegaConf takes longer over it than all the rest does
+            whole = OmegaConf.create(_with_defaults(Config, tree))
+            resolved = OmegaConf.to_container(whole, resolve=True, throw_on_missing=True)
+            tree = cast(dict[str, Any], resolved)
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, where, str(recipe))) from error
     except (RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(f"{recipe}: cannot be read: {error}") from error
-    return config_from(cast(dict[str, Any], resolved), where, str(recipe))
+    return config_from(tree, where, str(recipe))
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -75,9 +77,18 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
+def _refers(value: Any) -> bool:
+    """Whether anything in it has to be resolved: a `${…}` or a `???`."""
+    if isinstance(value, dict):
+        return any(map(_refers, cast(dict[Any, Any], value).values()))
+    if isinstance(value, list):
+        return any(map(_refers, cast(list[Any], value)))
+    return isinstance(value, str) and ("${" in value or value == "???")
+
+
 def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with the defaults of what it leaves out, so that `${run.seed}` finds them."""
-    hints, complete = get_type_hints(section), dict(tree)
+    hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
         given = tree.get(field.name, {} if field.default_factory is not MISSING else None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 OTHER_NAMES = {
@@ -43,6 +44,12 @@ RENAMED = {
 """What a knob was called once (its path, as in `knobs`), and its name in the same section now."""
 
 
+@cache
+def knob_types(section: type) -> Mapping[str, Any]:
+    """Field → type. Each look evaluates the annotations anew, a third of what a recipe takes."""
+    return get_type_hints(section)
+
+
 def section_type(hint: Any) -> type | None:
     """The dataclass behind `X` or `tuple[X, ...]`; None for a plain value."""
     if get_origin(hint) is tuple:
@@ -52,7 +59,7 @@ def section_type(hint: Any) -> type | None:
 
 def knobs(section: type, prefix: str = "") -> Iterator[str]:
     """Every knob of `section` by its full path; entries of a list are written `sources[]`."""
-    hints = get_type_hints(section)
+    hints = knob_types(section)
     for field in fields(section):
         hint = hints[field.name]
         path = prefix + field.name

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 import zipfile
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -62,9 +67,50 @@ def wheel(folder: Path, version: str, requires: tuple[str, ...]) -> Path:
     return path
 
 
+PIP = """
+import json, os, sys
+import pip._internal.commands.install
+from pip._internal.cli.main import main
+for line in sys.stdin:
+    words, environment, said = json.loads(line)
+    if not (child := os.fork()):
+        os.environ.clear()
+        os.environ.update(environment)
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+        status = main(words)
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Half of a second goes by before pip begins. This one has begun, and forks for each command."""
+
+
+@pytest.fixture(scope="module")
+def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """In the place of `subprocess.run`."""
+    said = tmp_path_factory.mktemp("pip")
+    with subprocess.Popen(
+        [sys.executable, "-c", PIP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def run(command: list[str], **_: Any) -> SimpleNamespace:
+            assert command[:3] == [sys.executable, "-m", "pip"]
+            file = said / str(len(list(said.iterdir())))
+            asked = json.dumps([command[3:], dict(os.environ), str(file)])
+            print(asked, file=process.stdin, flush=True)
+            status = int(process.stdout.readline())
+            return SimpleNamespace(returncode=status, stderr=file.read_text())
+
+        yield run
+        process.stdin.close()
+
+
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: Callable[..., Any]) -> Path:
     """pip with one index, which has the CUDA build, and no other configuration."""
+    constants = {"DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
+    monkeypatch.setattr(install, "subprocess", SimpleNamespace(run=pip, **constants))
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "index" / "torch"

@@ -89,7 +89,7 @@ def simulate(
     buffer = make(batch=batch, lag=Lag(batches=lag), steps=steps)
     durations: list[float] = []
     teaches: list[bool] = []
-    flights: list[tuple[float, int, str]] = []
+    flights: list[tuple[float, int, Prompt]] = []
     now = 0.0
 
     def fill() -> None:
@@ -99,11 +99,11 @@ def simulate(
             name = str(len(durations) - 1)
             prompt = Prompt(prompt_id=name, domain="", messages=({"role": "user"},))
             ends = now + durations[-1]
-            heapq.heappush(flights, (ends, buffer.submitted(prompt), prompt.prompt_id))
+            heapq.heappush(flights, (ends, buffer.submitted(prompt), prompt))
 
     def land() -> float:
-        ends, number, name = heapq.heappop(flights)
-        buffer.arrived(number, _scored(name, teaches=teaches[int(name)]))
+        ends, number, prompt = heapq.heappop(flights)
+        buffer.arrived(number, _scored(prompt, teaches=teaches[int(prompt.prompt_id)]))
         return ends
 
     trained: list[float] = []
@@ -121,29 +121,30 @@ def simulate(
     return Outcome(np.array(durations), np.array(trained), now / steps)
 
 
-def _scored(name: str, *, teaches: bool) -> ScoredGroup:
+def _scored(prompt: Prompt, *, teaches: bool) -> ScoredGroup:
     return ScoredGroup(
-        group=Group(
-            prompt=Prompt(prompt_id=name, domain="", messages=({"role": "user"},)),
-            trajectories=(_answer(name, 0), _answer(name, 1)),
-        ),
+        group=Group(prompt=prompt, trajectories=_ANSWERS),
         rewards_G=np.array([teaches, 0], np.float32),
         parts_G=({"correct": float(teaches)}, {"correct": 0.0}),
         advantages_G=np.array([0.5, -0.5], np.float32) * np.float32(teaches),
     )
 
 
-def _answer(name: str, sibling: int) -> Trajectory:
+def _answer(sibling: int) -> Trajectory:
     segment = Segment(
-        prompt_id=name,
+        prompt_id="any",
         token_ids_T=np.zeros(2, np.int32),
         trainable_T=np.array([False, True]),
         logp_old_T=np.zeros(2, np.float32),
         version_T=np.zeros(2, np.int32),
     )
     return Trajectory(
-        prompt_id=name, sibling=sibling, segments=(segment,), finish_reason="stop", messages=()
+        prompt_id="any", sibling=sibling, segments=(segment,), finish_reason="stop", messages=()
     )
+
+
+_ANSWERS = (_answer(0), _answer(1))
+"""Of every group: nothing here looks at what they say."""
 
 
 def table(sigmas: Sequence[float] = SIGMAS, lags: Sequence[int] = LAGS) -> str:

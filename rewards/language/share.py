@@ -80,14 +80,9 @@ def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 def language_share(prompt: str, text: str) -> float:
     """Share of `text` that is in the language of `prompt`, by letters."""
-    asked = words_of(prompt)
-    scripts = letters_by_script(asked)
-    total = sum(scripts.values())
-    if total < PROMPT_LETTERS:
+    allowed, spoken = _asked(prompt)
+    if not allowed:
         return 1.0
-    script = _writing(scripts)
-    allowed = {script, *_USED_WITH.get(script, ())}
-    spoken = detected(asked)[0]
     own = everything = 0.0
     for part, weight in zip(said_and_in_code(text), (1.0, IN_CODE), strict=True):
         for sentence in _SENTENCES.split(part):
@@ -98,6 +93,17 @@ def language_share(prompt: str, text: str) -> float:
             if fitting and not _is_foreign(sentence, size, spoken):
                 own += weight * fitting
     return own / everything if everything else 1.0
+
+
+@lru_cache(maxsize=16)  # siblings share their prompt
+def _asked(prompt: str) -> tuple[frozenset[str], str]:
+    """The scripts and the language to answer in; no scripts if the prompt is too short to say."""
+    words = words_of(prompt)
+    scripts = letters_by_script(words)
+    if sum(scripts.values()) < PROMPT_LETTERS:
+        return frozenset(), ""
+    script = _writing(scripts)
+    return frozenset({script, *_USED_WITH.get(script, ())}), detected(words)[0]
 
 
 def letters_by_script(text: str) -> dict[str, float]:

@@ -26,6 +26,8 @@ def words(command: str, folder: Path, *overrides: str) -> list[str]:
         f"model.embedded.cache_dir={folder / 'cache'}",
         "model.embedded.cold_start.steps=20",
         "run.steps=2",
+        "data.sources[spelling].size=1000",  # thousands of puzzles take seconds
+        "data.sources[spiral].size=1000",
         "rollout.engines=1",
         "rewards.judge.model=m",
         *overrides,

@@ -13,8 +13,9 @@ PROMPT = Prompt(
     prompt_id="file/1",
     domain="maths",
     messages=({"role": "user", "content": "1+2?"},),
-    reward={"kind": "answer", "answer": "3", "match": "math"},
+    reward={"kind": "answer", "answer": "3", "match": "exact"},
 )
+"""Its rule loads nothing, where the library of mathematics takes each worker half a second."""
 
 
 def spoken(

@@ -83,7 +83,7 @@ def test_a_function_by_dotted_name_is_a_part(workers: int) -> None:
     with Scorer(weights, workers=workers, deadline_s=30.0) as scorer:
         (scored,) = scorer.score([group("<think>ab</think>3", "<think></think>3 please")])
     assert [parts["my_keel_rewards.polite"] for parts in scored.parts_G] == [0.5, 1.0]
-    assert scored.rewards_G.tolist() == [1.25, 1.5]
+    assert scored.rewards_G.tolist() == [1.25, 0.5]
 
 
 def test_a_function_that_returns_nonsense_is_an_error_and_worth_nothing() -> None:

@@ -99,35 +99,36 @@ def weights(name: str) -> dict[str, dict[str, float]]:
     return {"maths": {"correct": 1.0, f"failing_rewards.{name}": 0.5}}
 
 
+WRONG = [
+    ("raises", 1, "TypeError: 'int' object is not subscriptable"),
+    ("none", 0, "BadReward: returned None; is there a way through it without a `return`"),
+    ("nan", 0, "BadReward: returned NaN"),
+    ("below", 0, "BadReward: returned -0.5, below 0"),
+    ("above", 0, "BadReward: returned 7.0, above 1; scale it"),
+    ("text", 0, "BadReward: returned a str ('good'); a number"),
+    ("scores", 0, "BadReward: returned a list ('[1.0, 0.0]'); a number"),
+    ("wrapped", 0, "BadReward: returned a coroutine, which nothing awaits"),
+    ("leaves", 1, "RuntimeError: called exit(3)"),
+    ("escapes", 1, "ValueError: �[2J3"),
+]
+"""A function of MINE, the line of it that fails, and what is said."""
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("name", "line", "message"),
-    [
-        ("raises", 1, "TypeError: 'int' object is not subscriptable"),
-        ("none", 0, "BadReward: returned None; is there a way through it without a `return`"),
-        ("nan", 0, "BadReward: returned NaN"),
-        ("below", 0, "BadReward: returned -0.5, below 0"),
-        ("above", 0, "BadReward: returned 7.0, above 1; scale it"),
-        ("text", 0, "BadReward: returned a str ('good'); a number"),
-        ("scores", 0, "BadReward: returned a list ('[1.0, 0.0]'); a number"),
-        ("wrapped", 0, "BadReward: returned a coroutine, which nothing awaits"),
-        ("leaves", 1, "RuntimeError: called exit(3)"),
-        ("escapes", 1, "ValueError: �[2J3"),
-    ],
-)
-def test_the_first_error_is_said_once_with_its_place(
-    workers: int, name: str, line: int, message: str
-) -> None:
+def test_the_first_error_is_said_once_with_its_place(workers: int) -> None:
     said: list[str] = []
-    with Scorer(weights(name), workers=workers, deadline_s=30.0, say=said.append) as scorer:
-        for _ in range(3):
-            (scored,) = scorer.score([group("</think>3", "</think>3")])
-    place = f"failing_rewards.py:{LINES[name] + line} in {name}"
-    (only,) = said
-    assert f"failing_rewards.{name} failed on prompt file/1: {message}" in only
-    assert f"({place})" in only
-    assert [parts["error"] for parts in scored.parts_G] == [1.0, 1.0]
-    assert [parts["correct"] for parts in scored.parts_G] == [1.0, 1.0]
+    domains = {name: weights(name)["maths"] for name, *_ in WRONG}
+    with Scorer(domains, workers=workers, deadline_s=30.0, say=said.append) as scorer:
+        for name, line, message in WRONG:
+            said.clear()
+            prompt = replace(PROMPT, domain=name)
+            for _ in range(3):
+                (scored,) = scorer.score([group("</think>3", "</think>3", prompt=prompt)])
+            (only,) = said
+            assert f"failing_rewards.{name} failed on prompt file/1: {message}" in only
+            assert f"(failing_rewards.py:{LINES[name] + line} in {name})" in only
+            assert [parts["error"] for parts in scored.parts_G] == [1.0, 1.0], name
+            assert [parts["correct"] for parts in scored.parts_G] == [1.0, 1.0], name
 
 
 def test_errors_of_other_places_are_said_as_well() -> None:

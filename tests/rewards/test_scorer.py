@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,10 @@ def test_a_group_that_lost_all_its_trajectories(scorer: Scorer) -> None:
 
 
 def test_a_step_is_scored_in_no_time(scorer: Scorer) -> None:
-    groups = [group(*(f"<think>{i}</think>{i * j}" for j in range(8))) for i in range(16)]
+    prompt = replace(PROMPT, reward={**PROMPT.reward, "match": "math"})
+    groups = [
+        group(*(f"<think>{i}</think>{i * j}" for j in range(8)), prompt=prompt) for i in range(16)
+    ]
     took: list[float] = []
     for _ in range(4):  # the best of some, since the machine may be busy
         started = time.monotonic()

@@ -187,6 +187,21 @@ def _updates() -> list[str]:
     return asked.result(timeout=DEADLINE_S)
 
 
+def _stop_copying() -> None:
+    """As with `copy_weights: false` from the start."""
+    from keel.rollout.engine.fallbacks import SWITCHED_OFF  # noqa: PLC0415
+
+    def forget(wrapper: Any) -> None:
+        worker = wrapper.worker
+        worker.keel_plan, worker.keel_recorder, worker.keel_decided = None, None, False
+
+    def stop(engine: Any) -> None:
+        engine._no_copies = SWITCHED_OFF
+        engine._llm.collective_rpc(forget)
+
+    _ENGINE._ask(stop).result(timeout=DEADLINE_S)
+
+
 def _fingerprint() -> dict[str, str]:
     asked = _ENGINE._ask(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
     return asked.result(timeout=DEADLINE_S)
@@ -305,6 +320,10 @@ class RemoteEngine:
     def updates(self) -> list[str]:
         """How each worker does updates; see `WeightsExtension.keel_way`."""
         return self.process.submit(_updates).result(timeout=DEADLINE_S)
+
+    def stop_copying(self) -> None:
+        """From now on vLLM's loader does every update, as if no other way had been known."""
+        self.process.submit(_stop_copying).result(timeout=DEADLINE_S)
 
     def blocks(self) -> int:
         """Of the KV cache."""

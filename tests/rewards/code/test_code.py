@@ -284,19 +284,18 @@ def test_expected_outputs_never_enter_the_sandbox(
     assert len(given) == 2 and not any(secret in words for words in given)
 
 
-@pytest.mark.timeout(1800)
-def test_hundreds_of_hostile_programs_leave_nothing_behind(isolated: None) -> None:
+def test_a_hundred_hostile_programs_leave_nothing_behind(isolated: None) -> None:
     # In a process of its own: what other tests leave in this one is none of theirs.
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rewards.code.hostile_rounds", "--rounds=5"],
+        [sys.executable, "-m", "tests.rewards.code.hostile_rounds", "--rounds=2"],
         cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
-        timeout=1500,
+        timeout=500,
         check=True,
     )
     told = json.loads(done.stdout)
     before, after = told["before"], told["after"]
-    assert told["programs"] > 300 and told["rewarded"] == []
-    assert after.pop("resident") < before.pop("resident") + (16 << 20)
+    assert told["programs"] > 100 and told["rewarded"] == []
+    assert after.pop("resident") < before.pop("resident") + (6 << 20)
     assert after == before
     assert (after["processes"], after["threads"], after["folders"]) == (0, 1, [])

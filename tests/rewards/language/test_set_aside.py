@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -72,6 +73,9 @@ static const char *name = "value";
     "https://example.com/how-to-add-two-numbers-in-the-basket <b> </b> x_1 y_2 GPU",
 ]
 
+plain = cache(language_share)
+"""Of an answer without marks, which every mark is compared with."""
+
 
 @pytest.mark.parametrize("code", CODE)
 def test_honest_code_and_formulas_cost_nothing_in_any_language(code: str) -> None:
@@ -89,7 +93,7 @@ def test_marks_around_running_text_are_worth_nothing(mark: str) -> None:
             dressed = "\n\n".join(map(MARKS[mark].format, answer))
             if mark == "a fence that is never closed":  # the next one would close it
                 dressed = MARKS[mark].format("\n\n".join(answer))
-            share = language_share(prompt, "\n\n".join(answer))
+            share = plain(prompt, "\n\n".join(answer))
             assert language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
     for *answer, prompt in SAMPLES.values():
         assert language_share(prompt, "\n\n".join(map(MARKS[mark].format, answer))) >= 0.95
@@ -102,7 +106,7 @@ def test_neither_are_marks_around_each_word(mark: str) -> None:
         for other, (*answer, _) in SAMPLES.items():
             if name != other:
                 dressed = " ".join(map(BY_WORD[mark], " ".join(answer).split()))
-                share = language_share(prompt, " ".join(answer))
+                share = plain(prompt, " ".join(answer))
                 gained.append(language_share(prompt, dressed) - share)
     assert sum(gained) / len(gained) < 0.1
 

@@ -28,6 +28,9 @@ class RecorderContract:
     untruncated sampling). The updates of the weights come last, and the last one breaks the engine.
     """
 
+    way = ""
+    """Part of how updates are done, as `RemoteEngine.updates` says it; empty: either way."""
+
     def check(
         self,
         groups: Sequence[Group],
@@ -244,6 +247,7 @@ class RecorderContract:
         if engine.sleeps:
             engine.sleep()
         engine.update(6, perturbed(reference.model, seed=1))
+        assert all(self.way in way for way in engine.updates())
         engine.watch()
         groups = engine.sample(asked, group_size=2)
         self.check(groups, reference, tolerance)

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.remote_engine import OPEN, engine_spec, prompts, running_engine
-from tests.rollout.tiny_model import make_model
-from tests.rollout.weight_loading.updates import Model, change, check, check_probabilities, make
+from tests.rollout.weight_loading.updates import (
+    OFF,
+    Model,
+    change,
+    check,
+    check_probabilities,
+    make,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -21,28 +27,24 @@ def test_updates_by_copies(tmp_path: Path, of: Model) -> None:
     check(tmp_path, of, sleeps=False, gpu=False, kind="plain")
 
 
-def test_packed_weights_are_left_to_the_loader(tmp_path: Path) -> None:
-    model = make_model(tmp_path)
-    with running_engine(engine_spec(tmp_path), gpu=False) as engine:
-        for version in (1, 2):
-            engine.update(version, change(model, version))
-            (why,) = engine.updates()
-            assert "reads a loaded tensor" in why
-
-
 def test_a_tied_head_that_is_packed_follows_its_embedding(tmp_path: Path) -> None:
+    """Packed weights are left to the loader."""
     model = make(tmp_path, "dense")
     with running_engine(engine_spec(tmp_path, sampling=OPEN), gpu=False) as engine:
         for version in (1, 2):
             engine.update(version, change(model, version))
+            (why,) = engine.updates()
+            assert "reads a loaded tensor" in why
             groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
             check_probabilities(model, groups, version)
 
 
 @pytest.mark.parametrize("amx", [False, True], ids=["without-amx", "with-amx"])
 def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> None:
+    """Once with `copy_weights: false`."""
     model = make(tmp_path, "latent")
-    spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=0.25)
+    spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=0.25, copy_weights=amx)
     with running_engine(spec, gpu=False, amx=amx) as engine:
         engine.update(1, change(model, 1))
+        assert (engine.updates() == [OFF]) == (not amx)
         check_probabilities(model, engine.sample(prompts(2, shared=30, own=9)), 1)

@@ -110,7 +110,10 @@ def test_where_nothing_helps_that_is_said() -> None:
     assert "1 node(s) of 1 GPU(s), 3.0 GiB each: made up" in said
 
 
-def test_memory_too_small_for_a_tenth_of_a_gib_is_not_called_none() -> None:
+def test_memory_too_small_for_a_tenth_of_a_gib_is_not_called_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keel.trainer.planning.cures.TRIED", 1)  # a second for what is no cure
     said = refusal(recipe(), machine(1, 0.02))
     assert "of a GPU with 20 MiB (run.gpu_gib) is 17 MiB" in said
     assert "1 node(s) of 1 GPU(s), 20 MiB each: made up" in said
