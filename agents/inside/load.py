@@ -56,7 +56,7 @@ def make(request: dict[str, Any]) -> Any:
         if not functions:
             raise Refused(f"{request['target']} has no public function to be a tool")
         return Object(None, functions)
-    options = {key: arguments.pop(key) for key in ("play_by", "scale") if key in arguments}
+    options = {key: arguments.pop(key) for key in ("play_by", "scale", "rules") if key in arguments}
     if kind == "class":
         arguments.update(options)
     environment = found(**arguments) if callable(found) else found
