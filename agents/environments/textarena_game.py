@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any, Callable, NamedTuple, cast  # noqa: UP035  (Python 3.9)
+from typing import Any, NamedTuple, cast
 
 CURE = f"{sys.executable} -m pip install textarena==0.7.4"
 MOST_LOST = 0.99
@@ -20,34 +20,29 @@ _INVALID = (r"You attempted an invalid move\. Reason: (.*?)\s*Please resubmit.*"
 class Brief(NamedTuple):
     """A game in few words."""
 
-    rules: Callable[[Any], str]
-    """From the game, whose attributes are its sizes."""
+    rules: str
+    """`{game.target_tile}` stands for an attribute of the game."""
     cuts: tuple[tuple[str, str], ...]
     """Patterns in what it says, and what is said in their place. What is left blank is not said."""
 
 
 BRIEF: dict[str, Brief] = {
     "GuessTheNumber": Brief(
-        lambda game: f"Guess a number from {game.min_number} to {game.max_number}.",
+        "Guess a number from {game.min_number} to {game.max_number}.",
         ((r"The target number is (\w+)\.", r"\1"),),
     ),
     "Mastermind": Brief(
-        lambda game: (
-            f"Find the code of {game.code_length} digits from 1 to {game.num_numbers}, "
-            f"{'which may repeat' if game.duplicate_numbers else 'all different'}. A move is the "
-            "digits, with a space between two."
-        ),
+        "Find the code of {game.code_length} digits from 1 to {game.num_numbers}. Digits repeat: "
+        "{game.duplicate_numbers}. A move is the digits, with a space between two.",
         ((r".*Feedback: (\d+) black peg\(s\), (\d+) white.*", r"\1 right, \2 elsewhere"),),
     ),
     "TowerOfHanoi": Brief(
-        lambda game: (
-            "Move all disks from A to C, one at a time, never onto a smaller one. A move is two "
-            "towers: A C."
-        ),
+        "Move all disks from A to C, one at a time, never onto a smaller one. A move is two "
+        "towers: A C.",
         ((r"You moved disk.*", ""), (r"Current Board:|[\[\],:.]", "")),
     ),
     "FrozenLake": Brief(
-        lambda game: "Walk from P to G, not into H. Moves: up, down, left, right.",
+        "Walk from P to G, not into H. Moves: up, down, left, right.",
         (
             (r"You moved.*|You're on safe ice.*|Current Board:|Available Actions.*", ""),
             (r"\+[-+]+\+\n?", ""),
@@ -56,24 +51,17 @@ BRIEF: dict[str, Brief] = {
         ),
     ),
     "LightsOut": Brief(
-        lambda game: (
-            "Press lights until all are off. A press flips a light and those above, below, left "
-            "and right of it. A move is row and column, from 0: 1 0."
-        ),
+        "Press lights until all are off. A press flips a light and those above, below, left and "
+        "right of it. A move is row and column, from 0: 1 0.",
         ((r"Current grid state.*\n.*\n", ""), (r"(?m)^\d+: ", ""), (r"(?<=[O.]) (?=[O.])", "")),
     ),
     "2048": Brief(
-        lambda game: (
-            f"Slide the tiles: up, down, left or right. Equal ones merge. Make a "
-            f"{game.target_tile}."
-        ),
+        "Slide the tiles: up, down, left or right. Equal ones merge. Make a {game.target_tile}.",
         ((r"Score: .*\n|\+-+\+\n?|\|", ""), (r" +", " ")),
     ),
     "Minesweeper": Brief(
-        lambda game: (
-            "Reveal every cell without a mine. A number counts the mines around it. A move is row "
-            "and column, from 0: 1 0."
-        ),
+        "Reveal every cell without a mine. A number counts the mines around it. A move is row and "
+        "column, from 0: 1 0.",
         (
             (r"You revealed.*", ""),
             (r"(Current|Game) Board:\s*\n( +\d+)+ *\n", ""),
@@ -82,10 +70,8 @@ BRIEF: dict[str, Brief] = {
         ),
     ),
     "Sudoku": Brief(
-        lambda game: (
-            "Fill the grid: every row, column and 3x3 box has 1 to 9. A move is row, column and "
-            "digit, from 1: 1 2 9."
-        ),
+        "Fill the grid: every row, column and 3x3 box has 1 to 9. A move is row, column and "
+        "digit, from 1: 1 2 9.",
         ((r".*:\s*\n *(C\d *)+\n", ""), (r"(?m)^R\d |^[ -]+$\n|[| ]", "")),
     ),
 }
@@ -131,7 +117,8 @@ class Game:
         return (self._end() if over else self._news()), reward, over, False, {}
 
     def _result(self) -> float:
-        score = min(max(float((self._game.state.rewards or {}).get(0, 0.0)), 0.0), 1.0)
+        rewards: Any = self._game.state.rewards or {}
+        score = min(max(float(rewards.get(0, 0.0)), 0.0), 1.0)
         facts = self._facts()
         lost = facts.get("invalid_move") or _LOST.search(str(facts.get("reason", "")))
         return min(score, MOST_LOST) if lost else score
@@ -161,7 +148,7 @@ class Game:
         if self._brief is None:
             return text.strip("\n")
         if kind == "PROMPT":
-            return self._brief.rules(self._game)
+            return self._brief.rules.format(game=self._game)
         text, invalid = re.subn(_INVALID[0], _INVALID[1], text, flags=re.DOTALL)
         for pattern, instead in () if invalid else self._brief.cuts:
             text = re.sub(pattern, instead, text)

@@ -33,9 +33,8 @@ class Game:
     ) -> None:
         if play_by not in ("tool", "text"):
             raise ValueError(f"play_by = {play_by!r}: there are 'tool' and 'text'")
-        self._low, self._high = map(float, scale)
-        if not self._low < self._high:
-            raise ValueError(f"scale = {scale!r}: the least score must be below the most")
+        graded(0.0, scale)
+        self._scale = scale
         self._game = game
         self._textarena = hasattr(game, "get_observation")
         self._by_text = play_by == "text"
@@ -131,14 +130,24 @@ class Game:
             ended = self._game.close()
             rewards = cast(Any, ended[0] if isinstance(ended, tuple) else ended)
             total = float(rewards.get(0, 0.0)) if self._over and rewards else 0.0
-        score = min(max((total - self._low) / (self._high - self._low), 0.0), 1.0)
-        score = 1.0 if score > 1 - ROUNDING else score
-        parts = {"correct": float(score == 1.0), "score": score}
-        return {"parts": parts, "facts": {"return": total, "moves": self._moves}}
+        return {
+            "parts": graded(total, self._scale),
+            "facts": {"return": total, "moves": self._moves},
+        }
 
     def close(self) -> None:
         if not self._textarena and hasattr(self._game, "close"):
             self._game.close()
+
+
+def graded(total: float, scale: tuple[float, float]) -> dict[str, float]:
+    """The parts of a verdict, from a sum of rewards. Raises ValueError for a scale that is none."""
+    low, high = map(float, scale)
+    if not low < high:
+        raise ValueError(f"scale = {scale!r}: the least score must be below the most")
+    score = min(max((total - low) / (high - low), 0.0), 1.0)
+    score = 1.0 if score > 1 - ROUNDING else score
+    return {"correct": float(score == 1.0), "score": score}
 
 
 def observed(seen: Any) -> str:

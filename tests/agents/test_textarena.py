@@ -273,7 +273,7 @@ def test_a_game_is_seeded_can_be_won_and_pays_what_it_is_worth(name: str, dice: 
         game.reset(seed=seed)
         first.add(seen)
         rules, _, board = seen.partition("\n")
-        assert rules == BRIEF[name.partition("-v")[0]].rules(game._game)
+        assert rules == BRIEF[name.partition("-v")[0]].rules.format(game=game._game)
         assert len(seen) < 200 and "You " not in seen and "Board" not in seen
         assert name[0] in "GM" or board
         total, over = 0.0, False
