@@ -54,13 +54,12 @@ def test_a_trip_in_haste_is_wrong_and_one_that_is_worked_out_is_right() -> None:
             assert parts["correct"] == right and (parts["progress"] == 1.0) == bool(right)
 
 
-def test_the_smallest_trip_is_short() -> None:
-    """Of the embedded model's tokens; a letter is one."""
+def test_the_small_tasks_are_short() -> None:
+    """Of the embedded model's tokens."""
     chat = chat_of("embedded")
     for one in trip_demonstrations(10, seed=1):
-        opening = chat.opening(one.worked[:1], one.tools, thinking=True)
-        whole = chat.opening(one.worked, one.tools, thinking=True)
-        assert len(opening) <= 200 and len(whole) <= 320
+        assert len(chat.opening(one.worked[:1], one.tools, thinking=True)) == 19
+        assert len(chat.opening(one.worked, one.tools, thinking=True)) <= 64
 
 
 def test_the_smallest_tasks_verifier_by_brute_force() -> None:
