@@ -1,7 +1,8 @@
 """Games of TextArena for one player, by their ids: `arguments={"game": "Sudoku-v0"}`.
 
 Runs in the environment's process, whose interpreter needs the package textarena. Its games draw
-from Python's global random state, so that no two of them may live in one process.
+from Python's global random state, so that no two of them may live in one process. An episode costs
+0.4 s of a CPU to open, for the package's own imports.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def is_openenv(found: Any) -> bool:
 
 class OpenEnv:
     """One environment of OpenEnv's. The score is the sum of rewards, where `scale` is the least and
-    the most that can be had; what `reset` shows is said after `rules`, and
-    the task's `reward` may have arguments for it: `{"reset": {"split": "train", "index": 12}}`.
+    the most that can be had. What `reset` shows is said after `rules`; the task's `reward` may have
+    arguments for it: `{"reset": {"split": "train", "index": 12}}`.
 
     An action is a call of the tool `step`, or of one of the environment's own tools (MCP); with
     play_by="text", what the policy says is the action's only text.
