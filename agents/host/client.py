@@ -54,12 +54,14 @@ class Program:
     """What an environment is made from, the same for every episode."""
 
     target: str
-    """`my_env:Shop`, `my_tools` (a module of functions), or `/path/to/file.py:Shop`."""
-    kind: Literal["auto", "class", "functions", "game"] = "auto"
-    """auto: a class with `reset` and `step` is a game, any other class has its public methods as
-    tools, and what is left are functions."""
+    """`my_env:Shop`, `my_tools` (a module of functions), or `/path/to/file.py:Shop`; of OpenEnv's
+    servers, `http://…`."""
+    kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
+    """auto: a server's address or a class of OpenEnv's is openenv, a class with `reset` and `step`
+    a game, any other class has its public methods as tools, and what is left are functions."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of the class, by name; a game's also `play_by` and `scale` (`keel.agents.inside.games`)."""
+    """Of the class, by name; a game's also `play_by`, `scale` and `rules`
+    (`keel.agents.inside.games`, `keel.agents.inside.openenv`)."""
     python: str = sys.executable
     """The interpreter, 3.9 or later. Needs nothing of Keel's."""
     folder: Path | None = None

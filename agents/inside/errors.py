@@ -15,6 +15,10 @@ class Refused(Exception):
     """What was named cannot be an environment. Says why, and the cure."""
 
 
+class Lost(Exception):
+    """What the environment lives on is gone: the episode's end, and no failure of a call."""
+
+
 def place(error: BaseException) -> str:
     """Where it was raised, as `my_env.py:12 in buy`: the innermost line of the environment's."""
     ours = (_OURS, "<frozen importlib")

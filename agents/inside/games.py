@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any, cast
 
+from keel.agents.inside.errors import Refused
 from keel.agents.inside.hints import object_schema
+
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+ROUNDING = 1e-9
+"""Ten rewards of 0.1 are a little less than 1."""
 
 
 class Game:
@@ -13,17 +20,21 @@ class Game:
 
     The policy plays by a tool, `play(action)`, so that its thinking stays while the game goes on;
     with play_by="text", what it says is its move. The score is the sum of rewards (TextArena: the
-    reward of player 0), where `scale` is the least and the most that can be had.
+    reward of player 0), where `scale` is the least and the most that can be had. `rules` are said
+    before the first observation.
     """
 
     def __init__(
-        self, game: Any, play_by: str = "tool", scale: tuple[float, float] = (0.0, 1.0)
+        self,
+        game: Any,
+        play_by: str = "tool",
+        scale: tuple[float, float] = (0.0, 1.0),
+        rules: str = "",
     ) -> None:
         if play_by not in ("tool", "text"):
             raise ValueError(f"play_by = {play_by!r}: there are 'tool' and 'text'")
-        self._low, self._high = map(float, scale)
-        if not self._low < self._high:
-            raise ValueError(f"scale = {scale!r}: the least score must be below the most")
+        graded(0.0, scale)
+        self._scale = scale
         self._game = game
         self._textarena = hasattr(game, "get_observation")
         self._by_text = play_by == "text"
@@ -31,9 +42,16 @@ class Game:
         self._seen = ""
         self._total = 0.0
         self._moves = 0
-        count = getattr(getattr(game, "action_space", None), "n", None)
-        self._first = int(getattr(getattr(game, "action_space", None), "start", 0))
+        self._rules = rules
+        space = getattr(game, "action_space", None)
+        count = getattr(space, "n", None)
+        self._first = int(getattr(space, "start", 0))
         self._count = None if count is None else int(count)
+        if count is None and hasattr(space, "sample") and type(space).__name__ != "Text":
+            raise Refused(
+                f"the game's actions are {space}; those of Discrete and Text can be played. Wrap "
+                "it in a class whose `step` takes a number or a text"
+            )
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
         wanted = inspect.signature(self._game.reset).parameters
@@ -43,8 +61,10 @@ class Game:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
         first = self._game.reset(**{k: v for k, v in given.items() if k in wanted or takes_all})
         seen = self._game.get_observation() if self._textarena else first
-        self._seen = observed(seen)
-        messages = [{"role": "user", "content": self._seen}]
+        self._seen = self._shown(seen)
+        said = "\n\n".join(filter(None, (self._rules, self._seen)))
+        system = [one for one in task.get("messages", ()) if one["role"] == "system"]
+        messages = [*system, {"role": "user", "content": said}]
         return {"messages": messages, "tools": [] if self._by_text else [self._spec()]}
 
     def _spec(self) -> dict[str, Any]:
@@ -87,6 +107,15 @@ class Game:
         seen, reward, terminated, truncated = after[:4]
         self._total += float(reward)
         self._over = bool(terminated) or bool(truncated)
+        return self._shown(seen)
+
+    def _shown(self, seen: Any) -> str:
+        """gymnasium's render_mode="ansi" has the picture for people; the observation is a number
+        then, or an array."""
+        if getattr(self._game, "render_mode", None) == "ansi":
+            seen = self._game.render()
+            text = seen if isinstance(seen, str) else observed(seen)
+            return _ESCAPES.sub("", _COLOURED.sub(r"[\1]", text)).strip("\n")
         return observed(seen)
 
     def _news(self) -> str:
@@ -101,13 +130,24 @@ class Game:
             ended = self._game.close()
             rewards = cast(Any, ended[0] if isinstance(ended, tuple) else ended)
             total = float(rewards.get(0, 0.0)) if self._over and rewards else 0.0
-        score = min(max((total - self._low) / (self._high - self._low), 0.0), 1.0)
-        parts = {"correct": float(score == 1.0), "score": score}
-        return {"parts": parts, "facts": {"return": total, "moves": self._moves}}
+        return {
+            "parts": graded(total, self._scale),
+            "facts": {"return": total, "moves": self._moves},
+        }
 
     def close(self) -> None:
         if not self._textarena and hasattr(self._game, "close"):
             self._game.close()
+
+
+def graded(total: float, scale: tuple[float, float]) -> dict[str, float]:
+    """The parts of a verdict, from a sum of rewards. Raises ValueError for a scale that is none."""
+    low, high = map(float, scale)
+    if not low < high:
+        raise ValueError(f"scale = {scale!r}: the least score must be below the most")
+    score = min(max((total - low) / (high - low), 0.0), 1.0)
+    score = 1.0 if score > 1 - ROUNDING else score
+    return {"correct": float(score == 1.0), "score": score}
 
 
 def observed(seen: Any) -> str:

@@ -12,6 +12,10 @@ from typing import Any
 from keel.agents.inside.errors import Refused, place, told
 from keel.agents.inside.games import Game
 from keel.agents.inside.kinds import Object, functions_of, methods_of
+from keel.agents.inside.openenv import Here, OpenEnv, There, is_address, is_openenv
+
+OPTIONS = ("play_by", "scale", "rules")
+"""Arguments of the adapter and not of the game."""
 
 
 def load(target: str) -> Any:
@@ -45,7 +49,15 @@ def load(target: str) -> Any:
 
 def make(request: dict[str, Any]) -> Any:
     """The environment that an `open` asks for."""
-    found, kind, arguments = load(request["target"]), request["kind"], request["arguments"]
+    target, kind, arguments = request["target"], request["kind"], request["arguments"]
+    options = {key: arguments[key] for key in OPTIONS if key in arguments}
+    rest = {key: value for key, value in arguments.items() if key not in options}
+    if is_address(target):
+        return OpenEnv(There(target, **rest), **options)
+    found = load(target)
+    if kind == "openenv" or (kind == "auto" and is_openenv(found)):
+        action = rest.pop("action", None)
+        return OpenEnv(Here(found(**rest), action and load(action)), **options)
     if kind == "auto":
         made = inspect.isclass(found) or not (inspect.isroutine(found) or inspect.ismodule(found))
         game = made and hasattr(found, "reset") and hasattr(found, "step")
@@ -54,14 +66,12 @@ def make(request: dict[str, Any]) -> Any:
     if kind == "functions":
         functions = functions_of(found)
         if not functions:
-            raise Refused(f"{request['target']} has no public function to be a tool")
+            raise Refused(f"{target} has no public function to be a tool")
         return Object(None, functions)
-    options = {key: arguments.pop(key) for key in ("play_by", "scale") if key in arguments}
     if kind == "class":
-        arguments.update(options)
-    environment = found(**arguments) if callable(found) else found
-    if kind == "class":
+        environment = found(**arguments) if callable(found) else found
         return Object(environment, methods_of(environment))
+    environment = found(**rest) if callable(found) else found
     if not hasattr(environment, "reset") or not hasattr(environment, "step"):
-        raise Refused(f"{request['target']} has no `reset` and `step`, and is no game")
+        raise Refused(f"{target} has no `reset` and `step`, and is no game")
     return Game(environment, **options)

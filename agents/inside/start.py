@@ -22,15 +22,15 @@ with "at" (the environment's own exception), or "memory".
 from __future__ import annotations
 
 # ruff: noqa: E402 (where modules are found is settled first)
+import os
 import sys
 
 _HERE, _, _ = __file__.rpartition("/")
-if sys.path and sys.path[0] == _HERE:
+if sys.path and os.path.realpath(sys.path[0]) == os.path.realpath(_HERE):  # links are followed
     del sys.path[0]  # the files beside this one are no modules of the environment's
 
 import importlib.util
 import json
-import os
 import random
 from typing import Any
 
@@ -42,7 +42,7 @@ if "keel" not in sys.modules:  # this interpreter need not have Keel: the packag
     sys.modules["keel"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["keel"])
 
-from keel.agents.inside.errors import Refused, place, told
+from keel.agents.inside.errors import Lost, Refused, place, told
 from keel.agents.inside.load import make
 
 Request = dict[str, Any]
@@ -85,7 +85,7 @@ class Episode:
     def _call(self, request: Request) -> Request:
         try:
             return self._environment.call(request["name"], request["arguments"])
-        except MemoryError:
+        except (MemoryError, Lost):
             raise
         except Exception as error:  # a tool may raise anything: the policy is told, and goes on
             print(f"{request['name']}: {told(error)} ({place(error)})", file=sys.stderr)

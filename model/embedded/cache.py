@@ -19,7 +19,7 @@ from keel.model.embedded.cold_start import Progress, make_examples, train
 from keel.model.embedded.on_gpu import run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raise it whenever the tokenizer, the model, the solutions or the training change."""
 
 

@@ -46,8 +46,22 @@ PHRASES = (
     " - ",
     " =",
     ", ",
+    # Tasks with tools: the list of tools, its tools' names, and the fixed words of the tasks.
+    "Tools:\n@get_all_hotels_by_city city: All hotels of a city.\n@submit_result answer_text: "
+    "Submit the finished plan. This ends the task.",
+    "@get_all_hotels_by_city",
+    "@submit_result",
+    "Find a hotel in ",
+    " for at most ",
+    " CNY. Submit the hotel.",
+    "tool\n",
+    "Tools:\n@play action: Make a move. The result is what can be seen after it.",
+    "@play",
+    "Guess a number from ",
 )
-"""Texts that are one token. None may hold a character outside ASCII."""
+"""Texts that are one token. None may hold a character outside ASCII. New ones come last, so that no
+id changes; with more than three more, the embedding grows and its random weights are others. None
+may be part of a word or a number: `lower` is in a `flower` to be spelled."""
 
 VOCAB_MULTIPLE = 32
 """The embedding has a multiple of this many rows (kernels on a CPU work in blocks of 32)."""

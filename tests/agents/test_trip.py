@@ -185,7 +185,7 @@ def test_the_verifier_and_the_solver_by_brute_force(fields: dict[str, Any]) -> N
         assert answers(trip, solve(task)) == (good > 0)
         possible += good > 0
         if good:
-            assert trip.verdict()[0] == {"correct": 1.0, "share": 1.0}
+            assert trip.verdict()[0] == {"correct": 1.0, "share": 1.0, "progress": 1.0}
     assert possible
 
 
@@ -307,7 +307,10 @@ def test_only_what_was_submitted_first_counts() -> None:
     world, task, answer = solution(2, 0)
     wrong = next(name for name in world.hotels if not right(world, task, name))
     trip = Trip((world, task, LEVELS[0]))
-    assert trip.verdict() == ({"correct": 0.0, "share": 0.0}, {"submitted": False})
+    assert trip.verdict() == (
+        {"correct": 0.0, "share": 0.0, "progress": 0.0},
+        {"submitted": False},
+    )
     trip.submit_result(wrong)
     trip.submit_result(answer)
     parts, facts = trip.verdict()

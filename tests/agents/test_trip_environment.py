@@ -62,7 +62,7 @@ def test_a_task_from_its_prompt_to_its_verdict_in_a_process_of_its_own(level: in
             assert done
             verdict = await environment.verdict(transcript())
             assert isinstance(verdict, Verdict)
-            assert verdict.parts == {"correct": 1.0, "share": 1.0}
+            assert verdict.parts == {"correct": 1.0, "share": 1.0, "progress": 1.0}
         finally:
             await environment.close()
 

@@ -41,11 +41,12 @@ class Trip:
     def _begin(self, world: World, task: Task, level: Level) -> None:
         self._world, self._task, self._level = world, task, level
         self._submitted: str | None = None
+        self._seen: set[tuple[str, str]] = set()
         self.offered = level.tools
 
     def get_all_attractions_by_city(self, city: str) -> Any:
         """All attractions of a city."""
-        return self._listed(self._world.attractions, self._city(city))
+        return self._listed("attraction", self._world.attractions, self._city(city))
 
     def get_all_cities(self) -> list[str]:
         """The names of all cities."""
@@ -53,11 +54,11 @@ class Trip:
 
     def get_all_hotels_by_city(self, city: str) -> Any:
         """All hotels of a city."""
-        return self._listed(self._world.hotels, self._city(city))
+        return self._listed("hotel", self._world.hotels, self._city(city))
 
     def get_all_restaurants_by_city(self, city: str) -> Any:
         """All restaurants of a city."""
-        return self._listed(self._world.restaurants, self._city(city))
+        return self._listed("restaurant", self._world.restaurants, self._city(city))
 
     def get_city_by_attraction(self, attraction: str) -> str:
         """The city that an attraction is in."""
@@ -140,14 +141,29 @@ class Trip:
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
         if self._submitted is None:
-            return {"correct": 0.0, "share": 0.0}, {"submitted": False}
+            parts = {"correct": 0.0, "share": 0.0, "progress": self._progress(0.0)}
+            return parts, {"submitted": False}
         met = checks(self._world, self._task, self._submitted)
         # Nothing is owed to the form alone.
         share = sum(met.values()) / len(met) if met["form"] else 0.0
-        parts = {"correct": float(all(met.values())), "share": share}
+        right = float(all(met.values()))
+        parts = {"correct": right, "share": share, "progress": self._progress(share)}
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
-    def _listed(self, places: Mapping[str, Any], city: str) -> Any:
+    def _progress(self, share: float) -> float:
+        """Of the lists that have to be looked at and the answer, the share that is done: each kind
+        of place that is asked for, in each day's city, or in any where the cities are free."""
+        task = self._task
+        kinds = [kind for kind in ("hotel", "restaurant", "attraction") if task.asks_for(kind)]
+        if task.cities is None:
+            looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
+        else:
+            wanted = {(kind, city) for kind in kinds for city in task.cities}
+            looked, needed = self._seen & wanted, len(wanted)
+        return (len(looked) + share) / (needed + 1)
+
+    def _listed(self, kind: str, places: Mapping[str, Any], city: str) -> Any:
+        self._seen.add((kind, city))
         found = [place for place in places.values() if place.city == city]
         if self._level.plain:
             return "\n".join(f"{one.name} {_price(one)}" for one in found)

@@ -63,7 +63,7 @@ def _day(
     wanted = [key for key in task.keys if key not in ("time", "city")]
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in _ABOUT:
-        if any(kind in key for key in wanted):
+        if task.asks_for(kind):
             if (kind, city) not in known:
                 known[kind, city] = yield from _all(kind, city, task.plain)
             lists[kind] = known[kind, city]

@@ -133,6 +133,10 @@ class Task:
     connected: bool
     dry: bool
 
+    def asks_for(self, kind: str) -> bool:
+        """Whether a plan names a hotel, a restaurant or an attraction."""
+        return any(kind in key for key in self.keys)
+
     def text(self) -> str:
         """As the policy is told of it."""
         return " ".join([*self._what(), *self._how(), self._form()])

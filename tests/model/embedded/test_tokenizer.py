@@ -59,6 +59,12 @@ def test_ids_fit_the_embedding() -> None:
     assert TOKENIZER.eos_token == TURN_END
 
 
+def test_phrases_leave_other_texts_and_the_weights_as_they_are() -> None:
+    """`lower` as a token would change how a flower is spelled; more rows, all random weights."""
+    assert not [text for text in PHRASES if text.isalnum()]
+    assert vocab_rows(TOKENIZER) == 288
+
+
 def test_thinking_marks_survive_when_special_tokens_go() -> None:
     ids = encode("<think>\n1\n</think>\n\n2<|im_end|><|endoftext|>")
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<think>\n1\n</think>\n\n2"

@@ -1,0 +1,110 @@
+"""One episode opened and closed before a run, so that what is wrong with its environment is said
+before any engine starts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from keel.agents.host.client import Hosted, Program
+from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.types import EnvironmentLost, Fault, Opening
+from keel.rl.turns import Chat, Message, ToolSpec
+from keel.rl.types import Prompt
+
+_CURES: dict[Fault, str] = {
+    "raised": "Mend what its own code raised, or give it other arguments",
+    "exit": "Nothing in it may end the process while it opens",
+    "crash": "Nothing in it may end the process while it opens",
+    "hang": "Make it open faster, or raise the deadline open_s",
+    "memory": "Make it smaller, or raise memory_mib",
+    "large": "Make what it shows at its opening shorter",
+    "garbage": "Its interpreter must be a Python from 3.9 on",
+}
+"""Where what is said of a fault holds none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What an environment's opening was like."""
+
+    name: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    opening_tokens: int | None
+    """Of the messages and tools as the policy is given them. None: without a chat format."""
+    seconds: float
+    """To start its process and open it."""
+
+
+async def probe(
+    program: Program | McpServer,
+    *,
+    task: Prompt,
+    seed: int,
+    chat: Chat | None,
+    window: int,
+    thinking: bool,
+) -> Probe:
+    """Open `task` for real, look at it, and close it.
+
+    window: tokens of a conversation at most.
+    Raises:
+        ValueError: it cannot be opened, its tools cannot be called or shown, or its opening does
+            not fit. Names the environment, says what failed in its own words, and the cure.
+    """
+    name = program.target if isinstance(program, Program) else program.name
+    environment = Hosted(program) if isinstance(program, Program) else McpEpisode(program)
+    began = time.monotonic()
+    try:
+        opening = await environment.open(task, seed=seed)
+    except EnvironmentLost as error:
+        raise ValueError(_why(program, name, task, error)) from error
+    finally:
+        seconds = time.monotonic() - began
+        await environment.close()
+    tokens = None if chat is None else _tokens(name, task, opening, chat, thinking)
+    if tokens is not None and tokens >= window:
+        raise ValueError(
+            f"environment {name}: the opening of task {task.prompt_id} has {tokens} tokens, its "
+            f"{len(opening.tools)} tools among them, and agents.window = {window}. Raise "
+            "agents.window, offer fewer tools, or say less at the opening"
+        )
+    return Probe(
+        name=name,
+        messages=opening.messages,
+        tools=opening.tools,
+        opening_tokens=tokens,
+        seconds=seconds,
+    )
+
+
+def _why(program: Program | McpServer, name: str, task: Prompt, error: EnvironmentLost) -> str:
+    what = error.detail.removeprefix(f"{name}: ")
+    said = f". Its last words: {error.words}" if error.words else ""
+    where = f"folder {program.folder or Path.cwd()}"
+    if isinstance(program, Program):
+        where = f"interpreter {program.python}, {where}"
+    cure = _CURES.get(error.fault, "")
+    parts = (f"{what} ({where}){said}", cure)
+    return f"environment {name} cannot be opened for task {task.prompt_id}: " + ". ".join(
+        filter(None, parts)
+    )
+
+
+def _tokens(name: str, task: Prompt, opening: Opening, chat: Chat, thinking: bool) -> int:
+    try:
+        ids = chat.opening(opening.messages, opening.tools, thinking=thinking)
+        plain = chat.opening(opening.messages, (), thinking=thinking) if opening.tools else []
+    except ValueError as error:
+        raise ValueError(
+            f"environment {name}: the opening of task {task.prompt_id} cannot be rendered: {error}"
+        ) from error
+    if ids == plain:
+        raise ValueError(
+            f"environment {name} has tools ({', '.join(tool.name for tool in opening.tools)}), and "
+            "the tokenizer's chat template shows none. Save the tokenizer with a chat_template "
+            "that lists the tools, or choose a model whose template does"
+        )
+    return len(ids)

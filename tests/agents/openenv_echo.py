@@ -1,0 +1,106 @@
+"""Environments as somebody writes them for OpenEnv."""
+
+from openenv.core.env_server.interfaces import Action, Environment, MCPEnvironment, Observation
+
+
+class Message(Action):
+    """Say something."""
+
+    message: str
+    loud: bool = False
+
+
+class Text(Action):
+    text: str
+
+
+class TwoTexts(Action):
+    one: str
+    two: str
+
+
+class Said(Observation):
+    said: str = ""
+
+
+class First(Said):
+    seed: int
+    where: str
+
+
+class Count:
+    def __init__(self):
+        self.step_count = 0
+
+    def model_dump(self, mode):
+        return {"step_count": self.step_count}
+
+
+class Echo(Environment):
+    def __init__(self):
+        self.state = Count()
+
+    def reset(self, seed=None, episode_id=None, **more):
+        return First(said="ready", seed=seed, where=f"{more['split']} {more['index']}")
+
+    def step(self, action: Message) -> Said:
+        self.state.step_count += 1
+        if action.message == "raise":
+            raise ValueError("no such word")
+        said = action.message.upper() if action.loud else action.message
+        over = action.message == "bye"
+        return Said(said=said, done=over, reward=1 if over else 0.5, metadata={"not": "shown"})
+
+    def close(self): ...
+
+
+class Plain(Echo):
+    def reset(self, seed=None, **more):
+        return Said(said="ready")
+
+    def step(self, action: Text) -> Said:
+        return Said(said=action.text, done=action.text == "bye", reward=0.5)
+
+
+class Two(Echo):
+    def step(self, action: TwoTexts) -> Said: ...
+
+
+class Unhinted(Echo):
+    def step(self, action):
+        return super().step(action)
+
+
+class Called(Observation):
+    tool_name: str
+    result: object = None
+    error: object = None
+
+
+class Listed(Observation):
+    tools: list
+
+
+class Tools(MCPEnvironment):
+    def __init__(self):
+        self.state = Count()
+
+    def reset(self, **more):
+        return Observation()
+
+    def step(self, action):
+        if action.type == "list_tools":
+            fields = {"fruit": {"type": "string"}}
+            schema = {"type": "object", "properties": fields}
+            return Listed(tools=[{"name": "price", "description": "", "input_schema": schema}])
+        if action.arguments["fruit"] == "pear":
+            return Called(tool_name=action.tool_name, error={"message": "no pear"})
+        result = {"content": [{"text": "3"}], "data": 3}
+        return Called(tool_name=action.tool_name, result=result)
+
+    def close(self): ...
+
+
+class NoTools(Tools):
+    def step(self, action):
+        return Listed(tools=[], metadata={"error": "the server is down"})

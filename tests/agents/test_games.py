@@ -1,0 +1,133 @@
+"""What the adapter of `reset` and `step` makes of gymnasium's ways."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.host.client import Hosted, Program
+from keel.agents.inside.errors import Refused
+from keel.agents.inside.games import Game
+from keel.rl.types import Prompt, Verdict
+from tests.agents.episodes import run, transcript, use
+
+
+class Walk:
+    """As FrozenLake: a number to observe, and a coloured picture."""
+
+    render_mode: str | None = "ansi"
+
+    class _Space:
+        n, start = 2, 0
+
+    action_space: Any = _Space()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        self._at = 0
+        return self._at, {"prob": 1}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self._at += 1 if action else 0
+        return self._at, 0.1, self._at == 10, False, {}
+
+    def render(self) -> str:
+        cells = ["."] * 11
+        cells[self._at] = f"\x1b[41m{cells[self._at]}\x1b[0m"
+        return "\n" + "".join(cells) + "\x1b[0m\n"
+
+
+TASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Walk."}]}
+
+
+def test_the_picture_is_shown_and_its_colour_is_kept() -> None:
+    game = Game(Walk(), rules="Walk to the right: 1.")
+    (asked,) = game.opening(TASK, 3)["messages"]
+    assert asked["content"] == "Walk to the right: 1.\n\n[.].........."
+    assert game.call("play", {"action": 1})["text"] == ".[.]........."
+    plain = Walk()
+    plain.render_mode = None
+    assert Game(plain).opening(TASK, 3)["messages"][0]["content"] == "0"
+
+
+def test_rewards_that_make_one_are_a_win() -> None:
+    game = Game(Walk())
+    game.opening(TASK, 3)
+    for _ in range(10):
+        done = game.call("play", {"action": 1})["done"]
+    assert done and sum([0.1] * 10) < 1
+    assert game.verdict([], "stop")["parts"] == {"correct": 1.0, "score": 1.0}
+
+
+def test_a_task_keeps_its_system_message() -> None:
+    system = {"role": "system", "content": "Think first."}
+    messages = Game(Walk()).opening({"messages": [system, *TASK["messages"]]}, 3)["messages"]
+    assert messages[0] == system and [one["role"] for one in messages] == ["system", "user"]
+
+
+def test_actions_that_cannot_be_written_are_refused() -> None:
+    class Box:
+        def sample(self) -> None: ...
+
+        def __repr__(self) -> str:
+            return "Box(-1.0, 1.0, (3,))"
+
+    class Text(Box): ...
+
+    game = Walk()
+    game.action_space = Box()
+    with pytest.raises(Refused, match=r"actions are Box\(-1.0, 1.0, \(3,\)\); those of Discrete"):
+        Game(game)
+    game.action_space = Text()
+    (tool,) = Game(game).opening(TASK, 3)["tools"]
+    assert tool["parameters"]["properties"]["action"] == {"type": "string"}
+
+
+GYMNASIUM = os.environ.get("KEEL_GYMNASIUM_PYTHON", "")
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(
+    not GYMNASIUM, reason="KEEL_GYMNASIUM_PYTHON names no interpreter that has gymnasium[toy-text]"
+)
+def test_gymnasiums_own_lake(tmp_path: Path) -> None:
+    """Both with its map as it is shown, and played to the goal."""
+    arguments = {
+        "id": "FrozenLake-v1",
+        "render_mode": "ansi",
+        "is_slippery": False,
+        "rules": "Walk from S to G, not into H. 0 left, 1 down, 2 right, 3 up.",
+    }
+    program = Program(
+        target="gymnasium:make",
+        kind="game",
+        arguments=arguments,
+        python=GYMNASIUM,
+        folder=tmp_path,
+    )
+    task = Prompt(prompt_id="p", domain="game", messages=({"role": "user", "content": ""},))
+
+    async def play() -> None:
+        environment = Hosted(program)
+        try:
+            opening = await environment.open(task, seed=3)
+            rules, _, lake = opening.messages[0]["content"].partition("\n\n")
+            assert rules == arguments["rules"]
+            assert lake == "[S]FFF\nFHFH\nFFFH\nHFFG"
+            (tool,) = opening.tools
+            action = {"type": "integer", "minimum": 0, "maximum": 3}
+            assert tool.parameters["properties"] == {"action": action}
+            assert (await use(environment, "play", action=4)).failed
+            results = [await use(environment, "play", action=n) for n in (1, 1, 2, 1, 2, 2)]
+            assert [one.done for one in results] == [False] * 5 + [True]
+            assert results[0].text == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+            verdict = await environment.verdict(transcript())
+            assert isinstance(verdict, Verdict)
+            assert verdict.parts == {"correct": 1.0, "score": 1.0}
+            assert verdict.facts == {"return": 1.0, "moves": 6}
+        finally:
+            await environment.close()
+
+    run(play())

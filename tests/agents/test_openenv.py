@@ -1,0 +1,256 @@
+"""OpenEnv's environments: of its shape, with a stand-in; and its own, in an interpreter that has
+it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from keel.agents.host.client import Hosted, Program
+from keel.agents.types import EnvironmentLost, Unscored
+from keel.rl.types import Prompt, Verdict
+from tests.agents import openenv_stand_in
+from tests.agents.episodes import HERE, SHORT, run, transcript, use
+
+TASK = Prompt(
+    prompt_id="p",
+    domain="shop",
+    messages=({"role": "system", "content": "Be quick."}, {"role": "user", "content": "Shop."}),
+    reward={"kind": "environment", "reset": {"split": "train", "index": 12}},
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    openenv_stand_in.install(tmp_path)
+    shutil.copy(HERE / "openenv_echo.py", tmp_path / "echo.py")
+    return tmp_path
+
+
+def hosted(folder: Path, target: str, **settings: Any) -> Hosted:
+    return Hosted(Program(target=target, folder=folder, deadlines=SHORT, **settings))
+
+
+def test_a_class_of_openenvs_is_known_by_what_it_is(folder: Path) -> None:
+    async def play() -> None:
+        environment = hosted(folder, "echo:Echo", arguments={"scale": [0, 2], "rules": "Speak."})
+        opening = await environment.open(TASK, seed=3)
+        system, asked = opening.messages
+        assert system["content"] == "Be quick."
+        first = {"said": "ready", "seed": 3, "where": "train 12"}
+        assert asked["content"] == f"Speak.\n\n{json.dumps(first)}"
+        (tool,) = opening.tools
+        assert (tool.name, tool.description) == ("step", "Say something.")
+        assert list(tool.parameters["properties"]) == ["message", "loud"]
+        assert (await use(environment, "step", loud=True)).failed  # is not run
+        assert (await use(environment, "step", message="a")).text == "a"
+        failed = await use(environment, "step", message="raise")
+        assert failed.failed and "no such word" in failed.text
+        result = await use(environment, "step", message="bye", loud=True)
+        assert result.done and result.text == "BYE"
+        assert "the episode is over" in (await use(environment, "step", message="a")).text
+        verdict = await environment.verdict(transcript())
+        assert isinstance(verdict, Verdict)
+        assert verdict.parts == {"correct": 0.0, "score": 0.75}
+        assert verdict.facts == {"return": 1.5, "steps": 2, "state": {"step_count": 3}}
+        await environment.close()
+
+    run(play())
+
+
+def test_an_action_of_one_text_is_what_the_policy_says(folder: Path) -> None:
+    async def play() -> None:
+        environment = hosted(folder, "echo:Plain", arguments={"play_by": "text"})
+        opening = await environment.open(TASK, seed=3)
+        assert not opening.tools and opening.messages[1]["content"] == "ready"
+        reply = await environment.reply({"role": "assistant", "content": "a"})
+        assert reply == {"role": "user", "content": "a"}
+        assert await environment.reply({"role": "assistant", "content": "bye"}) is None
+        verdict = await environment.verdict(transcript())
+        assert isinstance(verdict, Verdict) and verdict.parts == {"correct": 1.0, "score": 1.0}
+        await environment.close()
+
+    run(play())
+
+
+def test_its_own_tools_are_tools(folder: Path) -> None:
+    async def play() -> None:
+        environment = hosted(folder, "echo:Tools")
+        opening = await environment.open(TASK, seed=3)
+        assert opening.messages == TASK.messages  # there is nothing to see
+        assert [tool.name for tool in opening.tools] == ["price"]
+        assert (await use(environment, "price", fruit="apple")).text == "3"
+        failed = await use(environment, "price", fruit="pear")
+        assert (failed.text, failed.failed) == ("no pear", True)
+        await environment.close()
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "why"),
+    [
+        ("echo:Unhinted", {}, r"Unhinted: its `step` has no type hint .*\"action\": \"my_env"),
+        ("echo:Echo", {"play_by": "mail"}, "there are 'tool' and 'text'"),
+        ("echo:Echo", {"scale": [1, 1]}, "the least score must be below the most"),
+        ("echo:Two", {"play_by": "text"}, "its action is not one text; play by tool"),
+        ("echo:NoTools", {}, "tools cannot be had: the server is down"),
+        ("ws://127.0.0.1:9", {}, "127.0.0.1:9/schema has no schema of actions: URLError"),
+    ],
+)
+def test_what_cannot_be_says_why(
+    folder: Path, target: str, arguments: dict[str, Any], why: str
+) -> None:
+    async def play() -> None:
+        environment = hosted(folder, target, arguments=arguments)
+        with pytest.raises(EnvironmentLost, match=why):
+            await environment.open(TASK, seed=3)
+        await environment.close()
+
+    run(play())
+
+
+def test_the_class_of_actions_can_be_named(folder: Path) -> None:
+    async def play() -> None:
+        environment = hosted(folder, "echo:Unhinted", arguments={"action": "echo:Message"})
+        await environment.open(TASK, seed=3)
+        assert (await use(environment, "step", message="a")).text == "a"
+        await environment.close()
+
+    run(play())
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Of schemas alone: the client is a stand-in."""
+
+    class Schemas(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            fields = {"message": {"type": "string"}}
+            body = json.dumps({"action": {"properties": fields, "required": ["message"]}})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args: Any) -> None: ...
+
+    serving = HTTPServer(("127.0.0.1", 0), Schemas)
+    thread = threading.Thread(target=serving.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}"
+    serving.shutdown()
+    serving.server_close()
+    thread.join(10)
+
+
+def test_a_server_and_the_end_of_it(folder: Path, server: str) -> None:
+    async def play() -> None:
+        environment = hosted(folder, server.replace("http", "ws"))
+        opening = await environment.open(TASK, seed=3)
+        assert opening.messages[1]["content"] == "train 12"
+        assert (await use(environment, "step", message="a")).text == "a"
+        # What the environment raised is a failed call; a lost connection ends the episode.
+        assert (await use(environment, "step", message="raise")).failed
+        with pytest.raises(EnvironmentLost, match="ConnectionError: gone") as caught:
+            await use(environment, "step", message="gone")
+        assert caught.value.fault == "raised"
+        assert isinstance(await environment.verdict(transcript()), Unscored)
+        await environment.close()
+
+    run(play())
+
+
+def test_without_the_package_it_says_what_installs_it(tmp_path: Path, server: str) -> None:
+    async def play() -> None:
+        environment = hosted(tmp_path, server)
+        with pytest.raises(EnvironmentLost, match=r"No module named 'openenv'.* install openenv"):
+            await environment.open(TASK, seed=3)
+        await environment.close()
+
+    run(play())
+
+
+def test_no_file_of_ours_is_taken_for_a_module_of_the_environments(tmp_path: Path) -> None:
+    names = [path.stem for path in (HERE.parents[1] / "agents" / "inside").glob("[a-z]*.py")]
+    (tmp_path / "find.py").write_text(
+        "from importlib.util import find_spec\n"
+        f"def found() -> list:\n    return [n for n in {names} if find_spec(n)]\n"
+    )
+
+    async def play() -> None:
+        environment = hosted(tmp_path, "find")
+        await environment.open(TASK, seed=3)
+        assert (await use(environment, "found")).text == "[]"
+        await environment.close()
+
+    assert "games" in names
+    run(play())
+
+
+OPENENV = os.environ.get("KEEL_OPENENV_PYTHON", "")
+SERVE = "import sys, uvicorn; from server.app import app; uvicorn.run(app, port=int(sys.argv[1]))"
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not OPENENV, reason="KEEL_OPENENV_PYTHON names no interpreter with openenv")
+def test_openenvs_own_first_environment_as_a_class_and_as_a_server(tmp_path: Path) -> None:
+    """The one that `openenv init` makes, which echoes."""
+    where = "import openenv.cli; print(openenv.cli.__path__[0])"
+    found = subprocess.run([OPENENV, "-c", where], capture_output=True, text=True, check=True)
+    folder = tmp_path / "echo"
+    shutil.copytree(Path(found.stdout.strip()) / "templates" / "openenv_env", folder)
+    for path in folder.rglob("*.py"):
+        text = re.sub("__ENV_(CLASS|TITLE)_NAME__", "Echo", path.read_text())
+        path.with_name(path.name.replace("__ENV_NAME__", "echo")).write_text(
+            text.replace("__ENV_NAME__", "echo")
+        )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def play(target: str) -> None:
+        environment = Hosted(
+            Program(target=target, folder=folder, python=OPENENV, arguments={"scale": [0, 0.7]})
+        )
+        try:
+            opening = await environment.open(TASK, seed=3)
+            assert "Echo environment ready!" in opening.messages[1]["content"]
+            assert (await use(environment, "step", mesage="x")).failed
+            for word in ("hello", "hi"):
+                text = (await use(environment, "step", message=word)).text
+                assert json.loads(text) == {"echoed_message": word, "message_length": len(word)}
+            verdict = await environment.verdict(transcript())
+            assert isinstance(verdict, Verdict)
+            assert verdict.parts == {"correct": 1.0, "score": 1.0}
+            assert verdict.facts["state"]["step_count"] == 2
+        finally:
+            await environment.close()
+
+    run(play("server.echo_environment:EchoEnvironment"))
+    serving = subprocess.Popen([OPENENV, "-c", SERVE, str(port)], cwd=folder)
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert time.monotonic() < until and serving.poll() is None
+                time.sleep(0.2)
+        run(play(f"http://127.0.0.1:{port}"))
+    finally:
+        serving.kill()
+        serving.wait(10)

@@ -1,0 +1,155 @@
+"""What is wrong with an environment is said before anything starts, with its cure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.host.client import Program
+from keel.agents.mcp_client import McpServer
+from keel.agents.probe import Probe, probe
+from keel.rl.turns import Chat, Message, ToolSpec
+from keel.rollout.chat.chat import TemplateChat
+from tests.agents.episodes import HERE, SHORT, TASK, program, run
+from tests.rollout.chat.families import chat_of, tokenizer_of
+
+
+def probed(
+    given: Program | McpServer, chat: Chat | None = None, window: int = 4096, task: Any = TASK
+) -> Probe:
+    return run(probe(given, task=task, seed=3, chat=chat, window=window, thinking=True))
+
+
+def complaint(given: Program | McpServer, chat: Chat | None = None, **settings: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        probed(given, chat, **settings)
+    return str(caught.value)
+
+
+def test_a_sound_environment_and_the_size_of_its_opening() -> None:
+    chat = chat_of("qwen3")
+    found = probed(program(), chat)
+    assert found.name == "shop:Shop" and found.seconds > 0
+    assert found.messages[-1]["role"] == "user" and "buy" in [tool.name for tool in found.tools]
+    ids = chat.opening(found.messages, found.tools, thinking=True)
+    assert found.opening_tokens == len(ids)
+    assert probed(program(), chat, window=len(ids) + 1) == replace(
+        found, seconds=pytest.approx(found.seconds, abs=60)
+    )
+    assert probed(program()).opening_tokens is None
+
+
+def test_a_window_that_its_opening_fills() -> None:
+    tokens = probed(program(), chat_of("embedded")).opening_tokens
+    said = complaint(program(), chat_of("embedded"), window=tokens)
+    assert f"environment shop:Shop: the opening of task p7 has {tokens} tokens" in said
+    assert f"agents.window = {tokens}. Raise agents.window, offer fewer tools" in said
+
+
+SOURCES = {
+    "needs.py": "import a_package_that_nobody_has\n",
+    "raises.py": "raise RuntimeError('not today')\n",
+    "hints.py": "class Bad:\n    def use(self, x: complex): ...\n",
+    "quits.py": "import os, sys\nprint('out of coins', file=sys.stderr)\nos._exit(3)\n",
+    "hangs.py": "import time\ntime.sleep(1000)\n",
+    "eats.py": "class Shop:\n    def opening(self): self.x = bytearray(1 << 30)\n",
+    "opens.py": "class Shop:\n    def opening(self): raise KeyError('no such shop')\n",
+    "many.py": "def add(a: int) -> int:\n    return a\nmany = [add, add]\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "why", "cure"),
+    [
+        ("shap", "cannot be imported: ModuleNotFoundError: No module named 'shap'", "looked in"),
+        ("needs", "No module named 'a_package_that", "-m pip install a_package_that_nobody_has"),
+        ("raises", "RuntimeError: not today (", "raises.py:1 in <module>"),
+        ("needs:", "cannot be imported", f"(interpreter {sys.executable}, folder "),
+        ("hints:Bad", "tool use: parameter x has the type", "there are str, int, float"),
+        ("hints:Good", "hints has no 'Good'", "it has Bad"),
+        ("quits", "exited with status 3", "Its last words: out of coins"),
+        ("hangs", "open did not end within 1 s", "raise the deadline open_s"),
+        ("eats:Shop", "out of memory (memory_mib = 512)", "raise memory_mib"),
+        ("opens:Shop", "KeyError: 'no such shop' (", "Mend what its own code raised"),
+    ],
+)
+def test_what_cannot_be_opened(tmp_path: Path, target: str, why: str, cure: str) -> None:
+    for name, text in SOURCES.items():
+        (tmp_path / name).write_text(text)
+    deadlines = replace(SHORT, open_s=1.0 if target == "hangs" else 20.0)
+    given = Program(target=target, folder=tmp_path, memory_mib=512, deadlines=deadlines)
+    said = complaint(given)
+    assert said.startswith(f"environment {target} cannot be opened for task p7: ")
+    assert why in said and cure in said
+
+
+def test_no_such_interpreter() -> None:
+    said = complaint(program(python="/no/such/python"))
+    assert "cannot run /no/such/python" in said and "interpreter /no/such/python" in said
+
+
+def test_tools_that_could_not_be_called(tmp_path: Path) -> None:
+    """Whoever lists them: here a server, whose schemas are its own."""
+    server = tmp_path / "server.py"
+    server.write_text(
+        "import json, sys\n"
+        "for line in sys.stdin:\n"
+        "    asked = json.loads(line)\n"
+        "    if 'id' not in asked: continue\n"
+        "    schema = {'type': 'object', 'properties': {'n': {'type': 'strin'}}}\n"
+        "    tool = {'name': 'buy', 'inputSchema': schema}\n"
+        "    info = {'name': 's', 'version': '1'}\n"
+        "    version = '2025-06-18'\n"
+        "    hello = {'protocolVersion': version, 'capabilities': {'tools': {}},\n"
+        "             'serverInfo': info}\n"
+        "    one = {'initialize': hello, 'tools/list': {'tools': [tool]}}\n"
+        "    reply = {'jsonrpc': '2.0', 'id': asked['id']}\n"
+        "    if asked['method'] in one: reply['result'] = one[asked['method']]\n"
+        "    else: reply['error'] = {'code': -32601, 'message': 'no such method'}\n"
+        "    print(json.dumps(reply), flush=True)\n"
+    )
+    said = complaint(McpServer(command=[sys.executable, str(server)], deadlines=SHORT))
+    assert said.startswith(f"environment {sys.executable} {server} cannot be opened for task p7: ")
+    assert "tool buy: its schema is no JSON schema: 'strin' is not valid" in said
+
+
+def test_a_server_that_does_not_start() -> None:
+    command = [sys.executable, str(HERE / "mcp_shop.py"), "broken"]
+    said = complaint(McpServer(command=command, deadlines=SHORT))
+    assert "exited with status 1" in said and "the shop is closed on Sundays" in said
+
+
+def test_a_template_without_tools() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    before = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = before.replace("{%- if tools -%}", "{%- if false -%}")
+        chat = TemplateChat(tokenizer)
+    finally:
+        tokenizer.chat_template = before
+
+    class Blind:
+        def opening(
+            self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+        ) -> list[int]:
+            return chat.opening(messages, (), thinking=thinking)
+
+    said = complaint(program(), Blind())  # pyright: ignore[reportArgumentType]
+    assert said.startswith("environment shop:Shop has tools (") and "shows none. Save the" in said
+
+
+def test_a_template_that_refuses_the_opening() -> None:
+    class Refuses:
+        def opening(self, *_: Any, **__: Any) -> list[int]:
+            raise ValueError("the template refuses system messages")
+
+    said = complaint(program(), Refuses())  # pyright: ignore[reportArgumentType]
+    assert said == (
+        "environment shop:Shop: the opening of task p7 cannot be rendered: the template refuses "
+        "system messages"
+    )
