@@ -16,9 +16,10 @@ class EnvironmentConfig:
 
     target: str = ""
     """`my_env:Shop`, `my_tools` (a module of functions) or `path/to/file.py:Shop`."""
-    kind: Literal["auto", "class", "functions", "game"] = "auto"
+    kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
     """auto: a class with `reset` and `step` is a game, any other class has its public methods as
-    tools, and a module its functions."""
+    tools, and a module its functions; one of OpenEnv's is known by itself, and so is the address of
+    its server."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of the class, by name."""
     command: tuple[str, ...] = ()
