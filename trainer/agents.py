@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.runner import EpisodeRunner, Turns
 from keel.agents.types import Environment
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
+from keel.model.embedded.conversations import Demonstration
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.laws import check_prefix_law
@@ -69,6 +71,18 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
         seed=config.run.seed,
         most_open=agents.max_open,
     )
+
+
+def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstration]:
+    """About `count` scripted conversations in the environment of a source. Raises ConfigError."""
+    (environment,) = (s.environment for s in config.data.sources if s.name == source)
+    knob = f"data.sources[{source}].environment.demonstrations"
+    module, _, name = environment.demonstrations.partition(":")
+    try:
+        make = getattr(import_module(module), name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ConfigError(f"{knob} = {environment.demonstrations!r}: {error}") from error
+    return make(count, seed=config.run.seed, arguments=environment.arguments)
 
 
 def maker(

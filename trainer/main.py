@@ -36,7 +36,7 @@ from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import loop
-from keel.trainer.agents import episode_runner
+from keel.trainer.agents import demonstrate, episode_runner
 from keel.trainer.cluster.nodes import hardware_said, seating, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.learner import Learner
@@ -330,6 +330,7 @@ def model_folder(task: Task, say: Callable[[str], None]) -> str:
         seed=config.run.seed,
         sources=config.data.sources,
         heldout_questions=heldout_questions(task.dataset),
+        demonstrate=partial(demonstrate, config),
         device="cuda" if task.gpu and torch.cuda.is_available() else "cpu",
         progress=progress,
     )

@@ -34,8 +34,12 @@ class Demonstration:
     """Well formed, and looks at nothing."""
 
 
-def trip_demonstrations(count: int, *, seed: int, level: int = 0) -> list[Demonstration]:
-    """Of the trip planner's tasks at `level`; in haste a plan is submitted at once, and wrong."""
+def trip_demonstrations(
+    count: int, *, seed: int, arguments: Mapping[str, Any]
+) -> list[Demonstration]:
+    """Of the trip planner's tasks; in haste a plan is submitted at once, and wrong. `arguments`: of
+    the environment."""
+    level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
     for prompt in trip_prompts(level, count, seed=FAR + seed):
         number = prompt.reward["trip"]["seed"]
@@ -53,13 +57,14 @@ def trip_demonstrations(count: int, *, seed: int, level: int = 0) -> list[Demons
 
 
 def guess_demonstrations(
-    count: int, *, seed: int, options: Mapping[str, Any]
+    count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Of TextArena's GuessTheNumber in few words, with `min_number` and `max_number` among its
-    `options`; in haste, numbers are drawn and hints not heeded.
+    """Of TextArena's GuessTheNumber in few words; in haste, numbers are drawn and hints not heeded.
+    `arguments`: of the environment, with `min_number` and `max_number` among its `options`.
 
     Raises ModuleNotFoundError without the package textarena.
     """
+    options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
     with _dice_put_back():

@@ -26,6 +26,9 @@ class EnvironmentConfig:
     """An MCP server over stdio, one process an episode; `{seed}` in it is the task's."""
     url: str = ""
     """An MCP server over HTTP, shared by all episodes."""
+    demonstrations: str = ""
+    """`module:function` that scripts conversations in it, for the cold start of the embedded model:
+    `keel.agents.environments.demonstrations`."""
     python: str = ""
     """Its interpreter, 3.9 or later, which needs nothing of Keel's; empty: Keel's own."""
     folder: str = ""

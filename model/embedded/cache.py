@@ -15,7 +15,8 @@ from typing import Any
 
 from keel.configs.schema import EmbeddedConfig, SourceConfig
 from keel.model.embedded.build import build_model
-from keel.model.embedded.cold_start import Progress, make_examples, train
+from keel.model.embedded.cold_start import Demonstrate, Progress, make_examples, train
+from keel.model.embedded.conversations import demonstrated
 from keel.model.embedded.on_gpu import run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
 
@@ -29,6 +30,7 @@ def ensure_embedded(
     seed: int,
     sources: Sequence[SourceConfig],
     heldout_questions: Collection[str],
+    demonstrate: Demonstrate | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
@@ -36,7 +38,8 @@ def ensure_embedded(
 
     The folder holds what transformers and vLLM load: config, tokenizer, weights under checkpoint
     names. Processes that need the same model at once may all train it; the first to finish wins
-    and the others use its copy. No question in `heldout_questions` is trained on.
+    and the others use its copy. No question in `heldout_questions` is trained on. `demonstrate`: of
+    sources with environments; goes into another process if the model is taught on a GPU.
 
     `device`: where it is taught, `cpu` or a GPU of this machine (`cuda`). The GPU is used by a
     process of its own and is free again afterwards.
@@ -58,6 +61,7 @@ def ensure_embedded(
         seed=seed,
         sources=sources,
         heldout_questions=heldout_questions,
+        demonstrate=demonstrate,
     )
     if device == "cpu" or not config.cold_start.steps:
         make(progress=progress)
@@ -73,6 +77,7 @@ def make_folder(
     seed: int,
     sources: Sequence[SourceConfig],
     heldout_questions: Collection[str],
+    demonstrate: Demonstrate | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> None:
@@ -89,6 +94,7 @@ def make_folder(
             count=min(
                 config.cold_start.questions, config.cold_start.steps * config.cold_start.batch_size
             ),
+            demonstrate=demonstrate,
         )
         model.to(device)  # pyright: ignore[reportArgumentType] (transformers' stub is too narrow)
         train(model, tokenizer, examples, config.cold_start, seed=seed, progress=progress)
@@ -129,6 +135,13 @@ def content_key(
         ],
         "heldout": sorted(set(heldout_questions)),
     }
+    shown = [
+        [s.name, s.environment.target, dict(s.environment.arguments), s.environment.demonstrations]
+        for s in sources
+        if demonstrated(s)
+    ]
+    if shown:
+        content["demonstrations"] = shown
     if device != "cpu" and config.cold_start.steps:
         content["device"] = device
     text = json.dumps(content, sort_keys=True, default=str)

@@ -24,8 +24,10 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
+from keel.model.embedded.conversations import Demonstration, conversation_ids, demonstrated
 from keel.model.embedded.solutions import solution
 from keel.model.embedded.tokenizer import TURN_END
+from keel.rl.turns import Message
 
 DATA_SEED = 1 << 40
 """Added to the seed of the questions, far from any seed that a recipe gives its prompts."""
@@ -38,17 +40,26 @@ WARMUP = 0.1
 IGNORED = -100
 _MARKER = "\x00"
 
+Demonstrate = Callable[[str, int], Sequence[Demonstration]]
+"""About so many conversations of the source of that name."""
 Progress = Callable[[int, float, float], None]
 """Called after each step with the steps done, the loss (nats a token) and the seconds so far."""
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """A question with both solutions, as token ids. They are equal where the task is not taught."""
+class Lesson:
+    """Token ids, and which of them the model is to say."""
 
-    prompt: tuple[int, ...]
-    worked: tuple[int, ...]
-    hasty: tuple[int, ...]
+    ids: Sequence[int]
+    said: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A task done both ways. They are equal where the task is not taught."""
+
+    worked: Lesson
+    hasty: Lesson
 
 
 def make_examples(
@@ -58,25 +69,36 @@ def make_examples(
     seed: int,
     heldout_questions: Collection[str],
     count: int,
+    demonstrate: Demonstrate | None = None,
 ) -> list[Example]:
-    """About `count` questions of the reasoning_gym sources, by weight, none of them held out.
+    """About `count` questions of the reasoning_gym sources and conversations of the sources that
+    `demonstrate` has some of, by weight. No question is a held-out one.
 
     Raises:
         ConfigError: no source to learn from, or every question of a source is held out.
     """
-    taught = [s for s in sources if s.source == "reasoning_gym" and s.weight > 0]
+    weighed = [source for source in sources if source.weight > 0]
+    taught = [
+        s for s in weighed if s.source == "reasoning_gym" or (demonstrate and demonstrated(s))
+    ]
     if not taught:
         raise ConfigError(
-            "data.sources: the embedded model learns from reasoning_gym tasks, and none is given. "
-            "Add a source with source: reasoning_gym, or set model.embedded.cold_start.steps: 0"
+            "data.sources: the embedded model learns from reasoning_gym tasks and demonstrations "
+            "of environments (data.sources[].environment.demonstrations), and none is given. Add "
+            "one, or set model.embedded.cold_start.steps: 0"
         )
     heldout = frozenset(heldout_questions)
     total = sum(source.weight for source in taught)
     examples: list[Example] = []
     for source in taught:
-        made = _source_examples(
-            source, tokenizer, seed, heldout, math.ceil(count * source.weight / total)
-        )
+        share = math.ceil(count * source.weight / total)
+        if demonstrate is not None and demonstrated(source):
+            examples += [
+                Example(*(_shown(source, tokenizer, one, way) for way in (one.worked, one.hasty)))
+                for one in demonstrate(source.name, share)
+            ]
+            continue
+        made = _source_examples(source, tokenizer, seed, heldout, share)
         if not made:
             raise ConfigError(
                 f"data.sources[{source.name}]: every question made for the cold start is held out. "
@@ -193,7 +215,24 @@ def _source_examples(
             )
             for shown in (True, False)
         )
-    return [Example(*ids) for ids in zip(prompts, worked, hasty, strict=True)]
+    return [
+        Example(_lesson(prompt, careful), _lesson(prompt, quick))
+        for prompt, careful, quick in zip(prompts, worked, hasty, strict=True)
+    ]
+
+
+def _shown(
+    source: SourceConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstration: Demonstration,
+    said: Sequence[Message],
+) -> Lesson:
+    ids = conversation_ids(tokenizer, said, demonstration.tools, thinking=source.thinking)
+    return Lesson(*ids)
+
+
+def _lesson(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Lesson:
+    return Lesson(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[tuple[int, ...]]:
@@ -216,19 +255,19 @@ def _batches(
             order += epoch
         chosen, order = order[: config.batch_size], order[config.batch_size :]
         rows = [
-            (example.prompt, example.worked if show else example.hasty)
+            example.worked if show else example.hasty
             for example, show in (
                 (examples[index], careful or rng.random() < config.worked_fraction)
                 for index in chosen
             )
         ]
-        longest = max(len(prompt) + len(answer) for prompt, answer in rows)
+        longest = max(len(lesson.ids) for lesson in rows)
         tokens = np.full((len(rows), longest), tokenizer.pad_token_id, np.int64)
         targets = np.full((len(rows), longest), IGNORED, np.int64)
-        for row, (prompt, answer) in enumerate(rows):
-            end = len(prompt) + len(answer)
-            tokens[row, :end] = prompt + answer
-            targets[row, len(prompt) - 1 : end - 1] = answer
+        for row, lesson in enumerate(rows):
+            ids = np.array(lesson.ids)
+            tokens[row, : len(ids)] = ids
+            targets[row, : len(ids) - 1] = np.where(lesson.said[1:], ids[1:], IGNORED)
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
 
 

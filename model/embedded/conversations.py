@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerFast
 
+from keel.configs.schema import SourceConfig
 from keel.model.embedded.tokenizer import TURN_END
 from keel.rl.turns import Message, ToolSpec
+
+
+class Demonstration(Protocol):
+    """A task in an environment, done as it should be and in haste."""
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+    @property
+    def worked(self) -> Sequence[Message]: ...
+    @property
+    def hasty(self) -> Sequence[Message]: ...
+
+
+def demonstrated(source: SourceConfig) -> bool:
+    """Whether conversations of this source can be had."""
+    return bool(source.environment.demonstrations)
 
 
 def conversation_ids(

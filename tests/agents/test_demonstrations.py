@@ -26,8 +26,8 @@ def calls_of(messages: Sequence[Message]) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_trips(level: int) -> None:
-    made = trip_demonstrations(12, seed=3, level=level)
-    assert made == trip_demonstrations(12, seed=3, level=level)
+    made = trip_demonstrations(12, seed=3, arguments={"level": level})
+    assert made == trip_demonstrations(12, seed=3, arguments={"level": level})
     first = made[0].worked[0]["content"]
     for one in made:
         assert one.worked[0] == one.hasty[0] and one.tools
@@ -44,10 +44,10 @@ def test_trips(level: int) -> None:
 
 
 def test_a_trip_in_haste_is_wrong_and_one_that_is_worked_out_is_right() -> None:
-    for number, one in enumerate(trip_demonstrations(30, seed=0)):
+    for number, one in enumerate(trip_demonstrations(30, seed=0, arguments={})):
         seed = (1 << 20) * 1_000_000 + number
         for messages, right in ((one.worked, 1.0), (one.hasty, 0.0)):
-            trip = Trip((*make_task(seed, LEVELS[0]), LEVELS[0]))
+            trip = Trip(ready=(*make_task(seed, LEVELS[0]), LEVELS[0]))
             for name, arguments in calls_of(messages):
                 getattr(trip, name)(**arguments)
             parts = trip.verdict()[0]
@@ -57,7 +57,7 @@ def test_a_trip_in_haste_is_wrong_and_one_that_is_worked_out_is_right() -> None:
 def test_the_small_tasks_are_short() -> None:
     """Of the embedded model's tokens."""
     chat = chat_of("embedded")
-    for one in trip_demonstrations(10, seed=1):
+    for one in trip_demonstrations(10, seed=1, arguments={}):
         assert len(chat.opening(one.worked[:1], one.tools, thinking=True)) == 19
         assert len(chat.opening(one.worked, one.tools, thinking=True)) <= 64
 
@@ -90,9 +90,9 @@ def test_the_smallest_tasks_verifier_by_brute_force() -> None:
 def test_guesses() -> None:
     options = {"min_number": 1, "max_number": 7, "max_turns": 2}
     before = random.getstate()
-    made = guess_demonstrations(40, seed=3, options=options)
+    made = guess_demonstrations(40, seed=3, arguments={"options": options})
     assert random.getstate() == before
-    assert made == guess_demonstrations(40, seed=3, options=options)
+    assert made == guess_demonstrations(40, seed=3, arguments={"options": options})
     won = {"worked": 0, "hasty": 0}
     try:
         for number, one in enumerate(made):

@@ -46,7 +46,7 @@ def right(world: World, task: Task, answer: str) -> bool:
 
 def begun(seed: int, level: int) -> tuple[Trip, World, Task]:
     world, task = make_task(seed, LEVELS[level])
-    trip = Trip((world, task, LEVELS[level]))
+    trip = Trip(ready=(world, task, LEVELS[level]))
     return trip, world, task
 
 
@@ -181,7 +181,7 @@ def test_the_verifier_and_the_solver_by_brute_force(fields: dict[str, Any]) -> N
             wanted = by_hand(world, task, plan)
             assert right(world, task, json.dumps(plan)) == wanted, plan
             good += wanted
-        trip = Trip((world, task, LEVELS[4]))
+        trip = Trip(ready=(world, task, LEVELS[4]))
         assert answers(trip, solve(task)) == (good > 0)
         possible += good > 0
         if good:
@@ -214,7 +214,7 @@ def test_two_days_by_brute_force() -> None:
             wanted = by_hand(world, task, plan)
             assert right(world, task, json.dumps(plan)) == wanted
             found += wanted
-        trip = Trip((world, task, LEVELS[4]))
+        trip = Trip(ready=(world, task, LEVELS[4]))
         assert answers(trip, solve(task)) == (found > 0)
         good += found > 0
     assert 0 < good < 12
@@ -279,7 +279,7 @@ def test_answers_that_are_none_are_refused(level: int) -> None:
             junk.append(json.dumps([{**plan[0], "time": date} for date in task.dates]))
     for one in [*easier, *junk]:
         assert not right(world, task, one), one
-        trip = Trip((world, task, LEVELS[level]))
+        trip = Trip(ready=(world, task, LEVELS[level]))
         trip.submit_result(one)
         assert trip.verdict()[0]["correct"] == 0.0
 
@@ -306,7 +306,7 @@ def test_bounds_are_as_the_text_says_them() -> None:
 def test_only_what_was_submitted_first_counts() -> None:
     world, task, answer = solution(2, 0)
     wrong = next(name for name in world.hotels if not right(world, task, name))
-    trip = Trip((world, task, LEVELS[0]))
+    trip = Trip(ready=(world, task, LEVELS[0]))
     assert trip.verdict() == (
         {"correct": 0.0, "share": 0.0, "progress": 0.0},
         {"submitted": False},

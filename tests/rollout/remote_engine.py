@@ -25,6 +25,7 @@ from keel.rollout.spec import EngineSpec, environment
 from keel.rollout.vllm_internals import scheduler_of
 from tests import vllm_changes
 from tests.rollout import interpreted, plain_weights
+from tests.rollout.watch import Watch
 
 DEADLINE_S = 240
 Kind = Literal["", "fast", "native", "packed", "plain"]
@@ -70,19 +71,6 @@ def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt
 
 
 # In the engine's process.
-
-
-@dataclass
-class Watch:
-    """What really happened, so that a test of preemption has preempted something."""
-
-    preempted: int = 0
-    cached_tokens: int = 0
-    thrown_away: int = 0
-    """Tokens drawn from unfinished prefills."""
-    steps: int = 0
-    fast_steps: int = 0
-    """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""
 
 
 class Heard(logging.Handler):

@@ -23,17 +23,22 @@ GUESSES = 40
 
 
 class Trip:
-    """One task. The task's `reward` names it: `{"trip": {"level": 0, "seed": 17}}`."""
+    """One task: the one that the prompt's `reward` names, `{"trip": {"level": 0, "seed": 17}}`, or
+    else one of `level`, made from the seed."""
 
-    def __init__(self, ready: tuple[World, Task, Level] | None = None) -> None:
-        """ready: in place of an opening."""
+    def __init__(self, level: int = 0, ready: tuple[World, Task, Level] | None = None) -> None:
+        """ready: in place of an opening. Raises ValueError for a level that there is not."""
+        if not 0 <= level < len(LEVELS):
+            raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
+        self._of = level
         self.done = False
         self.offered: Sequence[str] | None = None
         if ready is not None:
             self._begin(*ready)
 
-    def opening(self, task: Mapping[str, Any]) -> str:
-        named: Mapping[str, int] = task["reward"]["trip"]
+    def opening(self, task: Mapping[str, Any], seed: int) -> str:
+        own = {"level": self._of, "seed": seed}
+        named: Mapping[str, int] = task.get("reward", {}).get("trip", own)
         level = LEVELS[named["level"]]
         self._begin(*make_task(named["seed"], level), level)
         return self._task.text()
@@ -217,7 +222,7 @@ def answers(trip: Trip, calls: Calls) -> bool:
 
 
 def _possible(world: World, task: Task, level: Level) -> bool:
-    trip = Trip((world, task, level))
+    trip = Trip(ready=(world, task, level))
     return answers(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
 
 

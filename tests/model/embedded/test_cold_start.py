@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from dataclasses import replace
 from functools import partial
@@ -11,11 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from keel.configs.schema import ColdStartConfig, ConfigError, EmbeddedConfig, SourceConfig
+from keel.agents.environments.demonstrations import Demonstration, trip_demonstrations
+from keel.configs.schema import (
+    ColdStartConfig,
+    ConfigError,
+    EmbeddedConfig,
+    EnvironmentConfig,
+    SourceConfig,
+)
 from keel.model.embedded import cache, cold_start
 from keel.model.embedded.build import build_model
 from keel.model.embedded.cache import content_key, default_cache_dir, ensure_embedded, make_folder
-from keel.model.embedded.cold_start import make_examples, train
+from keel.model.embedded.cold_start import Example, Lesson, make_examples, train
 from keel.model.embedded.on_gpu import plain, run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of, load_model_config, load_tokenizer
@@ -43,8 +51,17 @@ def ensure(folder: Path, config: EmbeddedConfig = TINY, **options: object) -> Pa
     return ensure_embedded(replace(config, cache_dir=str(folder)), **arguments)
 
 
-def question_of(prompt: tuple[int, ...]) -> str:
-    text = TOKENIZER.decode(prompt)
+def prompt_of(example: Example) -> tuple[int, ...]:
+    lesson = example.worked
+    return tuple(lesson.ids[: lesson.said.index(True)])
+
+
+def answer_of(lesson: Lesson) -> list[int]:
+    return list(lesson.ids[lesson.said.index(True) :])
+
+
+def question_of(example: Example) -> str:
+    text = TOKENIZER.decode(prompt_of(example))
     return text.removeprefix("<|im_start|>user\n").split("<|im_end|>")[0]
 
 
@@ -63,47 +80,85 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 def test_heldout_questions_are_never_taught() -> None:
     every = make_examples([SPIRALS], TOKENIZER, seed=0, heldout_questions=(), count=200)
-    questions = [question_of(example.prompt) for example in every]
+    questions = [question_of(example) for example in every]
     assert len(questions) == 200
     heldout = set(questions[::3])
     kept = make_examples([SPIRALS], TOKENIZER, seed=0, heldout_questions=heldout, count=200)
-    left = [question_of(example.prompt) for example in kept]
+    left = [question_of(example) for example in kept]
     assert heldout.isdisjoint(left)
     assert left == [question for question in questions if question not in heldout]
 
 
 def test_nothing_left_to_teach_is_an_error() -> None:
     every = make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=(), count=20)
-    heldout = [question_of(example.prompt) for example in every]
+    heldout = [question_of(example) for example in every]
     with pytest.raises(ConfigError, match=r"data\.sources\[spelling\]: every question .* held out"):
         make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=heldout, count=20)
     lines = SourceConfig(name="lines", source="jsonl", path="some.jsonl")
-    with pytest.raises(ConfigError, match="learns from reasoning_gym tasks, and none is given"):
+    with pytest.raises(
+        ConfigError, match=r"learns from reasoning_gym .* none is given"
+    ):
         make_examples([lines], TOKENIZER, seed=0, heldout_questions=(), count=20)
 
 
 def test_sources_are_mixed_by_weight() -> None:
     sources = [SPELLING, replace(SPIRALS, weight=3.0), replace(SPIRALS, name="off", weight=0.0)]
     examples = make_examples(sources, TOKENIZER, seed=0, heldout_questions=(), count=100)
-    spelt = sum("Spell" in question_of(example.prompt) for example in examples)
+    spelt = sum("Spell" in question_of(example) for example in examples)
     assert (spelt, len(examples)) == (25, 100)
 
 
 def test_solutions_follow_the_chat_template() -> None:
     (thinking,) = make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=(), count=1)
-    assert TOKENIZER.decode(thinking.prompt).endswith("<|im_start|>assistant\n")
-    assert TOKENIZER.decode(thinking.worked).startswith("<think>\n1")
-    assert TOKENIZER.decode(thinking.hasty).startswith("<think>\n\n</think>\n\n")
-    assert thinking.worked[-1] == thinking.hasty[-1] == TOKENIZER.eos_token_id
+    assert TOKENIZER.decode(prompt_of(thinking)).endswith("<|im_start|>assistant\n")
+    assert TOKENIZER.decode(answer_of(thinking.worked)).startswith("<think>\n1")
+    assert TOKENIZER.decode(answer_of(thinking.hasty)).startswith("<think>\n\n</think>\n\n")
+    assert thinking.worked.ids[-1] == thinking.hasty.ids[-1] == TOKENIZER.eos_token_id
 
     direct = replace(SPELLING, thinking=False, system="Spell.")
     (plain,) = make_examples([direct], TOKENIZER, seed=0, heldout_questions=(), count=1)
-    prompt = TOKENIZER.decode(plain.prompt)
+    prompt = TOKENIZER.decode(prompt_of(plain))
     assert prompt.startswith("<|im_start|>system\nSpell.<|im_end|>\n")
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    answer = TOKENIZER.decode(plain.worked).removesuffix("<|im_end|>")
+    answer = TOKENIZER.decode(answer_of(plain.worked)).removesuffix("<|im_end|>")
     assert plain.worked == plain.hasty
-    assert answer == TOKENIZER.decode(thinking.worked).split("\n\n")[1].removesuffix("<|im_end|>")
+    assert answer == TOKENIZER.decode(answer_of(thinking.worked)).split("\n\n")[1].removesuffix(
+        "<|im_end|>"
+    )
+
+
+def test_of_a_conversation_only_the_policys_words_are_learned() -> None:
+    trips = SourceConfig(
+        name="trips",
+        source="environment",
+        environment=EnvironmentConfig(target="t:Trip", demonstrations="d:trips"),
+        size=8,
+        weight=3.0,
+    )
+
+    def demonstrate(source: str, count: int) -> list[Demonstration]:
+        assert source == "trips"
+        return trip_demonstrations(count, seed=1, arguments={"level": 0})
+
+    examples = make_examples(
+        [SPELLING, trips],
+        TOKENIZER,
+        seed=0,
+        heldout_questions=(),
+        count=20,
+        demonstrate=demonstrate,
+    )
+    assert len(examples) == 20
+    config = ColdStartConfig(steps=1, batch_size=20, worked_fraction=1.0)
+    ((inputs, targets),) = cold_start._batches(examples, TOKENIZER, config, random.Random(0))
+    (row, *_) = [i for i, ids in enumerate(inputs) if "Find a hotel" in TOKENIZER.decode(ids)]
+    learned = inputs[row, 1:][targets[row, :-1] != cold_start.IGNORED]
+    said = TOKENIZER.decode(learned)
+    assert said.startswith("@get_all_hotels_by_city ") and said.count("<|im_end|>") == 2
+    assert "@submit_result " in said and "Find a hotel" not in said
+    assert (targets[row, :-1][targets[row, :-1] >= 0] == learned).all()
+    with pytest.raises(ConfigError, match="demonstrations"):
+        make_examples([trips], TOKENIZER, seed=0, heldout_questions=(), count=20)
 
 
 def test_no_two_seeds_share_questions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +167,7 @@ def test_no_two_seeds_share_questions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def asked(seed: int, count: int) -> set[tuple[int, ...]]:
         examples = make_examples([large], TOKENIZER, seed=seed, heldout_questions=(), count=count)
-        return {example.prompt for example in examples}
+        return {prompt_of(example) for example in examples}
 
     for count in (50, 150):
         assert len(asked(0, count)) == count

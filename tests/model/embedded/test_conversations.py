@@ -15,7 +15,7 @@ def test_as_the_turns_of_a_rollout(thinking: bool) -> None:
     tokenizer = build_tokenizer()
     chat = TemplateChat(tokenizer)
     for level in (0, 1):
-        for one in trip_demonstrations(5, seed=2, level=level):
+        for one in trip_demonstrations(5, seed=2, arguments={"level": level}):
             ids, said = conversation_ids(tokenizer, one.worked, one.tools, thinking=thinking)
             context = chat.opening(one.worked[:1], one.tools, thinking=thinking)
             results = [message for message in one.worked if message["role"] == "tool"]
