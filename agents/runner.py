@@ -33,6 +33,11 @@ class Turns(Protocol):
         ...
 
 
+def environment_seed(seed: int, prompt: Prompt) -> int:
+    """Of a run's episodes of a prompt, the same for all: siblings meet the same task."""
+    return seed_of(seed, "environment", prompt.prompt_id)
+
+
 class EpisodeRunner:
     """Runs groups of episodes on a thread of its own. A context manager."""
 
@@ -164,6 +169,6 @@ class EpisodeRunner:
                 name=f"{prompt.prompt_id}/{purpose}/{version}/{draw}/{sibling}",
                 sibling=sibling,
                 seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
-                environment_seed=seed_of(self._seed, "environment", prompt.prompt_id),
+                environment_seed=environment_seed(self._seed, prompt),
             )
             return await episode.run()

@@ -14,14 +14,18 @@ from keel.agents.episode import Budget
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.runner import EpisodeRunner, Turns
+from keel.agents.probe import probe
+from keel.agents.runner import EpisodeRunner, Turns, environment_seed
 from keel.agents.types import Environment
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
+from keel.data.dataset import Dataset
 from keel.model.embedded.conversations import Demonstration
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.laws import check_prefix_law
 
+SHOWN = 8
+"""Tools that are named before a run."""
 STARTING = 8
 """Environments that are being started at once: more would take each other's time."""
 
@@ -40,6 +44,51 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
             error
         )
     return chat
+
+
+def check_environments(
+    config: Config, chat: TemplateChat | None, dataset: Dataset
+) -> dict[str, str]:
+    """Open and close one episode of each environment: source → what it is like, for people. Raises
+    ConfigError with what is wrong and its cure."""
+    notes: dict[str, str] = {}
+    for source in config.data.sources:
+        if not source.environment.given:
+            continue
+        prompts = (
+            *dataset.train.sources.get(source.name, ()),
+            *dataset.heldout.get(source.name, ()),
+        )
+        task = prompts[0]
+        opened = probe(
+            made_from(config, source),
+            task=task,
+            seed=environment_seed(config.run.seed, task),
+            chat=chat,
+            window=config.window,
+            thinking=source.thinking,
+        )
+        try:
+            found = asyncio.run(opened)
+        except ValueError as error:
+            raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+        names = [tool.name for tool in found.tools]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        notes[f"{source.name}, its environment"] = (
+            f"opens in {found.seconds:.1f} s with {found.opening_tokens} tokens; tools: "
+            f"{', '.join(names[:SHOWN]) or 'none'}{more}"
+        )
+    return notes
+
+
+def made_from(config: Config, source: SourceConfig) -> Program | McpServer:
+    """What the episodes of a source are made from. Raises ConfigError, also where this machine
+    cannot isolate them."""
+    try:
+        given = source.environment
+        return program(config, source) if given.target else mcp_server(config, source)
+    except ValueError as error:
+        raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
 def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeRunner:
@@ -88,17 +137,11 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
 def maker(
     config: Config, source: SourceConfig, starting: asyncio.Semaphore | None = None
 ) -> Callable[[], Environment]:
-    """Makes an environment for each episode. Raises ConfigError, and ValueError where this machine
-    cannot isolate it."""
-    given = source.environment
-    try:
-        if given.target:
-            made = program(config, source)
-            return lambda: Hosted(made, starting=starting)
-        server = mcp_server(config, source)
-        return lambda: McpEpisode(server, starting=starting)
-    except ValueError as error:
-        raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+    """Makes an environment for each episode. Raises as `made_from`."""
+    made = made_from(config, source)
+    if isinstance(made, Program):
+        return lambda: Hosted(made, starting=starting)
+    return lambda: McpEpisode(made, starting=starting)
 
 
 def program(config: Config, source: SourceConfig) -> Program:

@@ -27,7 +27,7 @@ from keel.rewards.length import LengthRule
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.engine.conversion import render_prompt
-from keel.trainer.agents import check_chat
+from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here
 from keel.trainer.planning.families import check_engine_dtype
 from keel.trainer.planning.placement import Hardware
@@ -47,7 +47,7 @@ class Task:
     plan: Plan
     hardware: Hardware
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
-    """As `check_rewards`."""
+    """As `check_rewards`, and what environments are like."""
     chat: TemplateChat | None = None
     """The model's format, where a source has an environment."""
     warnings: Sequence[str] = ()
@@ -127,7 +127,7 @@ def prepare(
         hardware=machine,
         chat=chat,
         warnings=warning_lines(config, facts, lacking),
-        programs=check_rewards(config, dataset),
+        programs=check_rewards(config, dataset) | check_environments(config, chat, dataset),
     )
     config.rewards.judge.check_used(judged=task.judged, gpu=task.gpu)
     return task

@@ -95,9 +95,7 @@ def test_nothing_left_to_teach_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"data\.sources\[spelling\]: every question .* held out"):
         make_examples([SPELLING], TOKENIZER, seed=0, heldout_questions=heldout, count=20)
     lines = SourceConfig(name="lines", source="jsonl", path="some.jsonl")
-    with pytest.raises(
-        ConfigError, match=r"learns from reasoning_gym .* none is given"
-    ):
+    with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
         make_examples([lines], TOKENIZER, seed=0, heldout_questions=(), count=20)
 
 

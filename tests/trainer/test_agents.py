@@ -1,0 +1,109 @@
+"""From a recipe's environments to what runs them, and what is said of them before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.host.client import Program
+from keel.agents.mcp_client import McpServer
+from keel.configs.schema import (
+    AgentsConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+)
+from keel.data.dataset import load_dataset
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.trainer.agents import check_chat, check_environments, demonstrate, made_from
+
+SHOP = Path(__file__).parents[1] / "agents"
+OPEN = "none-i-trust-the-environments"
+
+
+def config(*, window: int = 400, thinking: bool = False, **environment: Any) -> Config:
+    given = {"target": "shop:Shop", "folder": str(SHOP), "isolation": OPEN, **environment}
+    source = SourceConfig(
+        name="shop",
+        source="environment",
+        environment=EnvironmentConfig(**given),
+        size=4,
+        thinking=thinking,
+    )
+    return Config(
+        model=ModelConfig(dtype="float32"),
+        data=DataConfig(sources=(source,), max_prompt_tokens=64),
+        rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=20)),
+        agents=AgentsConfig(window=window),
+    )
+
+
+def checked(recipe: Config) -> dict[str, str]:
+    chat = check_chat(recipe, build_tokenizer())
+    return check_environments(recipe, chat, load_dataset(recipe.data, seed=0))
+
+
+def test_what_an_environment_is_like_is_said_before_a_run() -> None:
+    ((name, note),) = checked(config()).items()
+    assert name == "shop, its environment" and "tools: " in note and "tokens" in note
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"target": "nowhere:Shop"},
+            r"sources\[shop\].environment: .*nowhere cannot be imported",
+        ),
+        ({"window": 30}, r"agents.window = 30"),
+        ({"folder": "/nowhere"}, "no folder /nowhere"),
+    ],
+)
+def test_what_is_wrong_with_one_is_said_with_its_cure(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(config(**changes))
+
+
+def test_the_isolation_that_a_machine_cannot_give_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"environment.isolation.*none-i-trust-the-environments"):
+        made_from(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
+
+
+def test_a_program_and_a_server_get_what_the_recipe_says() -> None:
+    recipe = config(open_s=7.0, memory_mib=100, env={"A": "b"}, python="/usr/bin/python3")
+    program = made_from(recipe, recipe.data.sources[0])
+    assert isinstance(program, Program) and program.deadlines.open_s == 7.0
+    assert (program.memory_mib, program.env, program.python) == (
+        100,
+        {"A": "b"},
+        "/usr/bin/python3",
+    )
+    recipe = config(target="", folder="", command=("server", "{seed}"))
+    server = made_from(recipe, recipe.data.sources[0])
+    assert isinstance(server, McpServer) and server.command == ("server", "{seed}")
+
+
+def test_without_environments_nothing_is_looked_at() -> None:
+    source = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=4)
+    plain = Config(
+        model=ModelConfig(dtype="float32"), data=DataConfig(sources=(source,), max_prompt_tokens=64)
+    )
+    assert check_chat(plain, None) is None
+
+
+@pytest.mark.parametrize("named", ["nowhere:f", "keel.agents.environments.demonstrations:f", "f"])
+def test_demonstrations_that_are_not_there_are_named(named: str) -> None:
+    with pytest.raises(ConfigError, match=r"sources\[shop\].environment.demonstrations = '"):
+        demonstrate(config(demonstrations=named), "shop", 3)
