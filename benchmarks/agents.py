@@ -158,12 +158,18 @@ def prompts(count: int, salt: str) -> list[Prompt]:
     ]
 
 
+def stats(pool: Any) -> dict[str, float]:
+    (slot,) = pool._fleet.slots
+    return slot.engine.stats().result(ROUND_S)
+
+
 def measure(pool: Any, runner: EpisodeRunner, count: int, salt: str) -> dict[str, Any]:
     """One round: episodes, then plain completions."""
-    began = time.monotonic()
+    before, began = stats(pool), time.monotonic()
     futures = [runner.submit(p, group_size=1, purpose="train") for p in prompts(count, salt)]
     groups = [future.result() for future in as_completed(futures, timeout=ROUND_S)]
-    agents_s = time.monotonic() - began
+    agents_s, after = time.monotonic() - began, stats(pool)
+    did = {name: after[name] - before[name] for name in ("steps", "fast_steps", "busy_s")}
     trajectories = [t for group in groups for t in group.trajectories]
     usages = [t.usage for t in trajectories if t.usage is not None]
     tokens = sum(t.sampled_tokens for t in trajectories)
@@ -171,11 +177,20 @@ def measure(pool: Any, runner: EpisodeRunner, count: int, salt: str) -> dict[str
     began = time.monotonic()
     whole = list(pool.generate(plain, group_size=1))
     plain_s = time.monotonic() - began
+    last = stats(pool)
     others = sum(t.sampled_tokens for group in whole for t in group.trajectories)
     return {
         "agents_tokens_per_second": tokens / agents_s,
         "plain_tokens_per_second": others / plain_s,
         "ratio": tokens / agents_s * plain_s / others,
+        "agents_busy_fraction": did["busy_s"] / agents_s,
+        "agents_ms_per_step": 1e3 * did["busy_s"] / did["steps"],
+        "agents_fast_fraction": did["fast_steps"] / did["steps"],
+        "plain_ms_per_step": 1e3
+        * (last["busy_s"] - after["busy_s"])
+        / (last["steps"] - after["steps"]),
+        "plain_fast_fraction": (last["fast_steps"] - after["fast_steps"])
+        / (last["steps"] - after["steps"]),
         "episodes": len(trajectories),
         "dropped": sorted({reason for group in groups for reason in group.dropped}),
         "turns_mean": statistics.mean(usage.turns for usage in usages),
@@ -199,6 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=list(MODELS), default="1b")
     parser.add_argument("--episodes", type=int, default=256, help="at once")
+    parser.add_argument("--seats", type=int, default=256, help="sequences of the engine at once")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", action="store_true")
@@ -212,7 +228,7 @@ def main() -> None:
             model_path=scratch,
             tokenizer=scratch,
             config=RolloutConfig(
-                sampling=sampling, max_num_seqs=options.episodes, kv_cache_gib=2.0, threads=2
+                sampling=sampling, max_num_seqs=options.seats, kv_cache_gib=2.0, threads=2
             ),
             dtype="bfloat16" if gpu else "float32",
             max_model_len=2560,

@@ -31,6 +31,10 @@ class SamplingEngine(Protocol):
 
     version: int
     sampled_tokens: int
+    steps: int
+
+    @property
+    def fast_steps(self) -> int: ...
 
     @property
     def busy(self) -> bool:

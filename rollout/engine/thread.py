@@ -222,12 +222,15 @@ class EngineThread:
         return run
 
     def stats(self) -> dict[str, float]:
-        """Sampled tokens and busy seconds so far; unfinished groups and recordings held now."""
+        """Sampled tokens, steps and busy seconds so far; unfinished groups and turns, and
+        recordings, held now."""
 
         def read(engine: SamplingEngine) -> dict[str, float]:
             return {
                 "version": engine.version,
                 "sampled_tokens": engine.sampled_tokens,
+                "steps": engine.steps,
+                "fast_steps": engine.fast_steps,
                 "busy_s": self._busy_s,
                 "groups": len(self._flights),
                 "recordings": engine.recordings,

@@ -60,7 +60,7 @@ class VllmEngine:
         require("engine", "updates", *(("shims", "v1") if cpu else ()))
         self.shims = _install_shims() if cpu else ()
         self.version = 0
-        self.sampled_tokens = 0
+        self.sampled_tokens = self.steps = 0
         self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.tokenizer)
         self._jobs: dict[int, Job] = {}
         self._owner: dict[str, int] = {}
@@ -171,8 +171,14 @@ class VllmEngine:
             entry.requests[name], self._owner[name] = sibling, job
             self._internal[name] = internal
 
+    @property
+    def fast_steps(self) -> int:
+        """Steps that the packed recorder's scheduler did by itself; 0 with another."""
+        return getattr(scheduler_of(self._llm), "fast_steps", 0)
+
     def step(self) -> Iterator[tuple[int, Result]]:
         """One forward pass for everything that runs; yields what it completed."""
+        self.steps += 1
         ended = [
             output
             for output in self._llm.step()

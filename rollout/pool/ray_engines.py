@@ -61,6 +61,10 @@ class RayEngine:
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
         return as_future(self.actor.update.remote(version, list(buckets)))
 
+    def stats(self) -> Future[dict[str, float]]:
+        """See `EngineThread.stats`."""
+        return as_future(self.actor.stats.remote())
+
     def sleep(self) -> Future[None]:
         return as_future(self.actor.sleep.remote())
 

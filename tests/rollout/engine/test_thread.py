@@ -22,6 +22,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.version, self.sampled_tokens, self.recordings = 0, 0, 0
+        self.steps = self.fast_steps = 0
         self.jobs: dict[int, Prompt] = {}
         self.updating = False
         self.events: list[str] = []

@@ -1,0 +1,52 @@
+"""One engine on two GPUs: routes, sampling masks, turns and updates, held to transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.marks import GPU
+from tests.gpu.test_recorders_native import BLOCKS, EXACT
+from tests.rollout.recording.contract import RecorderContract
+from tests.rollout.recording.reference import Reference, Tolerance
+from tests.rollout.remote_engine import RemoteEngine, engine_spec, running_engine
+from tests.rollout.tiny_model import make_model
+
+pytestmark = [
+    *GPU,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(make_model(folder))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
+    spec = engine_spec(folder, gpu_memory_utilization=0.1, tensor_parallel=2)
+    with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tolerance() -> Tolerance:
+    return Tolerance(logp=1e-3, tie=1e-4, rare=1e-2)
+
+
+class TestOnTwoGpus:
+    test_truncated = RecorderContract.test_truncated_sampling
+    test_turns = (
+        RecorderContract.test_turns_with_preemptions_and_weights_that_change_between_and_during_them
+    )
+    test_update = RecorderContract.test_weight_update
+    check = RecorderContract.check
