@@ -20,7 +20,8 @@ class TrainerConfig:
     """Consecutive ranks over which each micro-batch's tokens are spread, for contexts too long for
     one (Ulysses). Must divide `ranks` and the model's attention heads."""
     micro_batch_tokens: int = 8192
-    """Most tokens in a packed micro-batch (a longer trajectory gets one of its own); a rank holds
+    """Most tokens in a packed micro-batch (a longer segment gets one of its own, and
+    the segments of a longer trajectory are spread over several); a rank holds
     1/`sequence_parallel` of them."""
     lr: float = 1e-6
     warmup_steps: int = 0
