@@ -22,7 +22,10 @@ def test_every_recipe_is_valid_by_its_bare_name(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_teaches_the_embedded_model_only_what_it_can(name: str) -> None:
     config = shipped(name)
-    taught = any(source.source == "reasoning_gym" for source in config.data.sources)
+    taught = any(
+        source.source == "reasoning_gym" or source.environment.demonstrations
+        for source in config.data.sources
+    )
     assert taught or config.model.embedded.cold_start.steps == 0
 
 
