@@ -158,11 +158,12 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 def length_rules(config: Config) -> dict[str, LengthRule]:
     """Domain → its rule. Raises ValueError naming the domain."""
     rules: dict[str, LengthRule] = {}
+    several = config.agents.max_sampled_tokens or config.window
+    longest = dict.fromkeys(config.data.lengths_by_domain, config.rollout.sampling.max_tokens)
+    longest |= dict.fromkeys(config.data.domains_with_environments, several)
     for domain, length in config.data.lengths_by_domain.items():
         try:
-            rules[domain] = LengthRule.from_knobs(
-                asdict(length), limit=config.rollout.sampling.max_tokens
-            )
+            rules[domain] = LengthRule.from_knobs(asdict(length), limit=longest[domain])
         except ValueError as error:
             raise ValueError(f"domain {domain!r}: {error}") from error
     return rules

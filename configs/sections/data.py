@@ -27,7 +27,8 @@ class LengthConfig:
     target: int = 0
     """Tokens that cost nothing (`linear`)."""
     limit: int = 0
-    """Tokens; 0: rollout.sampling.max_tokens."""
+    """Tokens; 0: rollout.sampling.max_tokens; in an environment agents.max_sampled_tokens, or the
+    window."""
     margin: int = 0
     """Tokens; 0: a fifth of `limit`."""
     correct_threshold: float = 0.999
