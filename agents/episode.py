@@ -23,6 +23,14 @@ Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.deadline_s)"
 
 
+class EngineRefused(RuntimeError):
+    """What an engine says about a turn is no fault of the conversation's."""
+
+    def __init__(self, error: ValueError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """What an episode may take."""
@@ -69,8 +77,12 @@ class Episode:
         closed in any case."""
         try:
             return await self._run()
+        except EngineRefused as refused:
+            raise refused.error from refused
         except EnvironmentLost as error:
             return str(error)
+        except (ValueError, OSError) as error:  # one conversation is none that can go on
+            return f"the conversation broke: {error}"
         finally:
             # It has a deadline of its own, and is to end even where this is cancelled.
             await asyncio.shield(asyncio.ensure_future(self.environment.close()))
@@ -119,15 +131,15 @@ class Episode:
             return said
         calls, message = said
         if calls:
-            answers, done = await self._call_all(calls)
+            answers, over = await self._call_all(calls)
         else:
             reply = await self.environment.reply(message)
-            answers, done = ([] if reply is None else [reply]), reply is None
-        if done:
+            answers, over = ([reply], None) if reply is not None else ([], "stop")
+        if over is not None:
             conversation.last_words(answers)
-            return "stop"
-        conversation.answer(answers)
-        return None
+        else:
+            conversation.answer(answers)
+        return over
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
         """Rewrite a context that fills its window."""
@@ -169,7 +181,10 @@ class Episode:
             return nearest
         room = min(limits[nearest], at_most or limits[nearest])
         request = conversation.request(max_tokens=room, seed=self.seed, deadline_s=left_s)
-        result = await self.sample(request)
+        try:
+            result = await self.sample(request)
+        except ValueError as error:
+            raise EngineRefused(error) from error
         self.usage = replace(
             usage,
             turns=usage.turns + 1,
@@ -183,11 +198,15 @@ class Episode:
         if result.finish_reason == "deadline":
             return "deadline"
         if not parsed.closed and at_most is None:
-            return nearest
+            # An end that the chat format does not know, or a limit.
+            return "stop" if result.finish_reason == "stop" else nearest
         return parsed.calls, conversation.view[-1]
 
-    async def _call_all(self, calls: Sequence[ToolCall | Malformed]) -> tuple[list[Message], bool]:
-        """The results, in order, and whether the episode is over with the last of them."""
+    async def _call_all(
+        self, calls: Sequence[ToolCall | Malformed]
+    ) -> tuple[list[Message], FinishReason | None]:
+        """The results, in order, and why the episode is over with the last of them, if it is. A
+        call that was begun has its own time: what is left of the episode's is looked at before."""
         answers: list[Message] = []
         for call in calls:
             if isinstance(call, Malformed):
@@ -195,9 +214,10 @@ class Episode:
                 text = f"This is not a tool call: {call.why}. Nothing was run."
                 self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
             else:
+                if self._left_s() <= 0:
+                    return answers, "deadline"
                 began = time.monotonic()
-                timeout_s = max(0.001, min(self.budget.call_s, self._left_s()))
-                result = await self.environment.call(call, timeout_s=timeout_s)
+                result = await self.environment.call(call, timeout_s=self.budget.call_s)
                 spent_s = time.monotonic() - began
                 self.usage = replace(self.usage, tools_s=self.usage.tools_s + spent_s)
                 failed, done, name, text = result.failed, result.done, call.name, result.text
@@ -210,8 +230,8 @@ class Episode:
                 {"role": "tool", "content": text, "tool_call_id": call.call_id, "name": name}
             )
             if done:
-                return answers, True
-        return answers, False
+                return answers, "stop"
+        return answers, None
 
     def _left_s(self) -> float:
         return self.budget.deadline_s - self.usage.sampling_s - self.usage.tools_s

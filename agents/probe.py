@@ -94,6 +94,11 @@ def _why(program: Program | McpServer, name: str, task: Prompt, error: Environme
 
 
 def _tokens(name: str, task: Prompt, opening: Opening, chat: Chat, thinking: bool) -> int:
+    if opening.messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"environment {name}: the opening of task {task.prompt_id} ends with words of the "
+            "assistant, and the policy has nothing to answer. End it with the user's"
+        )
     try:
         ids = chat.opening(opening.messages, opening.tools, thinking=thinking)
         plain = chat.opening(opening.messages, (), thinking=thinking) if opening.tools else []

@@ -7,6 +7,7 @@ go in one batch.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -102,6 +103,10 @@ class EpisodeRunner:
         ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         try:
             ended.result(timeout=CLOSING_S)
+        except TimeoutError:  # their processes end with this one
+            logging.getLogger(__name__).warning(
+                "environments were still closing after %g s and are left behind", CLOSING_S
+            )
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSING_S)

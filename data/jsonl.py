@@ -137,7 +137,7 @@ def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
     if not isinstance(label, str) or not label:
         raise BadLine(f"`id` must be text or a number, is {_kind(label)}")
     environment = source.name if source.environment.given else ""
-    reward = _reward(record, as_text, alone=not environment)
+    reward = _reward(record, as_text, alone=not source.environment.grades)
     messages = _messages(record, source)
     _check_encodable(record)
     return Prompt(

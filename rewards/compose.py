@@ -79,11 +79,12 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
 
 
 def check_found(parts: Mapping[str, float], weights: Mapping[str, float]) -> None:
-    """Raise ValueError for a part that `weights` weighs and an environment did not give."""
+    """Raise ValueError for a part that `weights` weighs and nothing gave."""
     if missing := [name for name in weights if name not in parts]:
         raise ValueError(
-            f"its environment's verdict has no part {missing[0]!r}, which its domain weighs "
-            f"(data.sources[].rewards); there are {', '.join(sorted(parts))}"
+            f"no part {missing[0]!r}, which its domain weighs (data.sources[].rewards): there are "
+            f"{', '.join(sorted(parts))}. An environment's verdict names its own; give sources "
+            "without one a domain of their own"
         )
 
 

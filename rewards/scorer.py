@@ -170,7 +170,7 @@ class Scorer:
             if is_function(name):
                 spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
             elif name in LANGUAGE_PARTS:
-                asked = str(prompt.messages[-1].get("content") or "")
+                asked = _asked(group)
                 spec = {"kind": "language", "prompt": asked, "of": LANGUAGE_PARTS[name]}
             else:
                 continue
@@ -277,10 +277,9 @@ class Scorer:
                         finished=not trajectory.cut,
                     )
                 )
-        if group.prompt.environment:
-            for found in parts:
-                if not isinstance(found, str):
-                    check_found(found, self._weights[group.prompt.domain])
+        for found in parts:
+            if not isinstance(found, str):
+                check_found(found, self._weights[group.prompt.domain])
         return parts
 
     def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:
@@ -289,6 +288,16 @@ class Scorer:
         if self._log is not None and not self._told and self._pool.printed():
             self._told = True
             self._failures.say(f"the reward workers print to {self._log}")
+
+
+def _asked(group: Group) -> str:
+    """What the user said last before the policy spoke; an environment opens the conversation."""
+    messages = group.prompt.messages
+    if group.prompt.environment and group.trajectories:
+        every = group.trajectories[0].messages
+        spoken = [i for i, message in enumerate(every) if message.get("role") == "assistant"]
+        messages = every[: spoken[0]] if spoken and spoken[0] else messages
+    return str(messages[-1].get("content") or "")
 
 
 def _with_verdicts(

@@ -13,6 +13,7 @@ from keel.agents.context import ContextManager
 from keel.agents.episode import Budget
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.host.process import Wrap, not_wrapped
+from keel.agents.host.room import make_room
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
 from keel.agents.runner import EpisodeRunner, Turns, environment_seed
@@ -52,6 +53,11 @@ def check_environments(
     """Open and close one episode of each environment: source → what it is like, for people. Raises
     ConfigError with what is wrong and its cure."""
     notes: dict[str, str] = {}
+    if config.with_agents:
+        try:
+            make_room(config.agents.max_open)
+        except ValueError as error:
+            raise ConfigError(f"agents.max_open = {config.agents.max_open}: {error}") from error
     for source in config.data.sources:
         if not source.environment.given:
             continue

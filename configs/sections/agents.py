@@ -55,6 +55,11 @@ class EnvironmentConfig:
     def given(self) -> bool:
         return bool(self.target or self.command or self.url)
 
+    @property
+    def grades(self) -> bool:
+        """Whether it may have a verdict: an MCP server has none."""
+        return bool(self.target)
+
     def __post_init__(self) -> None:
         knob = "data.sources[].environment"
         ways = [bool(self.target), bool(self.command), bool(self.url)]

@@ -115,6 +115,13 @@ class SourceConfig:
                 "",
                 "name one: environment: {target: module:Class}",
             )
+            require(
+                self.environment.grades,
+                f"{knob}.source",
+                self.source,
+                "an MCP server makes no tasks and grades none; use source: jsonl, with an answer, "
+                "tests, criteria or a reward on each line",
+            )
             require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 task")
             require(not self.path, f"{knob}.path", self.path, "belongs to source: jsonl")
             require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Any
 
 from keel.rl.turns import ToolSpec
@@ -192,7 +193,7 @@ def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
             return content, [Written(takes_code[0], {"code": body})]
         return content, [Broken(body, "code, and not just one of the tools takes `code`")]
     items: list[Item] = []
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
     while body:
         try:
             value, end = decoder.raw_decode(body)
@@ -300,7 +301,7 @@ def _named(name: Any, arguments: Any, body: str) -> Item:
 def _load(text: str) -> Any:
     """JSON as the standard has it. Raises `ValueError`, whatever is wrong with it."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     level = [value]
@@ -319,6 +320,13 @@ def _inside(value: Any) -> Collection[Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    """Python reads 1e999 as infinity, which could not be written down as JSON again."""
+    if not isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
 
 
 def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, Any]:

@@ -71,6 +71,8 @@ class EngineThread:
         self._inbox: Inbox | None = None
         self._ended: Exception | None = None
         self._busy_s = 0.0
+        self._stepping: float | None = None
+        """When the step that runs began."""
         self._failed = False
         """Whether the last update did, so that the weights stay incomplete for good."""
         ready: Future[None] = Future()
@@ -278,10 +280,11 @@ class EngineThread:
         try:
             while self._take_commands(engine, waiting):
                 if engine.busy:
-                    began = time.perf_counter()
+                    self._stepping = began = time.perf_counter()
                     for job, result in chain(self._hurry(engine), engine.step()):
                         self._resolve(job, result)
                     self._busy_s += time.perf_counter() - began
+                    self._stepping = None
         except RecordingError as error:
             ended = error
         except Exception as error:  # callers hold futures: none may be left without a result
@@ -332,7 +335,8 @@ class EngineThread:
         flight = self._flights.pop(job, None)
         if flight is not None and flight.future.set_running_or_notify_cancel():
             if isinstance(result, TurnResult):
-                result = replace(result, sampling_s=self._busy_s - flight.begun)
+                step_s = time.perf_counter() - self._stepping if self._stepping else 0.0
+                result = replace(result, sampling_s=self._busy_s + step_s - flight.begun)
             flight.future.set_result(result)
 
     def _fail_all(self, waiting: list[_Command], error: Exception) -> None:

@@ -43,7 +43,7 @@ def chat() -> TemplateChat:
 
 @dataclass
 class Policy:
-    """Says `script(turn, context as text)`; what does not end in END was cut. Row t of its routes
+    """Says `script(turn, context as text)`; `finish` is why a turn ends. Row t of its routes
     is t, and 100 more for each turn before."""
 
     script: Callable[[int, str], str]
@@ -62,6 +62,7 @@ class Policy:
         ended = said.endswith(END)
         ids = [*chat().encoder.encode(said.removesuffix(END), UNMARKED)]
         ids = [*ids, chat().ends[END]] if ended else ids
+        cut = len(ids) > request.max_tokens
         ids = ids[: request.max_tokens]
         count = len(ids)
         rows = np.arange(request.routes_from, max(len(request.token_ids_T) + count - 1, 0))
@@ -69,7 +70,7 @@ class Policy:
             token_ids_N=np.array(ids, np.int32),
             logp_old_N=np.full(count, -0.5, np.float32),
             version_N=np.full(count, turn, np.int32),
-            finish_reason="stop" if ids[-1:] == [chat().ends[END]] else self.finish,
+            finish_reason="length" if cut else self.finish,
             routes_RLK=np.broadcast_to(
                 (rows + 100 * turn)[:, None, None], (len(rows), *ROUTES)
             ).astype(np.int16),

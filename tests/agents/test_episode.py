@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from keel.agents.context import ContextManager, Method
-from keel.agents.types import Unscored
+from keel.agents.types import ToolResult, Unscored
+from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Trajectory, Verdict
 from tests.agents.scripted import BUDGET, END, Policy, Sums, chat, play, says
 
@@ -186,3 +187,53 @@ def test_a_context_that_fills_its_window_is_rewritten_and_goes_on(
         assert "Sum." in text.partition("<|im_start|>assistant")[0], "the opening is gone"
     said = sum("Added a lot." in str(m["content"]) for m in trajectory.messages)
     assert said == (2 * trajectory.usage.rewrites if method == "summary" else 0)
+
+
+def test_time_is_looked_at_between_calls_and_a_call_that_was_begun_has_its_own() -> None:
+    policy, sums = Policy(lambda turn, _: "@add 1, 2\n@add 3, 4" + END, seconds=1.0), Sums()
+    budget = replace(BUDGET, deadline_s=1.0)  # gone when the turn is over
+    trajectory = done(play(policy, sums, budget=budget))
+    assert trajectory.finish_reason == "deadline"
+    assert sums.log == ["open 7", "verdict deadline", "close"]
+    within: list[float] = []
+
+    async def call(call: ToolCall, *, timeout_s: float) -> ToolResult:
+        within.append(timeout_s)
+        return ToolResult(text="3")
+
+    sums = Sums()
+    sums.call = call  # type: ignore[method-assign]
+    budget = replace(BUDGET, deadline_s=1.5)
+    done(play(says("@add 1, 2", "42"), sums, budget=budget))
+    assert within == [BUDGET.call_s], "less than the call's own time"
+
+
+def test_an_end_that_the_chat_format_does_not_know_is_an_end() -> None:
+    policy, sums = Policy(lambda turn, _: "42", finish="stop"), Sums()
+    assert done(play(policy, sums)).finish_reason == "stop"
+    assert sums.log == ["open 7", "verdict stop", "close"]
+
+
+def test_a_conversation_that_cannot_go_on_costs_itself_alone() -> None:
+    class Wrong(Sums):
+        async def reply(self, said: Message) -> Message | None:
+            return {"role": "assistant", "content": "I speak for you."}
+
+    reason = play(says("42", "42"), Wrong())
+    assert isinstance(reason, str) and reason.startswith("the conversation broke: ")
+
+
+def test_what_an_engine_refuses_is_no_fault_of_the_conversation() -> None:
+    def script(turn: int, _: str) -> str:
+        raise ValueError("exceeds the engine")
+
+    with pytest.raises(ValueError, match="exceeds the engine"):
+        play(Policy(script), Sums())
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
+def test_a_number_that_is_none_is_no_call(number: str) -> None:
+    sums = Sums()
+    trajectory = done(play(says(f"@add {number}, 2", "42"), sums))
+    assert not any(line.startswith("call") for line in sums.log)
+    assert trajectory.usage is not None and trajectory.usage.malformed_calls == 1

@@ -44,6 +44,7 @@ def config(*sources: SourceConfig, stop: tuple[str, ...] = (), **agents: Any) ->
         ({"size": 0}, r"size = 0: must be at least 1 task"),
         ({"system": "Be kind."}, r"system .* opens the conversation itself"),
         ({"source": "reasoning_gym", "task": "chain_sum"}, "environment .* belongs to"),
+        ({"environment": EnvironmentConfig(url="http://x")}, "an MCP server .* grades none"),
     ],
 )
 def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:

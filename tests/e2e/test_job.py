@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -47,22 +48,23 @@ def free_port() -> int:
 
 
 class Shell:
-    """A user's shell with an empty home. Its `keel` trains a little only, its `make` has nothing to
-    install, and its `ray` keeps away from other clusters of this machine: ports and folder of its
-    own."""
+    """A user's shell with an empty home. Its `keel` trains a little only, or checks where it should
+    train (`trains`), its `make` has nothing to install, and its `ray` keeps away from other
+    clusters of this machine: ports and folder of its own."""
 
-    def __init__(self, place: Path, temporary: str, models: Path) -> None:
+    def __init__(self, place: Path, temporary: str, models: Path, *, trains: bool) -> None:
         self.home, self._work = place / "home", place / "work"
         bin_ = place / "bin"
         for folder in (self.home, self._work, bin_):
             folder.mkdir()
         dashboard, real = free_port(), f'exec "{BIN}'
         small = " ".join(f"'{knob}'" for knob in (*SMALL, f"model.embedded.cache_dir={models}"))
+        trained = "" if trains else 'shift; set -- check "$@"; '
         ports = f"--port={free_port()} --dashboard-port={dashboard} --num-cpus=2"
         for more in ("dashboard-agent-listen", "ray-client-server"):
             ports += f" --{more}-port={free_port()}"
         for name, body in {
-            "keel": f'{real}/keel" "$@" {small}',
+            "keel": f'{trained}{real}/keel" "$@" {small}',
             "make": 'exec keel train "$1" run.dir=runs/local',
             "ray": f"""case "$1 $2" in
                 "start --head") {real}/ray" "$@" {ports} --temp-dir={temporary};;
@@ -116,36 +118,41 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture
-def shell(tmp_path: Path, models: Path) -> Iterator[Shell]:
+@contextmanager
+def shell_in(place: Path, models: Path, *, trains: bool) -> Iterator[Shell]:
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="keel-", ignore_cleanup_errors=True) as temporary:
-        shell = Shell(tmp_path, temporary, models)
+        shell = Shell(place, temporary, models, trains=trains)
         try:
             yield shell
         finally:
             shell.stop()
 
 
-@pytest.mark.parametrize("token", [None, secrets.token_hex(32)], ids=["new home", "old token"])
-def test_the_lines_of_the_readme(shell: Shell, token: str | None) -> None:
-    path = shell.home / ".ray" / "auth_token"
-    if token:  # of another use of Ray
-        path.parent.mkdir()
-        path.write_text(token)
-
-    block = block_with("ray start --head")
-    if not token:  # a run on this machine leaves none there; an old one: test_local_ray.py
+def test_the_lines_of_the_readme(tmp_path: Path, models: Path) -> None:
+    with shell_in(tmp_path, models, trains=True) as shell:
+        path = shell.home / ".ray" / "auth_token"
+        # A run on this machine leaves no token; what it does with an old one: test_local_ray.py
         (local,) = [li for li in README.read_text().splitlines() if li.startswith("make quick")]
         shell.run(local)
         assert shell.steps("runs/local") == [0, 1, 2]
         assert not path.exists()
-
-    said = shell.run(block)
-    assert "step 2/2" in said
-    assert "held-out spelling/pass@1" in said
-    assert shell.steps("runs/job") == [0, 1, 2]
-    if token:
-        assert path.read_text() == token
-    else:
+        said = shell.run(block_with("ray start --head"))
+        assert "step 2/2" in said
+        assert "held-out spelling/pass@1" in said
+        assert shell.steps("runs/job") == [0, 1, 2]
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_lines_of_the_readme_with_the_token_of_another_use(
+    tmp_path: Path, models: Path
+) -> None:
+    """Whether the job is taken; what it does then is not looked at again."""
+    with shell_in(tmp_path, models, trains=False) as shell:
+        path = shell.home / ".ray" / "auth_token"
+        token = secrets.token_hex(32)
+        path.parent.mkdir()
+        path.write_text(token)
+        said = shell.run(block_with("ray start --head"))
+        assert "stabilisers" in said and "succeeded" in said
+        assert path.read_text() == token

@@ -56,6 +56,24 @@ def test_a_part_that_is_missing_is_named(
         judge.score([graded(AGENTIC, parts)])
 
 
+def test_plain_prompts_of_such_a_domain_are_named_too() -> None:
+    plain = Group(prompt=PROMPT, trajectories=(trajectory(0, "3"),))
+    named = pytest.raises(ValueError, match=r"prompt file/1: no part 'pace'")
+    with scorer(correct=1.0, pace=1.0) as judge, named:
+        judge.score([plain])
+
+
+def test_the_language_asked_for_is_that_of_the_environments_opening() -> None:
+    said = (
+        {"role": "user", "content": "Wo ist das nächste Hotel, und was kostet es heute Nacht?"},
+        {"role": "assistant", "content": "<think></think>The hotel is near and it is not cheap."},
+    )
+    one = replace(trajectory(0, "3"), messages=said, verdict=Verdict(parts={"correct": 1.0}))
+    with scorer(correct=1.0, language_answer=0.5) as judge:
+        (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(one,))])
+    assert scored.parts_G[0]["language_answer"] < 0.5
+
+
 def test_a_group_that_lost_all_its_episodes_is_an_empty_one() -> None:
     with scorer(correct=1.0) as judge:
         (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(), dropped=("lost",))])

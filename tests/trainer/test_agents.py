@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -25,7 +25,7 @@ from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.agents import check_chat, check_environments, demonstrate, made_from
 
 SHOP = Path(__file__).parents[1] / "agents"
-OPEN = "none-i-trust-the-environments"
+OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
 
 
 def config(*, window: int = 400, thinking: bool = False, **environment: Any) -> Config:
@@ -76,7 +76,7 @@ def test_what_is_wrong_with_one_is_said_with_its_cure(
 def test_the_isolation_that_a_machine_cannot_give_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_: None)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(ConfigError, match=r"environment.isolation.*none-i-trust-the-environments"):
         made_from(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
 
@@ -90,8 +90,9 @@ def test_a_program_and_a_server_get_what_the_recipe_says() -> None:
         {"A": "b"},
         "/usr/bin/python3",
     )
-    recipe = config(target="", folder="", command=("server", "{seed}"))
-    server = made_from(recipe, recipe.data.sources[0])
+    given = EnvironmentConfig(command=("server", "{seed}"), isolation=OPEN)
+    lines = SourceConfig(name="shop", source="jsonl", path="x.jsonl", environment=given)
+    server = made_from(recipe, lines)
     assert isinstance(server, McpServer) and server.command == ("server", "{seed}")
 
 

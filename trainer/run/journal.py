@@ -63,7 +63,11 @@ class Journal:
         chosen = choose(sample, self._per_step)
         if chosen:
             text = "\n".join(describe(group, index) for group, index in chosen)
-            (self._trajectories / f"step_{step:06d}.txt").write_text(text)
+            (self._trajectories / f"step_{step:06d}.txt").write_text(
+                text,
+                encoding="utf-8",
+                errors="replace",  # half a surrogate pair, say
+            )
         self._view.record(step, numbers)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import pytest
 from keel.agents.endpoint.program import AgentProgram, Ended, run_program
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.types import Finished
-from keel.agents.host.process import Launch
+from keel.agents.host.process import Bare, Launch
 from keel.agents.types import Unscored
 from keel.rewards.sandbox.sandbox import Python
 from keel.rl.types import Prompt, Verdict
@@ -185,7 +185,7 @@ def without_a_network(command: Sequence[str], *, readable: Sequence[Path]) -> It
         words += ["--symlink", f"usr/{name}", f"/{name}"]
     for folder in (*python.folders, *readable):
         words += ["--ro-bind", str(folder), str(folder)]
-    yield Launch([*words, "--chdir", "/tmp", "--", python.executable, *command[1:]])
+    yield Bare([*words, "--chdir", "/tmp", "--", python.executable, *command[1:]])
 
 
 @pytest.mark.e2e

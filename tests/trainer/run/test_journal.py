@@ -134,3 +134,15 @@ def test_an_episode_is_written_with_its_calls_results_and_verdict() -> None:
         "[tool add] 3",
         "[assistant] 3",
     ]
+
+
+def test_half_a_surrogate_pair_does_not_end_the_run(tmp_path: Path) -> None:
+    plain = scored()
+    said = replace(
+        plain.group.trajectories[0], messages=({"role": "assistant", "content": "a\ud83d"},)
+    )
+    group = replace(plain.group, trajectories=(said, said))
+    journal = Journal(tmp_path, PlainView(1), trajectories=2, resumed_at=0)
+    journal.record(1, {"loss": Mean(1, 1)}, [replace(plain, group=group)])
+    journal.close()
+    assert "a?" in (tmp_path / "trajectories" / "step_000001.txt").read_text()
