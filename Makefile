@@ -8,8 +8,10 @@ DONE   := $(VENV)/.installed
 SEED   ?= 0
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-# Two files of tests at once: most of their time, one process loads libraries and another waits.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Files of tests at once: most of their time, one process loads libraries and another waits. Three
+# where there is memory for the engines and ranks of three.
+WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 12000000) ? 3 : 2}' /proc/meminfo)
+FILES := --dist loadfile --no-loadscope-reorder
 
 export DS_BUILD_OPS := 0
 # Threads that spin while they wait starve the other processes of a small machine.
@@ -37,7 +39,7 @@ quickstart: install  ## Train the embedded model for real, end to end, in minute
 	$(BIN)/keel train quickstart run.seed=$(SEED) run.dir=$(RUN) $(ARGS)
 
 test: install lint types sandbox  ## Every test
-	$(BIN)/python -m pytest -q $(TWO) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(FILES) $(ARGS)
 
 # System packages are the user's business, but a CI machine is ours to set up.
 sandbox:
@@ -46,7 +48,7 @@ sandbox:
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
 unit: install  ## The tests that start no engine, Ray or sandbox: under a minute on two idle cores
-	$(BIN)/python -m pytest -q $(TWO) -m "not e2e and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 $(FILES) -m "not e2e and not gpu" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
