@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, get_args
 
 from keel.agents.context import ContextManager
 from keel.agents.episode import Budget, Episode
@@ -22,6 +22,7 @@ from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 CLOSING_S = 30.0
 """Longest wait for open episodes to end."""
 
@@ -54,9 +55,10 @@ class EpisodeRunner:
         most_open: int,
     ) -> None:
         """environments: of `Prompt.environment`, makes one for an episode; seed: of the run;
-        most_open: episodes at once, the others wait. Raises ValueError where the machine does not
-        allow so many open files."""
-        make_room(most_open)
+        most_open: episodes at once, for training and as many for evaluation, which the loop waits
+        for; the others wait. Raises ValueError where the machine does not allow so many open
+        files."""
+        make_room(len(PURPOSES) * most_open)
         self._environments, self._chat, self._turns = environments, chat, turns
         self._budget, self._context, self._seed = budget, context, seed
         self._version = 0
@@ -65,7 +67,7 @@ class EpisodeRunner:
         """How often each prompt was asked since the last weights."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._room = asyncio.Semaphore(most_open)
+        self._room = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}
         self._groups: set[asyncio.Task[Group]] = set()
         self._thread = threading.Thread(target=self._run, name="keel-agents", daemon=True)
         self._thread.start()
@@ -163,7 +165,7 @@ class EpisodeRunner:
         async def sample(request: TurnRequest) -> TurnResult:
             return await asyncio.wrap_future(self._turns(request, purpose))
 
-        async with self._room:
+        async with self._room[purpose]:
             episode = Episode(
                 environment=self._environments[prompt.environment](),
                 task=prompt,

@@ -206,7 +206,8 @@ class Config:
     @property
     def _environment_deadline_s(self) -> float:
         """Longest that an environment may take beside engines: to open, with its tools (within
-        `rollout.deadline_s`), to reply and to grade."""
+        `rollout.deadline_s`), to reply and to grade. Where more are open than engines have room
+        for, their turns wait for each other."""
         own = [
             source.environment.open_s
             + source.environment.verdict_s
@@ -214,7 +215,9 @@ class Config:
             for source in self.data.sources
             if source.environment.given
         ]
-        return max(own) + self.rollout.deadline_s if own else 0.0
+        room = self.rollout.engines * self.rollout.max_num_seqs
+        waves = math.ceil(self.agents.max_open / room)
+        return max(own) + waves * self.rollout.deadline_s if own else 0.0
 
     @property
     def sending_deadline_s(self) -> float:

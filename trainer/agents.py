@@ -16,7 +16,7 @@ from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.host.room import make_room
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
-from keel.agents.runner import EpisodeRunner, Turns, environment_seed
+from keel.agents.runner import PURPOSES, EpisodeRunner, Turns, environment_seed
 from keel.agents.types import Environment
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
 from keel.data.dataset import Dataset
@@ -55,7 +55,7 @@ def check_environments(
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
-            make_room(config.agents.max_open)
+            make_room(len(PURPOSES) * config.agents.max_open)
         except ValueError as error:
             raise ConfigError(f"agents.max_open = {config.agents.max_open}: {error}") from error
     for source in config.data.sources:

@@ -112,7 +112,8 @@ class AgentsConfig:
     summary_tokens: int = 1024
     """summary: room for the policy's summary and for what asks for it."""
     max_open: int = 256
-    """Episodes open at once; the others wait. Each has a process of its own."""
+    """Episodes open at once, and as many for an evaluation; the others wait. Each has a process of
+    its own."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "summary_tokens", "max_open"):

@@ -140,3 +140,23 @@ def test_a_group_that_is_given_up_leaves_nothing_open(how: str) -> None:
 def test_an_environment_that_is_not_there_is_named() -> None:
     with running(says("42")) as runner, pytest.raises(ValueError, match=r"s/1.*'shop'.*sums"):
         runner.submit(replace(TASK, environment="shop"), group_size=1, purpose="train")
+
+
+def test_an_evaluation_does_not_wait_for_episodes_of_training() -> None:
+    asked: list[Future[TurnResult]] = []
+    policy = says("42")
+    answer = policy.say
+
+    def turns(request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
+        future: Future[TurnResult] = Future()
+        if purpose == "train":
+            asked.append(future)
+        else:
+            future.set_result(answer(request))
+        return future
+
+    policy.turns = lambda: turns  # type: ignore[method-assign]
+    with running(policy, most_open=1) as runner:
+        held = runner.submit(TASK, group_size=3, purpose="train")
+        measured = runner.submit(TASK, group_size=2, purpose="eval").result(20)
+        assert len(measured.trajectories) == 2 and not held.done() and len(asked) <= 1

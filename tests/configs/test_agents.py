@@ -100,3 +100,6 @@ def test_groups_may_take_as_long_as_their_environments() -> None:
     longer = config(slow, max_turns=2).group_deadline_s - config(max_turns=2).group_deadline_s
     assert longer == 500.0 - SHOP.verdict_s
     assert config().group_deadline_s > config(SUMS).group_deadline_s + config().rollout.deadline_s
+    crowded = config(max_open=1000)  # one engine with room for 128
+    few = config(max_open=100)
+    assert crowded.group_deadline_s == few.group_deadline_s + 7 * few.rollout.deadline_s
