@@ -8,9 +8,9 @@ DONE   := $(VENV)/.installed
 SEED   ?= 0
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-# Files of tests at once: most of their time, one process loads libraries and another waits. Each may
-# start engines and ranks of 4 GiB together.
-WORKERS ?= $(shell awk '/^MemTotal/ {n = int($$2 / 5000000); print n < 2 ? 2 : n > 4 ? 4 : n}' /proc/meminfo)
+# Files of tests at once: most of their time, one process loads libraries and another waits. Three
+# where there is memory for the engines and ranks of three.
+WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 12000000) ? 3 : 2}' /proc/meminfo)
 FILES := --dist loadfile --no-loadscope-reorder
 
 export DS_BUILD_OPS := 0
