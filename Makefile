@@ -47,7 +47,7 @@ sandbox:
 	  && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y bubblewrap >/dev/null; } \
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
-unit: install  ## The tests that start no engine, Ray or sandbox: under a minute on two idle cores
+unit: install  ## The tests that start no engine, Ray or sandbox: about a minute on two idle cores
 	$(BIN)/python -m pytest -q -n 2 $(FILES) -m "not e2e and not gpu" $(ARGS)
 
 lint: install
