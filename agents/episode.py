@@ -24,7 +24,8 @@ NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.dea
 
 
 class EngineRefused(RuntimeError):
-    """What an engine says about a turn is no fault of the conversation's."""
+    """An engine refused a turn, as it would any other of that length: a fault of the run's, where
+    every other ValueError here is one conversation's."""
 
     def __init__(self, error: ValueError) -> None:
         super().__init__(str(error))

@@ -59,7 +59,7 @@ class Learner:
         make_room: Callable[[], Future[None]] = done,
     ) -> None:
         """`actor_options(i)`: Ray options of rank i, over the defaults (one GPU each where `gpu`;
-        half a core else, since CPU ranks and engines take turns). `make_room` is called, and
+        half a core else, since CPU ranks and engines alternate). `make_room` is called, and
         waited for, before whatever needs the weights on the GPUs (`rollout.sleep`: engines may be
         in the way)."""
         self._model_path, self._config, self._make_room = model_path, config, make_room

@@ -4,7 +4,7 @@
     python -m benchmarks.peers.compare --out FOLDER
     python -m benchmarks.peers.compare --out FOLDER --small      # on a CPU: does it run at all
 
-The arms take turns, each a process of its own, and the first steps of each are left out. After
+The arms alternate, each a process of its own, and the first steps of each are left out. After
 every arm FOLDER/results.json and FOLDER/report.md are written anew. Arms of TRL are those of
 `trl_grpo.ARMS`, ours those of `keel_grpo.ARMS`. An arm that would not end within `--budget-s`,
 judged by the last one of its name, is not started. A FOLDER that has results already gets further

@@ -3,7 +3,7 @@
     python -m benchmarks.rollout.sampling --out FOLDER
     TRITON_INTERPRET=1 python -m benchmarks.rollout.sampling --out FOLDER --small  # on a CPU
 
-The samplers take turns on the same bfloat16 logits; a figure is the median over rounds. *packed* is
+The samplers alternate on the same bfloat16 logits; a figure is the median over rounds. *packed* is
 the packed sampler, which truncates by itself; *tail* is the packed one behind vLLM's processors and
 truncation, as in steps where something else changes logits. *ratio* is of times without *packed* to
 those with it. *gpu* is the time between CUDA events around work that was queued while the GPU was

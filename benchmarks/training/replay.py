@@ -3,7 +3,7 @@
     python -m benchmarks.training.replay   # 1.4 B parameters, mean kept set 8, 64 and 512
     python -m benchmarks.training.replay --small   # seconds, to see that it runs
 
-Three ways to do the same step (forward, backward, optimizer) take turns on the same tokens:
+Three ways to do the same step (forward, backward, optimizer) alternate on the same tokens:
 
     both     recorded routes and kept sets: what Keel trains with
     live     kept sets, live routing

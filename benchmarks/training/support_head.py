@@ -4,7 +4,7 @@
     python -m benchmarks.training.support_head --only 151936x2048 --sets 8
     python -m benchmarks.training.support_head --sweep            # tilings of each kernel, instead
 
-The two heads take turns, and each figure is a median over rounds. *step* makes the plan from kept
+The two heads alternate, and each figure is a median over rounds. *step* makes the plan from kept
 ids on the device and offsets on the host, then runs forward and backward; *reuse* keeps the plan,
 as all passes over a micro-batch after the first do. *call* is the public function from index
 tensors on the host with all its checks, which in training run while the GPU is busy with the

@@ -114,7 +114,7 @@ def test_a_run_loses_an_engine_is_interrupted_resumed_and_leaves_a_model(
     start: Callable[[list[str]], Running],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its two engines take turns with the trainer; that of the resumed run does not."""
+    """Its two engines alternate with the trainer; that of the resumed run does not."""
     folder = tmp_path / "run"
     turns = ["rollout.engines=2", "rollout.sleep=true", "run.checkpoint_every=5"]
     run = start([*small(folder, cache, steps=200), *turns])
