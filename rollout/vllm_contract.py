@@ -158,9 +158,9 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
             f"{SCHED}.scheduler:Scheduler",
             "_free_request _get_new_block_ids_to_zero _pause_state _update_request_with_output "
             "aux_output_connector connector current_step ec_connector enable_kv_cache_events "
-            "finished_req_ids has_finished_requests kv_cache_config kv_cache_manager kv_holding_waiting "
-            "log_stats max_model_len max_num_running_reqs max_num_scheduled_tokens "
-            "num_lookahead_tokens "
+            "finished_req_ids has_finished_requests kv_cache_config kv_cache_manager "
+            "kv_holding_waiting log_stats max_model_len max_num_running_reqs "
+            "max_num_scheduled_tokens num_lookahead_tokens "
             "num_sampled_tokens_per_step num_spec_tokens prev_step_scheduled_req_ids "
             "reset_prefix_cache reset_preempted_req_ids running use_pp use_v2_model_runner "
             "waiting",
