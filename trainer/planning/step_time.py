@@ -81,7 +81,7 @@ class Rates:
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
     block_s: float = 1.3e-3
-    """For each block of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
+    """For each bucket of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/training/support_head.py)."""
     prefill_mfu: float = 0.40
