@@ -98,9 +98,9 @@ def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Itera
         yield tuple(entries), torch.cat(parts)
 
 
-def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """`pack_flat` in host memory."""
-    for entries, flat in pack_flat(tensors, bucket_bytes):
+def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
+    """As Ray's object store carries them."""
+    for entries, flat in buckets:
         yield Bucket(entries=entries, data=flat.cpu().numpy())
 
 
@@ -108,11 +108,6 @@ def host_bytes(bucket: Bucket) -> Tensor:
     """The bytes of a bucket in host memory (copied if read-only)."""
     assert isinstance(bucket.data, np.ndarray)
     return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
-
-
-def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a bucket in host memory, as views of its bytes."""
-    return unpack_flat(bucket.entries, host_bytes(bucket))
 
 
 def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_buckets, pack_flat
+from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_flat
 from keel.model.weight_transfer.channel import SharedMemory
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
@@ -24,6 +24,7 @@ from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, environment
 from keel.rollout.vllm_internals import scheduler_of
 from tests import vllm_changes
+from tests.buckets import pack_buckets
 from tests.rollout import interpreted, plain_weights
 from tests.rollout.watch import Watch
 

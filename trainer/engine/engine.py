@@ -27,7 +27,7 @@ from keel.model.load import load_policy
 from keel.model.routing.replay import router_modules
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
-from keel.model.weight_transfer.buckets import Bucket, FlatBucket
+from keel.model.weight_transfer.buckets import Bucket, FlatBucket, in_host_memory
 from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
@@ -325,8 +325,7 @@ class TrainerEngine:
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """`buckets` in host memory: on rank 0, nothing elsewhere."""
-        for entries, flat in self.buckets(wanted=self._rank == 0, bucket_bytes=bucket_bytes):
-            yield Bucket(entries=entries, data=flat.cpu().numpy())
+        return in_host_memory(self.buckets(wanted=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> None:
         """Write weights and tokenizer as a model folder that transformers and vLLM load."""

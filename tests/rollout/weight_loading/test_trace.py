@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keel.model.weight_transfer.buckets import pack_buckets
+from tests.buckets import pack_buckets
 
 pytestmark = pytest.mark.e2e
 H, E, INNER, RANK, RANKS, WORDS = 16, 4, 8, 1, 2, 11
