@@ -125,7 +125,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step with every answer at its limit."""
+    """Seconds of one step with every completion at its limit."""
 
     decode: float
     prefill: float
@@ -136,7 +136,7 @@ class StepTime:
     """From the trainer to the engines, which pause for it."""
     machine: str
     sequences: int
-    """Answers that an engine works on at once."""
+    """Completions that an engine works on at once."""
     decode_step: float
     host_bound: bool
     """Decoding waits for the engine's host and not for its GPU."""
@@ -162,7 +162,7 @@ class StepTime:
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         return [
             f"ESTIMATE, not measured, for {self.machine}s and completions of full length: "
-            f"{seconds(self.total)} a step",
+            f"{seconds(self.total)} per step",
             f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
             f"{bound}; prefill {seconds(self.prefill)})",
