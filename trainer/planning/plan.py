@@ -141,8 +141,8 @@ def describe(
     hardware: Hardware,
     seats: Sequence[str] = (),
 ) -> str:
-    """The plan as `keel check` prints it. `data`: one line per source, from the loader; `seats`: who
-    sits where, one line per node."""
+    """The plan as `keel check` prints it. `data`: one line per source, from the loader; `seats`:
+    who sits where, one line per node."""
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
