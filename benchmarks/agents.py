@@ -7,7 +7,7 @@
 
 The engine is a Ray actor, and the episodes run in this process, as in a run. An episode has 8 turns
 of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 tokens. A plain
-completion has as many sampled tokens after the same opening. Both record routes and kept sets.
+completion has as many sampled tokens after the same opening. Both record routes and sampling masks.
 Weights are random: what a turn says is no call, so that the chat format's reading of it is replaced
 by a call once it has been read. In each round the two alternate; the ratio is the median of the
 rounds'. With several numbers of `--episodes` there is a ratio for each. `--processes`: each
