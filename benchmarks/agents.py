@@ -254,6 +254,7 @@ def main() -> None:
             seed=0,
             keep_routing=True,
             keep_sampling_mask=True,
+            conversations=max(options.episodes),
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
@@ -272,35 +273,40 @@ def main() -> None:
             seed=0,
             most_open=max(options.episodes),
         )
+        report = {
+            "command": " ".join(sys.argv[1:]),
+            "commit": commit(),
+            "device": torch.cuda.get_device_name() if gpu else platform.processor(),
+            "torch": torch.__version__,
+            "parameters": parameters,
+        }
+        rounds: list[dict[str, Any]] = []
         try:
             pool.start()
             measure(pool, runner, 16, "warm")
-            rounds = [
-                measure(pool, runner, episodes, f"{episodes}.{i} ")
-                for i in range(options.rounds)
-                for episodes in options.episodes
-            ]
+            for index in range(options.rounds):
+                for episodes in options.episodes:
+                    rounds.append(measure(pool, runner, episodes, f"{episodes}.{index} "))
+                    write(options.out, report | {"ratio": ratios(rounds), "rounds": rounds})
         finally:
             runner.close()
             pool.shutdown()
             ray.shutdown()
-    report = {
-        "command": " ".join(sys.argv[1:]),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if gpu else platform.processor(),
-        "torch": torch.__version__,
-        "parameters": parameters,
-        "ratio": {
-            episodes: statistics.median(
-                row["ratio"] for row in rounds if row["episodes"] == episodes
-            )
-            for episodes in options.episodes
-        },
-        "rounds": rounds,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "agents.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps(report, indent=1))
+
+
+def ratios(rounds: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """The median for each number of episodes."""
+    of: dict[int, list[float]] = {}
+    for row in rounds:
+        of.setdefault(row["episodes"], []).append(row["ratio"])
+    return {episodes: statistics.median(found) for episodes, found in of.items()}
+
+
+def write(folder: Path, report: dict[str, Any]) -> None:
+    """What there is after each round: the last may not come."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "agents.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps({"ratio": report["ratio"], **report["rounds"][-1]}, indent=1), flush=True)
 
 
 if __name__ == "__main__":
