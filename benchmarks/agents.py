@@ -1,7 +1,7 @@
 """Tokens per second of episodes over many turns, beside plain completions on the same engine.
 
     python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
-    python -m benchmarks.agents --out OUT --model 7b       # whose steps wait for the GPU
+    python -m benchmarks.agents --out OUT --model 5b       # whose steps wait for the GPU
     python -m benchmarks.agents --out OUT --model 100m     # a driver has the least time for a turn
     python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
 
@@ -54,9 +54,9 @@ TURNS, TURN_TOKENS = 8, 200
 ROUND_S = 300.0
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 MODELS = {
-    "7b": EmbeddedConfig(
+    "5b": EmbeddedConfig(
         hidden_size=2048,
-        layers=24,
+        layers=16,
         heads=32,
         kv_heads=4,
         head_dim=128,
