@@ -9,8 +9,8 @@ SEED   ?= 0
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 # Files of tests at once: most of their time, one process loads libraries and another waits. Three
-# or four where there is memory for the engines and ranks of so many.
-WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 20000000) ? 4 : ($$2 > 12000000) ? 3 : 2}' /proc/meminfo)
+# where there is memory for the engines and ranks of three.
+WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 12000000) ? 3 : 2}' /proc/meminfo)
 FILES := --dist loadfile --no-loadscope-reorder
 
 export DS_BUILD_OPS := 0
