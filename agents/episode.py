@@ -119,6 +119,7 @@ class Episode:
             segments=conversation.segments(),
             finish_reason=reason,
             messages=tuple(transcript.messages),
+            opening=len(conversation.opening),
             verdict=verdict,
             usage=self.usage,
         )

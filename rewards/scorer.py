@@ -296,7 +296,8 @@ def _asked(group: Group) -> str:
     if group.prompt.environment and group.trajectories:
         every = group.trajectories[0].messages
         spoken = [i for i, message in enumerate(every) if message.get("role") == "assistant"]
-        messages = every[: spoken[0]] if spoken and spoken[0] else messages
+        first = group.trajectories[0].opening or (spoken[0] if spoken else 0)
+        messages = every[:first] or messages
     return str(messages[-1].get("content") or "")
 
 
@@ -345,4 +346,5 @@ def _text_of(trajectory: Trajectory) -> TextTrajectory:
         messages=trajectory.messages,
         finish_reason="length" if trajectory.cut else "stop",
         sampled_tokens=trajectory.sampled_tokens,
+        opening=trajectory.opening,
     )

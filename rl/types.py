@@ -217,6 +217,8 @@ class Trajectory:
     messages: tuple[Mapping[str, Any], ...]
     """What the policy said, as text: `content`, and `reasoning_content` where it thought. With an
     environment: all that was said, from its opening on."""
+    opening: int = 0
+    """How many of `messages` stood there before the policy first spoke."""
     verdict: Verdict | None = None
     """The environment's, where there is one."""
     usage: Usage | None = None

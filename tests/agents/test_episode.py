@@ -34,6 +34,7 @@ def test_calls_are_run_and_answered_until_the_policy_says_its_last_word() -> Non
     assert trajectory.finish_reason == "stop" and len(trajectory.segments) == 1
     roles = [message["role"] for message in trajectory.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert trajectory.opening == 1
     usage = trajectory.usage
     assert usage is not None and (usage.turns, usage.calls, usage.failed_calls) == (3, 2, 0)
     assert usage.sampling_s == 3 and 0 < usage.cached_tokens <= usage.repeated_tokens
