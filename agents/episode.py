@@ -47,9 +47,11 @@ class Budget:
     """Seconds of the engine's time and of tools."""
     call_s: float = 60.0
     """Of one tool call."""
+    calls: float = inf
+    """Tool calls that are run; later ones are answered with an error."""
 
     def __post_init__(self) -> None:
-        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s"):
+        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s", "calls"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
 
@@ -72,6 +74,7 @@ class Episode:
     environment_seed: int
     """The same for all siblings: they meet the same task."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
+    _run_calls: int = 0
 
     async def run(self) -> Trajectory | str:
         """The trajectory, or why there is none. Raises what `sample` raises. The environment is
@@ -215,9 +218,13 @@ class Episode:
                 failed, done, name = True, False, MALFORMED
                 text = f"This is not a tool call: {call.why}. Nothing was run."
                 self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
+            elif self._run_calls >= self.budget.calls:
+                failed, done, name = True, False, call.name
+                text = f"Nothing was run: {self.budget.calls} calls have been, and no more will be."
             else:
                 if self._left_s() <= 0:
                     return answers, "deadline"
+                self._run_calls += 1
                 began = time.monotonic()
                 result = await self.environment.call(call, timeout_s=self.budget.call_s)
                 spent_s = time.monotonic() - began

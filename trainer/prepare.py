@@ -143,7 +143,8 @@ def chat_note(tokenizer: Any, chat: TemplateChat | None) -> str:
     """What writes the conversations, and how the policy's calls are read."""
     lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""
     calls = f"; calls are read as in the format {chat.format.name}" if chat else ""
-    return f"written by {name_of(tokenizer)}{lacking}{calls}"
+    where = ", inside the thinking alone" if chat and chat.tools_in_thinking else ""
+    return f"written by {name_of(tokenizer)}{lacking}{calls}{where}"
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:

@@ -105,6 +105,11 @@ class AgentsConfig:
     rollout.sampling.max_tokens."""
     call_s: float = 60.0
     """Seconds for one tool call."""
+    tools_in_thinking: bool = False
+    """A policy of its own: tools are called inside the thinking, which goes on after each result,
+    and nowhere else. DeepSeek-V3.2, Appendix B, Table 8."""
+    max_thinking_calls: int = 20
+    """Calls of a trajectory that are run then, at most; later ones are answered with an error."""
     context: Literal["none", "summary", "discard-75", "discard-all"] = "none"
     """What to do when a context has filled 80 % of its window: DeepSeek-V3.2, section 4.4."""
     max_rewrites: int = 4
@@ -116,7 +121,7 @@ class AgentsConfig:
     its own."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "summary_tokens", "max_open"):
+        for name in ("max_turns", "summary_tokens", "max_open", "max_thinking_calls"):
             require(getattr(self, name) >= 1, f"agents.{name}", getattr(self, name), "must be >= 1")
         for name in ("max_sampled_tokens", "window", "max_rewrites"):
             value = getattr(self, name)

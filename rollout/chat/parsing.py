@@ -63,14 +63,22 @@ def read_tagged(
 ) -> Read:
     """A turn whose thinking stands between `<think>` and `</think>`.
 
-    `opened`: the prompt has opened the thinking. `inside`: calls in the thinking count, too.
+    `opened`: the prompt, or an earlier turn, has opened the thinking. `inside`: calls in the
+    thinking count, and no others.
     """
     reasoning, content = split_thinking(text, opened=opened)
     items: Sequence[Item] = ()
     if inside:
         reasoning, items = find_calls(reasoning, tools)
     content, after = find_calls(content, tools)
+    if inside:
+        after = [item if isinstance(item, Broken) else _outside(item) for item in after]
     return Read(content.strip(), reasoning.strip(), [*items, *after])
+
+
+def _outside(call: Written) -> Broken:
+    why = "tools are called while thinking, between <think> and </think>, and not outside of it"
+    return Broken(f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}", why)
 
 
 def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:

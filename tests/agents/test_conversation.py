@@ -40,7 +40,13 @@ class FakeChat:
         return [*ids, *[5, 6] * len(messages)] if self.goes_on else None
 
     def parse(
-        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+        self,
+        sampled: Sequence[int],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        turn: int,
+        inside: bool = False,
     ) -> Parsed:
         return Parsed(content=f"turn {turn}", reasoning="", closed=True)
 
