@@ -20,6 +20,7 @@ from keel.rewards.compose import (
     check_parts,
     check_weights,
     compose,
+    worst,
 )
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import Failures, is_function, to_standard_error
@@ -219,7 +220,8 @@ class Scorer:
         dropped: list[str] = []
         left_out: list[Trajectory] = []
         for trajectory, found in zip(group.trajectories, parts, strict=True):
-            out = trajectory.cut and length.truncated == "drop" and purpose == "train"
+            cut = trajectory.cut and trajectory.finish_reason != "crash"
+            out = cut and length.truncated == "drop" and purpose == "train"
             if isinstance(found, str) or out:
                 dropped.append(found if isinstance(found, str) else CUT_OFF)
                 left_out.append(trajectory)
@@ -227,7 +229,7 @@ class Scorer:
                 kept.append(trajectory)
                 scores.append(
                     Score(0.0, {**found, "correct": 0.0})
-                    if trajectory.cut and length.truncated == "zero"
+                    if cut and length.truncated == "zero"
                     else compose(found, self._weights[group.prompt.domain])
                 )
         if dropped:
@@ -277,9 +279,12 @@ class Scorer:
                         finished=not trajectory.cut,
                     )
                 )
-        for found in parts:
-            if not isinstance(found, str):
-                check_found(found, self._weights[group.prompt.domain])
+        weights = self._weights[group.prompt.domain]
+        for index, trajectory in enumerate(group.trajectories):
+            if trajectory.finish_reason == "crash":  # nothing that it had done counts
+                parts[index] = worst(weights)
+            elif not isinstance(found := parts[index], str):
+                check_found(found, weights)
         return parts
 
     def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:

@@ -133,6 +133,9 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
         ),
         seed=config.run.seed,
         most_open=agents.max_open,
+        crash_is_failure=[
+            source.name for source in config.data.sources if source.environment.on_crash == "zero"
+        ],
     )
 
 

@@ -44,6 +44,10 @@ class EnvironmentConfig:
     what the policy makes it run with your rights."""
     network: Literal["none", "host"] = "none"
     """What it may reach."""
+    on_crash: Literal["drop", "zero"] = "drop"
+    """An episode whose environment crashes, hangs (`agents.call_s`) or ends over what the policy
+    did: left out; or worth the least that its rewards allow. zero is for an environment that
+    nothing else brings down: with drop, a policy that crashes it evades a bad reward."""
     open_s: float = 60.0
     """Seconds to start it and set a task up."""
     reply_s: float = 30.0
@@ -80,6 +84,13 @@ class EnvironmentConfig:
             f"{knob}.arguments",
             dict(self.arguments),
             "belongs to target",
+        )
+        require(
+            self.on_crash == "drop" or not self.url,
+            f"{knob}.on_crash",
+            self.on_crash,
+            "belongs to target and command: all episodes share the server behind url, so whose "
+            "doing its end was cannot be known",
         )
         require(
             self.memory_mib >= 64,

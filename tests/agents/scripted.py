@@ -169,6 +169,7 @@ def play(
     context: ContextManager = NO_CONTEXT,
     thinking: bool = False,
     form: TemplateChat | None = None,
+    crash_is_failure: bool = False,
 ) -> Trajectory | str:
     episode = Episode(
         environment=environment,
@@ -181,6 +182,7 @@ def play(
         sibling=0,
         seed=5,
         environment_seed=7,
+        crash_is_failure=crash_is_failure,
     )
     return asyncio.run(asyncio.wait_for(episode.run(), 20))
 

@@ -73,6 +73,7 @@ def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str)
         ({"url": "http://x", "arguments": {"a": 1}}, "belongs to target"),
         ({"target": "a:B", "memory_mib": 8}, "memory_mib = 8: must be at least 64"),
         ({"target": "a:B", "open_s": 0.0}, "open_s = 0"),
+        ({"url": "http://x", "on_crash": "zero"}, "on_crash .* share the server behind url"),
     ],
 )
 def test_an_environment_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:

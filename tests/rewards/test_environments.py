@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -144,6 +144,24 @@ def test_length_is_that_of_all_that_was_sampled() -> None:
         (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(long, several))])
     assert [parts["length_cost"] for parts in scored.parts_G] == pytest.approx([0.06, 0.03])
     assert scored.rewards_G.tolist() == pytest.approx([1 - 0.015, 1 + 0.015])
+
+
+@pytest.mark.parametrize("truncated", ["keep", "zero", "drop"])
+def test_an_environment_brought_down_is_worth_the_least_there_is(
+    truncated: Literal["keep", "zero", "drop"],
+) -> None:
+    """Also where failing costs more than nothing, and whatever becomes of what was cut off."""
+    group = graded(AGENTIC, {"correct": 1.0, "cost": 0.2}, {"correct": 0.0, "cost": 1.0}, {})
+    *others, last = group.trajectories
+    crash = replace(last, finish_reason="crash", verdict=Verdict(parts={"correct": 0.0}))
+    group = replace(group, trajectories=(*others, crash))
+    weights = {"maths": {"correct": 1.0, "cost": -0.5}}
+    rule = LengthRule(truncated=truncated)
+    with Scorer(weights, workers=0, environments=["maths"], lengths={"maths": rule}) as judge:
+        (scored,) = judge.score([group])
+    assert scored.rewards_G.tolist() == pytest.approx([0.9, -0.5, -0.5])
+    assert scored.parts_G[2] == {"correct": 0.0, "cost": 1.0, "error": 0.0}
+    assert not scored.left_out
 
 
 def test_a_group_that_lost_all_its_episodes_is_an_empty_one() -> None:
