@@ -204,6 +204,7 @@ def measure(pool: Any, runner: EpisodeRunner, count: int, salt: str) -> dict[str
         "plain_sampled_mean": others / count,
         "prefix_hit_fraction": sum(u.cached_tokens for u in usages)
         / sum(u.repeated_tokens for u in usages),
+        "sampling_s_mean": statistics.mean(usage.sampling_s for usage in usages),
         "tools_s_mean": statistics.mean(usage.tools_s for usage in usages),
         "finish_reasons": sorted({t.finish_reason for t in trajectories}),
         "kept_mean": statistics.mean(
