@@ -18,7 +18,7 @@ import pytest
 
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
-from tests.e2e.test_command import Running, metrics, wait_until
+from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until
 
 pytestmark = pytest.mark.e2e
 STEPS = 200
@@ -66,7 +66,7 @@ class Watched:
         """What still runs, once the run has ended."""
         self._ended.set()
         self._thread.join()
-        _, alive = psutil.wait_procs(list(self.seen), timeout=10)
+        _, alive = psutil.wait_procs(list(self.seen), timeout=30)
         return [self.seen[process] for process in alive]
 
     def _watch(self) -> None:
@@ -150,7 +150,7 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
     for _ in range(2):
         watched.run.process.send_signal(signal.SIGINT)
         wait_until(lambda: "Press Ctrl-C again" in watched.run.said(), "the first to be heard")
-    assert watched.run.process.wait(timeout=60) == 130, watched.run.said()
+    assert watched.run.process.wait(timeout=DEADLINE_S) == 130, watched.run.said()
     nothing_left(watched)
     done = steps()
     assert [step["step"] for step in done] == list(range(len(done)))
