@@ -22,7 +22,7 @@ class StepMasks:
     offsets: NDArray[np.int64]
 
     def of(self, row: int) -> NDArray[np.int32]:
-        return self.ids[self.offsets[row] : self.offsets[row + 1]]
+        return self.ids[self.offsets.item(row) : self.offsets.item(row + 1)]
 
 
 @dataclass(slots=True)
