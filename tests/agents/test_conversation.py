@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, spoken
@@ -99,6 +99,7 @@ TURNS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(turns=TURNS, kept=st.booleans(), routes=st.booleans())
 def test_every_token_is_trained_once_and_every_row_is_of_its_turn(
     turns: Any, kept: bool, routes: bool
