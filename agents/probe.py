@@ -9,6 +9,7 @@ from pathlib import Path
 
 from keel.agents.host.client import Hosted, Program
 from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import EnvironmentLost, Fault, Opening
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import Prompt
@@ -46,16 +47,18 @@ async def probe(
     chat: Chat | None,
     window: int,
     thinking: bool,
+    prompt: SystemPrompt = lambda _: "",
 ) -> Probe:
     """Open `task` for real, look at it, and close it.
 
-    window: tokens of a conversation at most.
+    window: tokens of a conversation at most; prompt: as in `Told`.
     Raises:
         ValueError: it cannot be opened, its tools cannot be called or shown, or its opening does
             not fit. Names the environment, says what failed in its own words, and the cure.
     """
     name = program.target if isinstance(program, Program) else program.name
-    environment = Hosted(program) if isinstance(program, Program) else McpEpisode(program)
+    inside = Hosted(program) if isinstance(program, Program) else McpEpisode(program)
+    environment = Told(inside, prompt)
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)
