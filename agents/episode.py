@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
+from keel.agents.budget import Budget, with_turn
 from keel.agents.context import AskFirst, ContextManager
 from keel.agents.conversation import MALFORMED, Conversation
 from keel.agents.types import Environment, EnvironmentLost, Transcript, Unscored
 from keel.rl.turns import Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
-from keel.rl.types import FinishReason, Prompt, Trajectory, Usage
+from keel.rl.types import FinishReason, Prompt, Segment, Trajectory, Usage
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 """An engine, some engine."""
@@ -32,29 +32,7 @@ class EngineRefused(RuntimeError):
         self.error = error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What an episode may take."""
-
-    turns: int
-    turn_tokens: int
-    """Sampled in one turn; a turn that is cut there ends the episode."""
-    tokens: int
-    """Sampled in all turns."""
-    window: int
-    """Tokens of a context with what is sampled after it."""
-    deadline_s: float = inf
-    """Seconds of the engine's time and of tools."""
-    call_s: float = 60.0
-    """Of one tool call."""
-
-    def __post_init__(self) -> None:
-        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Episode:
     """Single use: `run` it."""
 
@@ -109,14 +87,19 @@ class Episode:
             reason = await self._turn(conversation)
         if not conversation.sampled_tokens:
             return NOTHING_SAID
-        transcript = Transcript(messages=tuple(conversation.transcript), finish_reason=reason)
+        return await self._graded(conversation.segments(), conversation.transcript, reason)
+
+    async def _graded(
+        self, segments: tuple[Segment, ...], said: Sequence[Message], reason: FinishReason
+    ) -> Trajectory | str:
+        transcript = Transcript(messages=tuple(said), finish_reason=reason)
         verdict = await self.environment.verdict(transcript)
         if isinstance(verdict, Unscored):
             return f"the environment has no verdict: {verdict.reason}"
         return Trajectory(
             prompt_id=self.task.prompt_id,
             sibling=self.sibling,
-            segments=conversation.segments(),
+            segments=segments,
             finish_reason=reason,
             messages=tuple(transcript.messages),
             verdict=verdict,
@@ -168,31 +151,18 @@ class Episode:
         self, conversation: Conversation, at_most: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
         """One turn: its calls and its message, or why the episode ends with it."""
-        budget, usage = self.budget, self.usage
-        if usage.turns >= budget.turns:
-            return "turns"
-        if (left_s := self._left_s()) <= 0:
-            return "deadline"
-        limits: dict[FinishReason, int] = {
-            "length": min(budget.tokens - conversation.sampled_tokens, budget.turn_tokens),
-            "window": budget.window - len(conversation.ids),
-        }
-        nearest = min(limits, key=lambda name: limits[name])
-        if limits[nearest] < 1:
-            return nearest
-        room = min(limits[nearest], at_most or limits[nearest])
-        request = conversation.request(max_tokens=room, seed=self.seed, deadline_s=left_s)
-        try:
-            result = await self.sample(request)
-        except ValueError as error:
-            raise EngineRefused(error) from error
-        self.usage = replace(
-            usage,
-            turns=usage.turns + 1,
-            repeated_tokens=usage.repeated_tokens + request.routes_from,
-            cached_tokens=usage.cached_tokens + min(result.cached_tokens, request.routes_from),
-            sampling_s=usage.sampling_s + result.sampling_s,
+        nearest, room = self.budget.room(
+            self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
+        if room < 1:
+            return nearest
+        request = conversation.request(
+            max_tokens=min(room, at_most or room),
+            seed=self.seed,
+            deadline_s=self.budget.left_s(self.usage),
+        )
+        result = await self._sampled(request)
+        self.usage = with_turn(self.usage, result, repeated=request.routes_from)
         if not len(result.token_ids_N):
             return "deadline"
         parsed = conversation.append(result)
@@ -202,6 +172,12 @@ class Episode:
             # An end that the chat format does not know, or a limit.
             return "stop" if result.finish_reason == "stop" else nearest
         return parsed.calls, conversation.view[-1]
+
+    async def _sampled(self, request: TurnRequest) -> TurnResult:
+        try:
+            return await self.sample(request)
+        except ValueError as error:
+            raise EngineRefused(error) from error
 
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
@@ -215,7 +191,7 @@ class Episode:
                 text = f"This is not a tool call: {call.why}. Nothing was run."
                 self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
             else:
-                if self._left_s() <= 0:
+                if self.budget.left_s(self.usage) <= 0:
                     return answers, "deadline"
                 began = time.monotonic()
                 result = await self.environment.call(call, timeout_s=self.budget.call_s)
@@ -233,6 +209,3 @@ class Episode:
             if done:
                 return answers, "stop"
         return answers, None
-
-    def _left_s(self) -> float:
-        return self.budget.deadline_s - self.usage.sampling_s - self.usage.tools_s

@@ -12,10 +12,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol, get_args
 
+from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
-from keel.agents.episode import Budget, Episode
+from keel.agents.endpoint.driven import DrivenEpisode
+from keel.agents.endpoint.program import AgentProgram
+from keel.agents.endpoint.server import Endpoint
+from keel.agents.episode import Episode
 from keel.agents.host.room import make_room
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
@@ -23,8 +28,10 @@ from keel.rl.turns import Chat, TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+STARTING = 8
+"""Programs that are being started at once: more would take each other's time."""
 CLOSING_S = 30.0
-"""Longest wait for open episodes to end."""
+"""Longest wait for open episodes to end, and for the programs' endpoint to begin."""
 
 
 class Turns(Protocol):
@@ -47,6 +54,7 @@ class EpisodeRunner:
         self,
         environments: Mapping[str, Callable[[], Environment]],
         *,
+        programs: Mapping[str, AgentProgram] | None = None,
         chat: Chat,
         turns: Turns,
         budget: Budget,
@@ -54,13 +62,16 @@ class EpisodeRunner:
         seed: int,
         most_open: int,
     ) -> None:
-        """environments: of `Prompt.environment`, makes one for an episode; seed: of the run;
-        most_open: episodes at once, for training and as many for evaluation, which the loop waits
-        for; the others wait. Raises ValueError where the machine does not allow so many open
-        files."""
-        make_room(len(PURPOSES) * most_open)
+        """environments: of `Prompt.environment`, makes one for an episode; programs: of the same,
+        what drives its episodes, where that is not Keel; seed: of the run; most_open: episodes at
+        once, for training and as many for evaluation, which the loop waits for; the others wait.
+        Raises ValueError where the machine does not allow so many open files."""
+        make_room(len(PURPOSES) * most_open, programs=bool(programs))
         self._environments, self._chat, self._turns = environments, chat, turns
         self._budget, self._context, self._seed = budget, context, seed
+        self._programs = programs or {}
+        self._starting = asyncio.Semaphore(STARTING)
+        self._endpoint: Endpoint | None = None
         self._version = 0
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
@@ -71,6 +82,13 @@ class EpisodeRunner:
         self._groups: set[asyncio.Task[Group]] = set()
         self._thread = threading.Thread(target=self._run, name="keel-agents", daemon=True)
         self._thread.start()
+        if self._programs:
+            try:
+                begun = asyncio.run_coroutine_threadsafe(Endpoint().__aenter__(), self._loop)
+                self._endpoint = begun.result(CLOSING_S)
+            except BaseException:
+                self.close()
+                raise
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
         """`group_size` episodes of a prompt. Cancelling the future ends them. An episode without a
@@ -132,6 +150,8 @@ class EpisodeRunner:
         for group in (groups := list(self._groups)):
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
+        if self._endpoint is not None:
+            await self._endpoint.__aexit__()
         # Environments that are still closing have deadlines of their own.
         await asyncio.gather(
             *asyncio.all_tasks(self._loop) - {asyncio.current_task()}, return_exceptions=True
@@ -166,7 +186,7 @@ class EpisodeRunner:
             return await asyncio.wrap_future(self._turns(request, purpose))
 
         async with self._room[purpose]:
-            episode = Episode(
+            episode = self._driver(prompt)(
                 environment=self._environments[prompt.environment](),
                 task=prompt,
                 chat=self._chat,
@@ -179,3 +199,11 @@ class EpisodeRunner:
                 environment_seed=environment_seed(self._seed, prompt),
             )
             return await episode.run()
+
+    def _driver(self, prompt: Prompt) -> Callable[..., Episode]:
+        if (program := self._programs.get(prompt.environment)) is None:
+            return Episode
+        assert self._endpoint is not None
+        return partial(
+            DrivenEpisode, program=program, endpoint=self._endpoint, starting=self._starting
+        )

@@ -187,9 +187,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             "held out by another source": report.leaked,
         }
         notes += [f"{number:,} {what}" for what, number in counted.items() if number]
-        environment = source.environment
-        of = environment.target or environment.url or " ".join(environment.command)
-        what = " in ".join(filter(None, [source.task or source.path, of]))
+        what = " in ".join(filter(None, [source.task or source.path, source.environment.said]))
         lines.append(
             f"{source.name} ({what}): {', '.join(notes)}; weight {source.weight:g}, domain "
             f"{source.domain_name}, β {source.kl_coef:g}"

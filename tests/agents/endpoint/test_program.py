@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-import shutil
+import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.program import AgentProgram, Ended, run_program
+from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_program
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.types import Finished
-from keel.agents.host.process import Bare, Launch
 from keel.agents.types import Unscored
-from keel.rewards.sandbox.sandbox import Python
+from keel.rewards.sandbox.runtime import runtime
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import Policy, check_law, recording
 from tests.agents.episodes import alive, run
+from tests.agents.sandboxes import wrap_of
 
 TASK = Prompt(
     prompt_id="p",
@@ -49,17 +48,24 @@ print("said", said["content"])
 
 
 def drive(
-    code: str, *arguments: str, task: Prompt = TASK, policy: Policy | None = None, **more: Any
+    code: str,
+    *arguments: str,
+    task: Prompt = TASK,
+    policy: Policy | None = None,
+    within_s: float = 20.0,
+    **more: Any,
 ) -> tuple[Ended, Finished]:
     """Run `python -c code arguments` to its end."""
-    program = AgentProgram(
-        **{"command": [sys.executable, "-c", code, *arguments], "deadline_s": 20.0, **more}
-    )
+    program = AgentProgram(**{"command": [sys.executable, "-c", code, *arguments], **more})
+
+    async def late() -> str:
+        await asyncio.sleep(within_s)
+        return f"did not end within {within_s:g} s"
 
     async def work() -> tuple[Ended, Finished]:
         async with Endpoint() as endpoint:
             address = endpoint.add(recording(policy or Policy(["a", "b", "c"])))
-            ended = await run_program(program, task, address, seed=5)
+            ended = await run_program(program, task, address, seed=5, until=late())
             return ended, await endpoint.finish("p/0")
 
     return run(work())
@@ -118,39 +124,104 @@ GOOD = 'print(\'{"parts": {"correct": 1.0}}\')'
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (f"{GOOD}\nraise ValueError('out of cheese')", "status 1.*out of cheese"),
-        (f"{GOOD}\nimport os\nos.kill(os.getpid(), 11)", "signal 11"),
-        (f"{GOOD}\nimport time\ntime.sleep(60)", "did not end within 1 s"),
+        (f"{GOOD}\nraise ValueError('out of cheese')", "exited with status 1.*out of cheese"),
+        (f"{GOOD}\nimport os\nos.kill(os.getpid(), 11)", "was ended by signal 11"),
+        (f"{GOOD}\nimport time\ntime.sleep(60)", "did not end within 1 s.*correct"),
+    ],
+)
+def test_how_a_program_failed_is_said_with_its_last_words(code: str, reason: str) -> None:
+    ended, _ = drive(code, within_s=1.0 if "sleep" in code else 20.0)
+    assert re.search(f"(?s){reason}", ended.why(AgentProgram(command=["a"])))
+    assert ended.timed_out is ("sleep" in code)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
         ('print(\'{"parts": {"correct": 7}}\')', "must be a number from 0 to 1"),
         ("import os\nopen(os.environ['KEEL_VERDICT'], 'w').write('yes')", "wrote no verdict"),
     ],
 )
-def test_a_program_that_fails_has_no_score(code: str, reason: str) -> None:
-    ended, _ = drive(code, deadline_s=1.0 if "sleep" in code else 20.0)
-    assert isinstance(ended.verdict, Unscored)
-    assert re.search(f"(?s){reason}", ended.verdict.reason)
-    assert ended.timed_out is ("sleep" in code)
+def test_a_verdict_that_is_none(code: str, reason: str) -> None:
+    ended, _ = drive(code)
+    assert isinstance(ended.verdict, Unscored) and re.search(reason, ended.verdict.reason)
+    assert not ended.failed
 
 
 def test_a_program_that_says_nothing_leaves_it_to_the_recipe() -> None:
     assert drive("print('done', 3)")[0].verdict is None
     assert drive("print(3)")[0].verdict is None
     assert drive(GOOD, judges=False)[0].verdict is None
+    ended, _ = drive("print('{\"answer\": 42}')")
+    assert (ended.verdict, ended.answer) == (None, "42")
 
 
 def test_a_program_that_is_not_there() -> None:
     ended, _ = drive("", command=["no-such-agent", "{prompt}"])
-    assert (
-        isinstance(ended.verdict, Unscored) and "cannot run no-such-agent" in ended.verdict.reason
-    )
+    assert "could not be run: cannot run no-such-agent" in ended.failed
     ended, _ = drive("", python="/no/such/python")
-    assert isinstance(ended.verdict, Unscored) and "/no/such/python" in ended.verdict.reason
+    assert "could not be run" in ended.failed and "/no/such/python" in ended.failed
     with pytest.raises(ValueError, match="command is empty"):
-        AgentProgram(command=[], deadline_s=1.0)
+        AgentProgram(command=[])
     with pytest.raises(ValueError, match="OPENAI_API_KEY"):
-        AgentProgram(command=["a"], deadline_s=1.0, env={"OPENAI_API_KEY": "mine"})
-    with pytest.raises(ValueError, match="deadline_s"):
-        AgentProgram(command=["a"], deadline_s=float("inf"))
+        AgentProgram(command=["a"], env={"OPENAI_API_KEY": "mine"})
+
+
+def test_what_a_recipe_names_is_a_command_or_a_function(tmp_path: Path) -> None:
+    def command(program: str) -> list[str]:
+        return command_of(program, python=sys.executable, folder=tmp_path)
+
+    (tmp_path / "agent.sh").write_text("#!/bin/sh\n")
+    assert command("sh -c 'a b' {prompt}")[1:] == ["-c", "a b", "{prompt}"]
+    assert Path(command("sh")[0]).is_absolute()
+    assert command(f"{Path(sys.executable).name} x.py")[0] == sys.executable  # beside `python`
+    for missing in ("no-such-agent", "./agent.sh", "/tmp"):
+        with pytest.raises(ValueError, match=f"no command {missing} .*name it by its path"):
+            command(missing)
+    (tmp_path / "agent.sh").chmod(0o755)
+    assert command("./agent.sh -v") == [str(tmp_path / "agent.sh"), "-v"]
+    assert command("my/agent.py:solve")[-2:] == ["call", "my/agent.py:solve"]
+
+
+FUNCTIONS = """
+import os
+from urllib.request import urlopen
+def answers(task): return task["messages"][0]["content"] + "!"
+def scores(prompt, seed, more=1): return {"correct": 1.0, "seed": seed / 10}, {"prompt": prompt}
+async def counts(whatever): return whatever["prompt_id"] == "p"
+def silent(): pass
+def breaks(task): raise KeyError("no such key")
+def lacks(task): import a_package_that_nobody_has
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "answer", "failed"),
+    [
+        ("answers", None, "s!", ""),
+        (
+            "scores",
+            Verdict(parts={"correct": 1.0, "seed": 0.5}, facts={"prompt": "Say {a}!"}),
+            None,
+            "",
+        ),
+        ("counts", Verdict(parts={"correct": 1.0}), None, ""),
+        ("silent", None, None, ""),
+        ("breaks", None, None, "KeyError: 'no such key'"),
+        ("lacks", None, None, "No module named 'a_package_that_nobody_has'"),
+        ("number", None, None, "number is no function"),
+        ("nothing", None, None, "has no 'nothing'; it has os, urlopen, answers"),
+    ],
+)
+def test_a_function_as_a_program(
+    tmp_path: Path, name: str, verdict: Verdict | None, answer: str | None, failed: str
+) -> None:
+    (tmp_path / "my_agent.py").write_text(FUNCTIONS)
+    command = command_of(f"my_agent:{name}", python=sys.executable, folder=tmp_path)
+    ended, _ = drive("", command=command, folder=tmp_path)
+    assert (ended.verdict, ended.answer, bool(ended.failed)) == (verdict, answer, bool(failed))
+    assert failed in ended.words
 
 
 @pytest.mark.parametrize("end", ["", "import time; time.sleep(60)"])
@@ -166,8 +237,8 @@ def test_nothing_that_it_started_is_left(end: str, tmp_path: Path) -> None:
         "    os._exit(0)\n"
         f"os.wait()\n{end}\n"
     )
-    ended, _ = drive(code, deadline_s=1.5)
-    assert isinstance(ended.verdict, Unscored) is bool(end)
+    ended, _ = drive(code, within_s=1.5)
+    assert bool(ended.failed) is bool(end)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     until = time.monotonic() + 5
     while any(map(alive, pids)) and time.monotonic() < until:
@@ -175,32 +246,37 @@ def test_nothing_that_it_started_is_left(end: str, tmp_path: Path) -> None:
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
-@contextmanager
-def without_a_network(command: Sequence[str], *, readable: Sequence[Path]) -> Iterator[Launch]:
-    """As the wiring would: namespaces of its own, and no environment variable of ours."""
-    python = Python.current()
-    words = ["bwrap", "--die-with-parent", "--unshare-all", "--new-session", "--clearenv"]
-    words += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    for name in ("bin", "lib", "lib64"):
-        words += ["--symlink", f"usr/{name}", f"/{name}"]
-    for folder in (*python.folders, *readable):
-        words += ["--ro-bind", str(folder), str(folder)]
-    yield Bare([*words, "--chdir", "/tmp", "--", python.executable, *command[1:]])
-
-
 @pytest.mark.e2e
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed")
 def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> None:
     policy = Policy(["one", "two", "three"])
     spy = (
         "import socket\n"
-        "others = [line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]]\n"
-        "print(json.dumps({'parts': {'correct': 1}, 'facts': {'devices': others}}))"
+        "found = {}\n"
+        "for name, at in {'machine': sys.argv[1], 'world': '192.0.2.1:80'}.items():\n"
+        "    try:\n"
+        "        socket.create_connection((at.split(':')[0], int(at.split(':')[-1])), 5)\n"
+        "    except OSError as error:\n"
+        "        found[name] = type(error).__name__\n"
+        "print(json.dumps({'parts': {'correct': 1}, 'facts': found}))"
     )
-    executable = Python.current().executable
-    ended, finished = drive(
-        "", command=[executable, "-c", LOOP + spy], wrap=without_a_network, policy=policy
-    )
-    assert ended.verdict == Verdict(parts={"correct": 1.0}, facts={"devices": ["lo"]}), ended
+    with socket.create_server(("127.0.0.1", 0)) as other:  # a service of this machine's
+        ended, finished = drive(
+            LOOP + spy,
+            f"127.0.0.1:{other.getsockname()[1]}",
+            wrap=wrap_of(network="loopback"),
+            readable=runtime(sys.executable).paths,
+            policy=policy,
+        )
+    facts = {"machine": "ConnectionRefusedError", "world": "OSError"}
+    assert ended.verdict == Verdict(parts={"correct": 1.0}, facts=facts), ended
     check_law(policy, finished)
     assert finished.usage.turns == 3
+
+
+@pytest.mark.e2e
+def test_a_function_in_the_sandbox(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "my_agent.py").write_text(FUNCTIONS)
+    command = command_of("my_agent:scores", python=sys.executable, folder=tmp_path)
+    ended, _ = drive("", command=command, folder=tmp_path, wrap=wrap_of(network="loopback"))
+    assert isinstance(ended.verdict, Verdict) and ended.verdict.parts["seed"] == 0.5, ended
