@@ -18,6 +18,8 @@ import pytest
 from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_program
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.types import Finished
+from keel.agents.inside.call import call
+from keel.agents.inside.errors import Refused, told
 from keel.agents.types import Unscored
 from keel.rewards.sandbox.runtime import runtime
 from keel.rl.types import Prompt, Verdict
@@ -197,31 +199,48 @@ number = 3
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict", "answer", "failed"),
+    ("name", "said"),
     [
-        ("answers", None, "s!", ""),
-        (
-            "scores",
-            Verdict(parts={"correct": 1.0, "seed": 0.5}, facts={"prompt": "Say {a}!"}),
-            None,
-            "",
-        ),
-        ("counts", Verdict(parts={"correct": 1.0}), None, ""),
-        ("silent", None, None, ""),
-        ("breaks", None, None, "KeyError: 'no such key'"),
-        ("lacks", None, None, "No module named 'a_package_that_nobody_has'"),
-        ("number", None, None, "number is no function"),
-        ("nothing", None, None, "has no 'nothing'; it has os, urlopen, answers"),
+        ("answers", {"answer": "s!"}),
+        ("scores", {"parts": {"correct": 1.0, "seed": 0.5}, "facts": {"prompt": "Say {a}!"}}),
+        ("counts", {"parts": {"correct": 1.0}, "facts": {}}),
+        ("silent", None),
+        ("breaks", "KeyError: 'no such key'"),
+        ("lacks", "No module named 'a_package_that_nobody_has'"),
+        ("number", "number is no function"),
+        ("nothing", "has no 'nothing'; it has os, urlopen, answers"),
     ],
 )
-def test_a_function_as_a_program(
-    tmp_path: Path, name: str, verdict: Verdict | None, answer: str | None, failed: str
+def test_what_a_function_is_told_and_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: Any
 ) -> None:
     (tmp_path / "my_agent.py").write_text(FUNCTIONS)
-    command = command_of(f"my_agent:{name}", python=sys.executable, folder=tmp_path)
-    ended, _ = drive("", command=command, folder=tmp_path)
-    assert (ended.verdict, ended.answer, bool(ended.failed)) == (verdict, answer, bool(failed))
-    assert failed in ended.words
+    (tmp_path / "task").write_text(
+        json.dumps({"prompt_id": "p", "messages": [dict(m) for m in TASK.messages]})
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    for key, value in {"TASK_FILE": "task", "VERDICT": "verdict", "SEED": "5"}.items():
+        monkeypatch.setenv(f"KEEL_{key}", value)
+    if isinstance(said, str):
+        with pytest.raises((Refused, KeyError, ImportError)) as caught:
+            call(f"my_agent.py:{name}")
+        assert said in told(caught.value)
+    else:
+        call(f"my_agent.py:{name}")
+        found = tmp_path / "verdict"
+        assert (json.loads(found.read_text()) if found.exists() else None) == said
+
+
+def test_a_function_is_called_in_its_own_process(tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text(FUNCTIONS)
+
+    def ended(name: str) -> Ended:
+        command = command_of(f"my_agent:{name}", python=sys.executable, folder=tmp_path)
+        return drive("", command=command, folder=tmp_path)[0]
+
+    assert ended("answers").answer == "s!"
+    assert "has no 'nothing'" in (gone := ended("nothing")).words and gone.failed
 
 
 @pytest.mark.parametrize("end", ["", "import time; time.sleep(60)"])
