@@ -121,7 +121,8 @@ async def _looked_at(
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
     """What a policy samples that says `text`."""
     asked = [{"role": "user", "content": "?"}]
-    said = {"role": "assistant", "content": text}
+    thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats want it
+    said = {"role": "assistant", **thought, "content": text}
     return turn_ids(chat, asked, said, asked, (), thinking=thinking)
 
 

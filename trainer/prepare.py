@@ -187,7 +187,10 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             "held out by another source": report.leaked,
         }
         notes += [f"{number:,} {what}" for what, number in counted.items() if number]
-        what = " in ".join(filter(None, [source.task or source.path, source.environment.said]))
+        environment = source.environment
+        what = " in ".join(filter(None, [source.task or source.path, environment.said]))
+        if environment.program:
+            what = ", driven by ".join(filter(None, [what, environment.program]))
         lines.append(
             f"{source.name} ({what}): {', '.join(notes)}; weight {source.weight:g}, domain "
             f"{source.domain_name}, β {source.kl_coef:g}"

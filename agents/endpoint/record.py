@@ -91,7 +91,9 @@ class Recording:
         """Keys of messages that stand in the transcript."""
         self._usage = Usage(turns=0)
         self._ended: FinishReason = "stop"
-        self._failure = self._refusal = ""
+        self.refusal = ""
+        """Why the last request that was refused was."""
+        self._failure = ""
         self._closed = False
         self._idle_since: float | None = None
         """Since when the program has had its own time. None: while turns are sampled, and before
@@ -111,7 +113,7 @@ class Recording:
             failed = refused.status >= 500
             self._count("failed" if failed else "refused")
             self._unanswered[request_key] += failed
-            self._refusal = self._refusal if failed else refused.message
+            self.refusal = self.refusal if failed else refused.message
             raise
         except asyncio.CancelledError:
             self._count("given_up")
@@ -163,7 +165,7 @@ class Recording:
             finish_reason=self._ended,
             counts=self.counts,
             failure=self._failure,
-            refusal=self._refusal,
+            refusal=self.refusal,
         )
 
     async def _turn(

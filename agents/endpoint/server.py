@@ -142,7 +142,11 @@ class Endpoint:
             raise Refused(408, f"the request did not come within {READ_S:g} s") from error
         # OpenAI's own clients count.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        asked = asked_of(body, self._warnings, is_retry=is_retry)
+        try:
+            asked = asked_of(body, self._warnings, is_retry=is_retry)
+        except Refused as refused:
+            recording.refusal = refused.message
+            raise
         reply = await recording.turn(asked)
         try:
             for _ in range(ROUNDS):  # a client that went meanwhile is heard of now

@@ -78,9 +78,8 @@ class EnvironmentConfig:
 
     @property
     def said(self) -> str:
-        """As people call it."""
-        of = self.target or self.url or " ".join(self.command)
-        return ", driven by ".join(filter(None, [of, self.program]))
+        """The environment, as people call it."""
+        return self.target or self.url or " ".join(self.command)
 
     def __post_init__(self) -> None:
         knob = "data.sources[].environment"

@@ -66,14 +66,13 @@ def drive(
     if isinstance(command, str):
         (folder / "agent.py").write_text(command)
         command = [python, "agent.py"]
-    program = AgentProgram(
-        command=command, deadline_s=120.0, folder=folder, env={"HOME": str(folder), **env}
-    )
+    program = AgentProgram(command=command, folder=folder, env={"HOME": str(folder), **env})
 
     async def work() -> tuple[Ended, Finished]:
         async with Endpoint() as endpoint:
-            recorded = recording(policy, window=60_000, tokens=20_000)
-            ended = await run_program(program, TASK, endpoint.add(recorded), seed=5)
+            recorded = recording(policy, window=60_000, tokens=20_000, deadline_s=120.0)
+            late = recorded.overdue(program.open_s)
+            ended = await run_program(program, TASK, endpoint.add(recorded), seed=5, until=late)
             return ended, await endpoint.finish("p/0")
 
     ended, finished = run(work())

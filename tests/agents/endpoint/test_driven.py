@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -66,7 +68,7 @@ def task(name: str, kind: str = "answer") -> Prompt:
 
 
 @contextmanager
-def running(
+def opened(
     policy: Any,
     programs: dict[str, str],
     environment: Callable[[], Any] = NoEnvironment,
@@ -74,8 +76,8 @@ def running(
     seconds: float = 20.0,
     **settings: Any,
 ) -> Iterator[EpisodeRunner]:
-    """Nothing is left of it: no process, thread, file or folder."""
-    before, folders = held(), set(Path("/tmp").glob("keel-*"))
+    """Nothing is left of it: no process, thread or file."""
+    before = held()
     with EpisodeRunner(
         dict.fromkeys(programs, environment),
         programs={
@@ -98,7 +100,15 @@ def running(
     while (left := more(held(), before)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left
-    assert set(Path("/tmp").glob("keel-*")) <= folders
+
+
+@contextmanager
+def running(policy: Any, programs: dict[str, str], *more: Any, **settings: Any) -> Iterator[Any]:
+    """The same, in a folder for temporary ones, where nothing is left either."""
+    with tempfile.TemporaryDirectory() as folder, patch.object(tempfile, "tempdir", folder):
+        with opened(policy, programs, *more, **settings) as runner:
+            yield runner
+        assert not os.listdir(folder)
 
 
 def test_each_end_becomes_a_trajectory_or_a_reason() -> None:
