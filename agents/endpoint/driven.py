@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from keel.agents.endpoint.program import AgentProgram, Ended, run_program
 from keel.agents.endpoint.record import Recording
 from keel.agents.endpoint.server import Address, Endpoint
+from keel.agents.endpoint.tools import Tools
 from keel.agents.endpoint.types import Finished
 from keel.agents.episode import Episode
 from keel.agents.types import Unscored
@@ -44,18 +45,21 @@ class DrivenEpisode(Episode):
             seed=self.seed,
             budget=self.budget,
         )
-        address = self.endpoint.add(recording)
+        offered = Tools(self.environment, opening.tools, call_s=self.budget.call_s)
+        address = self.endpoint.add(recording, offered if opening.tools else None)
         try:
             self.ended = ended = await self._driven(task, recording, address)
         finally:
             self.finished = finished = await self.endpoint.finish(self.name)
         if self._error is not None:
             raise self._error
+        if offered.lost is not None:
+            raise offered.lost
         self.usage = finished.usage
-        cut = finished.finish_reason != "stop"
+        refused = finished.finish_reason != "stop" or offered.done
         if not finished.segments:
             return f"{ended.why(self.program)}; without a turn of the policy{_refusal(finished)}"
-        if ended.failed and not cut:
+        if ended.failed and not refused:  # what it did counts, however it took the refusal
             return f"{ended.why(self.program)}{_refusal(finished)}"
         said = [*finished.opening, *finished.messages]
         if ended.answer is not None and ended.answer != said[-1]["content"]:

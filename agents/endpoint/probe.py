@@ -26,6 +26,8 @@ TURNS = 3
 """That the model gives at most; a program may want more than one, and need not end by itself."""
 MOST_S = 60.0
 """Of a program's own time between and after them."""
+MOST_SAID = 500
+"""Characters of what it printed, in a warning."""
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
@@ -100,8 +102,8 @@ async def try_program(
         how = "ended well"
     elif isinstance(found, str):
         how = (
-            f"WARNING: to the words {SAID!r} it {ended.failed}. What ends so in training is left "
-            f"out; its last words: {ended.words}"
+            f"WARNING: it {ended.failed} after the model had said {SAID!r}. What ends so in "
+            f"training is left out. Its last words: {ended.words[-MOST_SAID:]}"
         )
     else:
         how = f"was stopped there ({found.finish_reason})"

@@ -93,6 +93,8 @@ class Recording:
         self._ended: FinishReason = "stop"
         self.refusal = ""
         """Why the last request that was refused was."""
+        self.over = False
+        """The task is: there are no more turns."""
         self._failure = ""
         self._closed = False
         self._idle_since: float | None = None
@@ -362,6 +364,8 @@ class Recording:
     def _check_open(self) -> None:
         if self._closed:
             raise self._over()
+        if self.over:
+            raise Refused(403, "the environment has ended the task", code="task_over")
 
     def _over(self) -> Refused:
         return Refused(404, "this trajectory is over", code="trajectory_over")

@@ -54,7 +54,9 @@ def test_one_that_wants_more_turns_is_stopped_and_sound(tmp_path: Path) -> None:
 def test_one_that_the_scripts_words_break_is_warned_of(tmp_path: Path) -> None:
     found = tried("int(ask())", tmp_path)
     assert "WARNING" in found.ended and SAID in found.ended
-    assert "it exited with status 1" in found.ended and "ValueError: invalid lit" in found.ended
+    assert (
+        "it exited with status 1 after" in found.ended and "ValueError: invalid lit" in found.ended
+    )
 
 
 @pytest.mark.parametrize(

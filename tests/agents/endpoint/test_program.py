@@ -17,15 +17,17 @@ import pytest
 
 from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_program
 from keel.agents.endpoint.server import Endpoint
+from keel.agents.endpoint.tools import Tools
 from keel.agents.endpoint.types import Finished
 from keel.agents.inside.call import call
 from keel.agents.inside.errors import Refused, told
-from keel.agents.types import Unscored
+from keel.agents.types import NoEnvironment, Unscored
 from keel.rewards.sandbox.runtime import runtime
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import Policy, check_law, recording
 from tests.agents.episodes import alive, run
 from tests.agents.sandboxes import wrap_of
+from tests.agents.scripted import ADD
 
 TASK = Prompt(
     prompt_id="p",
@@ -66,7 +68,8 @@ def drive(
 
     async def work() -> tuple[Ended, Finished]:
         async with Endpoint() as endpoint:
-            address = endpoint.add(recording(policy or Policy(["a", "b", "c"])))
+            tools = Tools(NoEnvironment(), [ADD], call_s=5.0)
+            address = endpoint.add(recording(policy or Policy(["a", "b", "c"])), tools)
             ended = await run_program(program, task, address, seed=5, until=late())
             return ended, await endpoint.finish("p/0")
 
@@ -276,6 +279,8 @@ def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> 
         "        socket.create_connection((at.split(':')[0], int(at.split(':')[-1])), 5)\n"
         "    except OSError as error:\n"
         "        found[name] = type(error).__name__\n"
+        'ping = b\'{"id": 7, "method": "ping"}\'\n'
+        "found['tools'] = json.load(urllib.request.urlopen(os.environ['KEEL_MCP_URL'], ping))['id']\n"
         "print(json.dumps({'parts': {'correct': 1}, 'facts': found}))"
     )
     with socket.create_server(("127.0.0.1", 0)) as other:  # a service of this machine's
@@ -286,7 +291,7 @@ def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> 
             readable=runtime(sys.executable).paths,
             policy=policy,
         )
-    facts = {"machine": "ConnectionRefusedError", "world": "OSError"}
+    facts = {"machine": "ConnectionRefusedError", "world": "OSError", "tools": 7}
     assert ended.verdict == Verdict(parts={"correct": 1.0}, facts=facts), ended
     check_law(policy, finished)
     assert finished.usage.turns == 3
