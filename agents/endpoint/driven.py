@@ -13,7 +13,7 @@ from keel.agents.endpoint.types import Finished
 from keel.agents.episode import Episode
 from keel.agents.types import Unscored
 from keel.rl.turns import Message, TurnRequest, TurnResult
-from keel.rl.types import ENVIRONMENT, Prompt, Trajectory, Verdict
+from keel.rl.types import ENVIRONMENT, PROGRAM, Prompt, Trajectory, Verdict
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class DrivenEpisode(Episode):
 
 def answer_of(text: str) -> Message:
     """A program's last word, as the message that rewards look at."""
-    return {"role": "assistant", "content": text, "name": "program"}
+    return {"role": "assistant", "content": text, "name": PROGRAM}
 
 
 def _refusal(finished: Finished) -> str:

@@ -280,7 +280,8 @@ def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> 
         "    except OSError as error:\n"
         "        found[name] = type(error).__name__\n"
         'ping = b\'{"id": 7, "method": "ping"}\'\n'
-        "found['tools'] = json.load(urllib.request.urlopen(os.environ['KEEL_MCP_URL'], ping))['id']\n"
+        "answer = urllib.request.urlopen(os.environ['KEEL_MCP_URL'], ping)\n"
+        "found['tools'] = json.load(answer)['id']\n"
         "print(json.dumps({'parts': {'correct': 1}, 'facts': found}))"
     )
     with socket.create_server(("127.0.0.1", 0)) as other:  # a service of this machine's
