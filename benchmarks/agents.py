@@ -9,7 +9,8 @@ of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 
 completion has as many sampled tokens after the same opening. Both record routes and kept sets.
 Weights are random: what a turn says is no call, so that the chat format's reading of it is replaced
 by a call once it has been read. In each round the two alternate; the ratio is the median of the
-rounds'. `--processes`: each environment in a process of its own, which calls the same tool.
+rounds'. With several numbers of `--episodes` there is a ratio for each. `--processes`: each
+environment in a process of its own, which calls the same tool.
 """
 
 from __future__ import annotations
@@ -198,6 +199,7 @@ def measure(pool: Any, runner: EpisodeRunner, count: int, salt: str) -> dict[str
         "plain_sampled_mean": others / count,
         "prefix_hit_fraction": sum(u.cached_tokens for u in usages)
         / sum(u.repeated_tokens for u in usages),
+        "sampling_s_mean": statistics.mean(usage.sampling_s for usage in usages),
         "tools_s_mean": statistics.mean(usage.tools_s for usage in usages),
         "finish_reasons": sorted({t.finish_reason for t in trajectories}),
         "kept_mean": statistics.mean(
@@ -213,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=list(MODELS), default="1b")
-    parser.add_argument("--episodes", type=int, default=256, help="at once")
+    parser.add_argument("--episodes", type=int, nargs="+", default=[256], help="at once")
     parser.add_argument("--seats", type=int, default=256, help="sequences of the engine at once")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--rounds", type=int, default=3)
@@ -251,13 +253,15 @@ def main() -> None:
             ),
             context=ContextManager(method="none", window=2560, most=0),
             seed=0,
-            most_open=options.episodes,
+            most_open=max(options.episodes),
         )
         try:
             pool.start()
-            measure(pool, runner, min(options.episodes, 16), "warm")
+            measure(pool, runner, 16, "warm")
             rounds = [
-                measure(pool, runner, options.episodes, f"r{i} ") for i in range(options.rounds)
+                measure(pool, runner, episodes, f"{episodes}.{i} ")
+                for i in range(options.rounds)
+                for episodes in options.episodes
             ]
         finally:
             runner.close()
@@ -269,7 +273,12 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if gpu else platform.processor(),
         "torch": torch.__version__,
         "parameters": parameters,
-        "ratio": statistics.median(row["ratio"] for row in rounds),
+        "ratio": {
+            episodes: statistics.median(
+                row["ratio"] for row in rounds if row["episodes"] == episodes
+            )
+            for episodes in options.episodes
+        },
         "rounds": rounds,
     }
     options.out.mkdir(parents=True, exist_ok=True)

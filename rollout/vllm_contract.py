@@ -156,10 +156,11 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
         Uses(f"{SCHED}.scheduler:Scheduler.has_requests", "has_finished_requests"),
         Has(
             f"{SCHED}.scheduler:Scheduler",
-            "_free_request _get_new_block_ids_to_zero _pause_state aux_output_connector connector "
-            "current_step ec_connector enable_kv_cache_events finished_req_ids "
-            "has_finished_requests kv_cache_config kv_cache_manager kv_holding_waiting log_stats "
-            "max_model_len max_num_scheduled_tokens num_lookahead_tokens "
+            "_free_request _get_new_block_ids_to_zero _pause_state _update_request_with_output "
+            "aux_output_connector connector current_step ec_connector enable_kv_cache_events "
+            "finished_req_ids has_finished_requests kv_cache_config kv_cache_manager "
+            "kv_holding_waiting log_stats max_model_len max_num_running_reqs "
+            "max_num_scheduled_tokens num_lookahead_tokens "
             "num_sampled_tokens_per_step num_spec_tokens prev_step_scheduled_req_ids "
             "reset_prefix_cache reset_preempted_req_ids running use_pp use_v2_model_runner "
             "waiting",
@@ -179,12 +180,17 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
         ),
         Has(
             "vllm.v1.request:Request",
-            "append_output_token_ids is_prefill_chunk max_tokens mm_features "
-            "next_decode_eligible_step num_in_flight_tokens num_output_placeholders "
+            "append_output_token_ids client_index get_finished_reason is_prefill_chunk max_tokens "
+            "mm_features next_decode_eligible_step num_in_flight_tokens num_output_placeholders "
             "num_output_tokens num_prompt_tokens num_stale_output_tokens num_tokens resumable "
-            "sampling_params spec_token_ids structured_output_request",
+            "sampling_params spec_token_ids stop_reason structured_output_request take_events "
+            "trace_headers",
         ),
         Has("vllm.v1.request:RequestStatus"),
+        Takes(
+            f"{SCHED}.scheduler:Scheduler._update_request_with_output",
+            "self request new_token_ids is_stale",
+        ),
         Has(
             "vllm.sampling_params:SamplingParams",
             "detokenize eos_token_id logprobs repetition_detection stop_token_ids",
@@ -200,7 +206,8 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
         # What travels between steps.
         Has(
             "vllm.v1.engine:EngineCoreOutput",
-            "new_logprobs new_sampling_mask new_token_ids request_id",
+            "events finish_reason new_logprobs new_sampling_mask new_token_ids request_id "
+            "stop_reason trace_headers",
         ),
         Has("vllm.v1.engine:EngineCoreOutputs", "outputs"),
         Has(

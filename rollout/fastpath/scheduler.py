@@ -1,12 +1,16 @@
-"""vLLM's scheduler with a fast path for steps in which nothing happens.
+"""vLLM's scheduler with a fast path for steps in which nothing begins.
 
-Most steps sample one token for each running request and neither begin nor end one. vLLM walks over
-all requests three times in such a step (to schedule it, to take its tokens, to pass them on), which
-at 256 requests takes longer than the GPU needs. Here such steps are a `DecodeRun`. Whenever
-anything else is due (a request to begin, to end, to abort, to preempt; a pause), the run is
-flushed, that is written back into the requests, and vLLM's own code does the step. Flushed tokens
-reach the output processor together with the request's next one, as those of speculative decoding
-do.
+Most steps sample one token for each running request and begin none. vLLM walks over all requests
+three times in such a step (to schedule it, to take its tokens, to pass them on), which at 256
+requests takes longer than the GPU needs. Here such steps are a `DecodeRun`. Whenever anything else
+is due (requests to begin, to abort, to preempt; a pause), the run is flushed, that is written back
+into the requests, and vLLM's own code does the step. Flushed tokens reach the output processor
+together with the request's next one, as those of speculative decoding do.
+
+A request that ends goes to the output processor at once, and the run goes on; so it does while
+others wait for a place in the batch, in turns of conversations at nearly every step. Both leave
+places of the batch unused. The run is flushed for them once what they have lost comes to about what
+vLLM's step costs, so that the two together are at most twice the least possible.
 
 `_FastPath` is mixed into the scheduler that vLLM would use itself, so all decisions stay vLLM's.
 """
@@ -31,6 +35,8 @@ from keel.rollout.fastpath.step_arrays import Packed
 
 SHORTEST_RUN = 2
 """Steps that a run must have before it, or it is not worth beginning."""
+FLUSH_COST = 1.0
+"""What a flush and vLLM's own step cost, in steps of the run."""
 AHEAD = 4
 """KV blocks that a request is given at once, where twice as many are free for every one of them."""
 
@@ -95,8 +101,9 @@ class _FastPath(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         run, unpaused = self._run, self._pause_state == PauseState.UNPAUSED
         if run is not None and run.in_flight and run.in_flight[0] is scheduler_output:
-            if unpaused and run.receive(model_runner_output):
-                return {}
+            ended = run.receive(model_runner_output) if unpaused else None
+            if ended is not None:
+                return self._end(run, ended)
             self.keel_flush()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for batch in outputs.values():
@@ -146,16 +153,17 @@ class _FastPath(Scheduler):
     def _begin(self) -> DecodeRun | None:
         """A run of what is running now, if all of it only decodes."""
         waiting = bool(self.waiting or self.kv_holding_waiting)
+        full = len(self.running) >= self.max_num_running_reqs
         if (
             not self._possible
             or not self.running
             or self.aux_output_connector is not None
             or self._pause_state != PauseState.UNPAUSED
-            or (waiting and not self._stuck)
+            or (waiting and not (self._stuck or full))
         ):
             return None
         room = self.max_model_len
-        stops: set[int] = set()
+        stops: list[frozenset[int]] = []
         for request in self.running:
             params = request.sampling_params
             known = request.num_tokens + request.num_output_placeholders
@@ -173,11 +181,9 @@ class _FastPath(Scheduler):
                 or (params.logprobs is not None and request.request_id not in self.recordings)
             ):
                 return None
-            limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-            room = min(room, limit - known)
-            if params.eos_token_id is not None:
-                stops.add(params.eos_token_id)
-            stops.update(params.stop_token_ids or ())
+            room = min(room, self.max_model_len - known)
+            eos = () if params.eos_token_id is None else (params.eos_token_id,)
+            stops.append(frozenset((*eos, *(params.stop_token_ids or ()))))
         if room <= SHORTEST_RUN:
             return None
         requests = list(self.running)
@@ -194,8 +200,9 @@ class _FastPath(Scheduler):
             ids=ids,
             computed=computed,
             outputs=np.array([r.num_output_tokens + r.num_output_placeholders for r in requests]),
+            limits=np.array([request.max_tokens for request in requests]),
             room=room,
-            stops=frozenset(stops),
+            stops=stops,
             due=due,
             one_each=dict.fromkeys(ids, 1),
             blocked=waiting,
@@ -203,13 +210,14 @@ class _FastPath(Scheduler):
 
     def _extend(self, run: DecodeRun) -> SchedulerOutput | None:
         """The run's next step; None if vLLM has to decide about it."""
-        step = run.scheduled
-        waiting = bool(self.waiting or self.kv_holding_waiting)
+        step, ended = run.scheduled, run.ended
+        waiting = len(self.waiting) + len(self.kv_holding_waiting)
+        run.idle += ended + (min(waiting, ended) if run.blocked else waiting)
         due = run.due.get(step, [])
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if (
             step + 1 >= run.room
-            or (waiting and not run.blocked)
+            or run.idle >= FLUSH_COST * len(run.ids)
             or self._pause_state != PauseState.UNPAUSED
             or len(due) > free
         ):
@@ -264,23 +272,69 @@ class _FastPath(Scheduler):
             raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
         return new.get_block_ids(allow_none=True)
 
+    def _end(self, run: DecodeRun, rows: list[int]) -> dict[int, EngineCoreOutputs]:
+        """Deliver the requests in these rows, which the last tokens received have ended. Their
+        places and blocks stay theirs until the run is flushed: steps are in flight with them."""
+        outputs: dict[int, EngineCoreOutputs] = {}
+        for row in rows:
+            request = run.requests[row]
+            *before, last = run.tokens_of(row)
+            self._write_back(run, row, before)
+            if isinstance(self, AsyncScheduler):
+                request.num_output_placeholders += 1
+            _, stopped = self._update_request_with_output(request, [last])
+            assert stopped, f"request {request.request_id} goes on after its last token"
+            name = request.request_id
+            if (packed := self.recordings.get(name)) is not None:
+                run.file_one(row, packed)
+                self.finished_blocks[name] = self.kv_cache_manager.get_block_ids(name)[0]
+            run.live[row] = False
+            output = EngineCoreOutput(
+                request_id=name,
+                new_token_ids=[*before, last],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=request.stop_reason,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            self._complete(output)
+            mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+            mine.outputs.append(output)
+        if run.ended == len(run.ids):
+            self.keel_flush()
+        return outputs
+
     def keel_flush(self) -> None:
         """Write the run back into its requests; they are as after vLLM's own steps."""
         run, self._run = self._run, None
         if run is None or not run.scheduled:
             return
-        in_flight = len(run.in_flight)
         tokens = np.stack(run.tokens, 1).tolist() if run.tokens else [[] for _ in run.ids]
+        ended: set[Request] = set()
         for row, request in enumerate(run.requests):
-            request.num_computed_tokens = int(run.computed[row]) + run.scheduled
-            request.num_in_flight_tokens += in_flight
-            if isinstance(self, AsyncScheduler):
-                request.num_output_placeholders += in_flight
-                request.next_decode_eligible_step = self.current_step + 1
+            if not run.live[row]:
+                ended.add(request)
+                continue
+            self._write_back(run, row, tokens[row])
             if new := tokens[row]:
-                request.append_output_token_ids(new)
                 self._undelivered.setdefault(request.request_id, []).extend(new)
         run.file(self.recordings)
+        if ended:
+            self.running = [request for request in self.running if request not in ended]
+            for request in ended:
+                super()._free_request(request)
+            self._stuck = False
+
+    def _write_back(self, run: DecodeRun, row: int, tokens: list[int]) -> None:
+        """Bring a request to where the run is; these are its `tokens` in it."""
+        request, in_flight = run.requests[row], len(run.in_flight)
+        request.num_computed_tokens = int(run.computed[row]) + run.scheduled
+        request.num_in_flight_tokens += in_flight
+        if isinstance(self, AsyncScheduler):
+            request.num_output_placeholders += in_flight
+            request.next_decode_eligible_step = self.current_step + 1
+        if tokens:
+            request.append_output_token_ids(tokens)
 
     def _complete(self, output: EngineCoreOutput) -> None:
         """Flushed tokens go before the new one; what is recorded stays here."""

@@ -21,6 +21,9 @@ class StepMasks:
     ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
 
+    def of(self, row: int) -> NDArray[np.int32]:
+        return self.ids[self.offsets.item(row) : self.offsets.item(row + 1)]
+
 
 @dataclass(slots=True)
 class Packed:

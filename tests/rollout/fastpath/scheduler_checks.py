@@ -7,6 +7,7 @@ deliver the same answers with the same recordings.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -27,7 +28,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from keel.rollout.fastpath.scheduler import AsyncFastScheduler, FastScheduler
 from keel.rollout.fastpath.step_arrays import Packed
-from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
 from keel.rollout.vllm_internals import cut_short
 from tests.rollout.tiny_model import make_model
 
@@ -149,12 +149,18 @@ class Play:
         self.queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
+        self.contexts: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        """Tokens of contexts that came from the prefix cache."""
         self.versions: dict[str, list[int]] = {}
         self.version = self.preempted = 0
         self.longest: dict[str, int] = {}
         """Most tokens of those that were cut."""
 
-    def add(self, name: str, prompt: int, limit: int) -> None:
+    def add(self, name: str, prompt: int, limit: int, context: Sequence[int] | None = None) -> None:
+        """`context`: what the prompt begins with."""
+        ids = [number(name) % 100 + i for i in range(prompt)]
+        self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
         params = SamplingParams(
             max_tokens=limit,
             logprobs=0,
@@ -165,7 +171,7 @@ class Play:
         self.scheduler.add_request(
             Request(
                 request_id=name,
-                prompt_token_ids=[number(name) % 100 + i for i in range(prompt)],
+                prompt_token_ids=ids,
                 sampling_params=params,
                 pooling_params=None,
                 block_hasher=self.hasher,
@@ -188,6 +194,8 @@ class Play:
             for output in batch.outputs:
                 self.answers[output.request_id] += output.new_token_ids
                 self.versions[output.request_id] += [self.version] * len(output.new_token_ids)
+                if output.prefill_stats is not None:
+                    self.cached[output.request_id] = output.prefill_stats.num_cached_tokens
                 if output.finish_reason is not None:
                     self.ended[output.request_id] = str(output.finish_reason)
 
@@ -245,18 +253,23 @@ def answers_and_recordings_are_whole(
         short = Play(config, fast_kind, ahead=ahead, blocks=blocks)
         plain.run(seed, updates=updates, cuts=cuts)
         short.run(seed, updates=updates, cuts=cuts)
-        assert short.longest == plain.longest and bool(short.longest) == cuts
+        assert bool(short.longest) == cuts
         assert all(len(short.answers[name]) <= most for name, most in short.longest.items())
         assert isinstance(short.scheduler, FastScheduler | AsyncFastScheduler)
         assert short.scheduler.fast_steps > 50
         assert (short.preempted > 0) == (updates or blocks == 30)
         whole = [name for name, reason in short.ended.items() if reason != "aborted"]
-        assert whole and set(whole) == {n for n, r in plain.ended.items() if r != "aborted"}
-        for name in whole:
+        # Requests may wait a few steps longer here, so that an abort or a cut finds them elsewhere.
+        alike = [n for n in whole if plain.ended[n] != "aborted"]
+        alike = [n for n in alike if n not in short.longest and n not in plain.longest]
+        assert len(short.ended) == len(plain.ended) and len(alike) > (5 if cuts else 20)
+        for name in alike:
             assert short.ended[name] == plain.ended[name]
+            assert short.answers[name] == plain.answers[name]
+        for name in whole:
             answer = short.answers[name]
-            assert answer == plain.answers[name]
             assert answer == [token_of(name, place) for place in range(len(answer))]
+            assert END not in answer[:-1]
             assert short.versions[name] == sorted(short.versions[name])
             assert len(short.versions[name]) == len(answer)
         for name in whole:
@@ -284,6 +297,39 @@ def most_steps_of_a_quiet_engine_are_fast(config: Any) -> None:
     assert play.scheduler.fast_steps > 0.5 * steps
 
 
+def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
+    """A request ends and another begins every few steps, as turns of conversations do; each goes on
+    from what the one before it said. `waiting`: more of them than the batch has places."""
+    steps: list[int] = []
+    for kind in (AsyncScheduler, AsyncFastScheduler):
+        play = Play(config, kind, ahead=True, blocks=400)
+        back: deque[tuple[int, str, list[int]]] = deque()
+        index = 0
+        for seat in range(12 + waiting):
+            play.add(f"0.{seat}", 20, 30 + number(seat) % 30)
+        while play.scheduler.has_requests() or play.queue or back:
+            before = set(play.ended)
+            play.step()
+            index += 1
+            for name in sorted(set(play.ended) - before):
+                turn, seat = (int(part) for part in name.split("."))
+                if turn < 3:
+                    context = play.contexts[name] + play.answers[name]
+                    back.append((index + 3, f"{turn + 1}.{seat}", context))
+            while back and back[0][0] <= index:
+                _, name, context = back.popleft()
+                play.add(name, len(context) + 5, 20 + number(name) % 30, context)
+        steps.append(index)
+        assert len(play.ended) == 4 * (12 + waiting)
+        for name, context in play.contexts.items():
+            # The last block may be full but for the last token, whose keys nobody has computed.
+            assert name.startswith("0.") or play.cached[name] >= (len(context) - 6) // BLOCK * BLOCK
+    plain, short = steps
+    assert isinstance(play.scheduler, AsyncFastScheduler)
+    assert play.scheduler.fast_steps > 0.5 * short
+    assert short < 1.3 * plain, "places of the batch stay unused for too long"
+
+
 def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: bool) -> None:
     """A request comes while the prompt of another is read in parts, which may fill whole steps."""
     kinds = (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
@@ -303,92 +349,3 @@ def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: b
                 waited.append(steps)
             plain, short = waited
             assert short == plain, f"{short} steps instead of {plain}"
-
-
-class RoutedRunner(Runner):
-    """Files (version of the weights, position) for each token where its keys are."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.version = 0
-        self.table = np.full((blocks * BLOCK, 2), -1, np.int16)
-        self.owned: dict[str, list[int]] = {}
-
-    def run(self, step: Any) -> ModelRunnerOutput:
-        begins: dict[str, int] = {}
-        for new in step.scheduled_new_reqs:
-            self.owned[new.req_id] = list(new.block_ids[0])
-            begins[new.req_id] = new.num_computed_tokens
-        cached = step.scheduled_cached_reqs
-        for name, more, begin in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            self.owned[name] += list(more[0]) if more else []
-            begins[name] = begin
-        for name, count in step.num_scheduled_tokens.items():
-            places = np.arange(begins[name], begins[name] + count)
-            slots = slots_of(self.owned[name], places)
-            self.table[slots] = np.stack([np.full(count, self.version), places], 1)
-        return super().run(step)
-
-
-def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:
-    return np.asarray(blocks, np.int64)[places // BLOCK] * BLOCK + places % BLOCK
-
-
-class RoutedPlay(Play):
-    """Reads the table as recorders do: at the end, and before a preemption."""
-
-    def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
-        super().__init__(config, kind, ahead=ahead, blocks=blocks)
-        self.runner: RoutedRunner = RoutedRunner(blocks)
-        self.wanted: dict[str, Wanted] = {}
-        self.prompts: dict[str, int] = {}
-        self.before = RoutesBeforePreemption(self.scheduler, self.wanted, self.read)
-        self.checked = 0
-
-    def read(self, blocks: Any, first: int, tokens: int) -> Any:
-        return self.runner.table[slots_of(blocks, np.arange(first, tokens))]
-
-    def add(self, name: str, prompt: int, limit: int) -> None:
-        # As of a second turn, for every other one.
-        first = prompt // 2 if len(self.wanted) % 2 else 0
-        self.wanted[name] = Wanted(routes=True, kept=True, routes_from=first)
-        self.prompts[name] = prompt
-        super().add(name, prompt, limit)
-
-    def step(self) -> None:
-        self.runner.version = self.version
-        ended = set(self.ended)
-        super().step()
-        for name in set(self.ended) - ended:
-            tokens = self.prompts[name] + len(self.answers[name]) - 1
-            blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
-            first = self.wanted[name].routes_from
-            rows = self.before.rows(name, blocks, first, tokens)
-            versions = self.versions[name]
-            assert rows[:, 1].tolist() == list(range(first, tokens))
-            of_all = [versions[0]] * self.prompts[name] + versions[1:]
-            assert rows[:, 0].tolist() == of_all[first:]
-            self.checked += 1
-
-
-def every_row_is_of_the_weights_that_sampled_the_next_token(
-    config: Any, ahead: bool, blocks: int
-) -> None:
-    """Requests are preempted all the time, and weights change every 17 steps."""
-    for seed in range(6):
-        kind = AsyncFastScheduler if ahead else FastScheduler
-        play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
-        draw = np.random.default_rng(seed)
-        for index in range(400):
-            while len(play.answers) < 40 and draw.random() < (0.8 if index < 3 else 0.15):
-                name = f"r{len(play.answers)}"
-                play.add(name, int(draw.integers(3, 90)), int(draw.integers(2, 150)))
-            if index % 17 == 16:
-                play.pause_and_reset()
-            play.step()
-        while play.scheduler.has_requests() or play.queue:
-            play.step()
-        assert play.checked == 40 and play.preempted > 20
-        assert not play.before._rows, "rows of finished requests are held"

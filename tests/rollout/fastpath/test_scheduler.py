@@ -1,4 +1,5 @@
-"""The fast scheduler beside vLLM's own, by `scheduler_checks.py`, which imports vLLM."""
+"""The fast scheduler beside vLLM's own, by `scheduler_checks.py` and
+`routes_checks.py`, which import vLLM."""
 
 from __future__ import annotations
 
@@ -34,6 +35,11 @@ def test_most_steps_of_a_quiet_engine_are_fast(checks: Any, config: Any) -> None
     checks.most_steps_of_a_quiet_engine_are_fast(config)
 
 
+@pytest.mark.parametrize("waiting", [0, 8])
+def test_most_steps_of_turns_are_fast(checks: Any, config: Any, waiting: int) -> None:
+    checks.most_steps_of_turns_are_fast(config, waiting)
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_nothing_waits_for_an_answer_to_end_while_there_is_room(
     checks: Any, config: Any, ahead: bool
@@ -44,6 +50,7 @@ def test_nothing_waits_for_an_answer_to_end_while_there_is_room(
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("blocks", [18, 30])
 def test_every_row_is_of_the_weights_that_sampled_the_next_token(
-    checks: Any, config: Any, ahead: bool, blocks: int
+    config: Any, ahead: bool, blocks: int
 ) -> None:
+    checks: Any = import_module("tests.rollout.fastpath.routes_checks")
     checks.every_row_is_of_the_weights_that_sampled_the_next_token(config, ahead, blocks)
