@@ -129,6 +129,8 @@ class Recording:
     async def overdue(self, open_s: float) -> str:
         """Returns when the program's time is up, and says what took too long: its first request
         (`open_s`), or all its turns and its own time between them (`Budget.deadline_s`)."""
+        if self._budget.deadline_s == inf:
+            raise ValueError("endpoint: deadline_s must be finite: every wait has a deadline")
         began = monotonic()
         while True:
             if self._idle_since is not None:

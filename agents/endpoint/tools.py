@@ -58,7 +58,8 @@ class Tools:
             return {"result": {"tools": [_listed(tool) for tool in self._tools]}}
         if method != "tools/call":
             return _error(_METHOD, f"there is no method {method}")
-        name, arguments = given.get("name"), given.get("arguments") or {}
+        name: Any = given.get("name")
+        arguments: Any = given.get("arguments") or {}
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             return _error(_PARAMS, "tools/call wants a name and arguments by name")
         return await self._called(name, cast(Mapping[str, Any], arguments))

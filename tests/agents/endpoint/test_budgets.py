@@ -137,6 +137,11 @@ def test_time_to_the_first_turn_is_its_own() -> None:
     assert play(work()).finish_reason == "stop"
 
 
+def test_a_program_needs_a_deadline() -> None:
+    with pytest.raises(ValueError, match="deadline_s must be finite"):
+        play(recording(Policy(["word"])).overdue(1.0))
+
+
 def test_a_turn_that_ran_out_of_time_before_its_first_token_is_none() -> None:
     policy = Policy(["word"])
     policy.silent = True
