@@ -1,12 +1,13 @@
 """Tokens per second of episodes over many turns, beside plain completions on the same engine.
 
     python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
+    python -m benchmarks.agents --out OUT --model 7b       # whose steps wait for the GPU
     python -m benchmarks.agents --out OUT --model 100m     # a driver has the least time for a turn
     python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
 
 The engine is a Ray actor, and the episodes run in this process, as in a run. An episode has 8 turns
 of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 tokens. A plain
-completion has as many sampled tokens after the same opening. Both record routes and kept sets.
+completion has as many sampled tokens after the same opening. Both record routes and sampling masks.
 Weights are random: what a turn says is no call, so that the chat format's reading of it is replaced
 by a call once it has been read. In each round the two alternate; the ratio is the median of the
 rounds'. With several numbers of `--episodes` there is a ratio for each. `--processes`: each
@@ -53,6 +54,18 @@ TURNS, TURN_TOKENS = 8, 200
 ROUND_S = 300.0
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 MODELS = {
+    "7b": EmbeddedConfig(
+        hidden_size=2048,
+        layers=24,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        experts=64,
+        experts_per_token=8,
+        expert_size=768,
+        initializer_range=0.02,
+        max_context=2560,
+    ),
     "1b": EmbeddedConfig(
         hidden_size=1024,
         layers=16,
@@ -134,14 +147,18 @@ class CallingChat:
 def write_model(folder: Path, config: EmbeddedConfig) -> int:
     """Random weights with a peaked head, which never end a turn; their number."""
     tokenizer = build_tokenizer()
-    model = build_model(config, tokenizer, seed=0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = build_model(config, tokenizer, seed=0)
     with torch.no_grad():
         model.lm_head.weight.mul_(8.0)
         # In the middle of the ids, where top-k does not reach.
         model.lm_head.weight[list(TemplateChat(tokenizer).ends.values())] = 0.0
     model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
     tokenizer.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    torch.cuda.empty_cache()  # the engine is another process
+    return parameters
 
 
 def prompts(count: int, salt: str) -> list[Prompt]:

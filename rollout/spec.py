@@ -26,7 +26,7 @@ class EngineSpec:
     keep_routing: bool
     """Record routes. Has no effect on a model without experts."""
     keep_sampling_mask: bool
-    """Record kept sets of requests whose sampling is truncated."""
+    """Record sampling masks of requests whose sampling is truncated."""
 
 
 class Started(NamedTuple):
@@ -68,7 +68,7 @@ def environment(config: RolloutConfig, *, gpu: bool) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # Its fused sampler shows neither kept sets nor their probabilities.
+        # Its fused sampler shows neither sampling masks nor their probabilities.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if gpu:

@@ -36,13 +36,10 @@ class DecodeRun:
     """Requests that may need a KV block at a step."""
     one_each: dict[str, int]
     blocked: bool
-    """Requests are waiting, and nothing but the end of another lets them begin."""
+    """Requests that wait can begin only when another has ended."""
     live: NDArray[np.bool_] = field(init=False)
     """[R] those that have not ended."""
     any_stop: frozenset[int] = field(init=False)
-    idle: int = 0
-    """Steps times places in the batch at which the run has kept others waiting, or rows running
-    that had ended."""
     scheduled: int = 0
     in_flight: list[SchedulerOutput] = field(default_factory=list)
     """Steps whose tokens have not come yet, oldest first."""

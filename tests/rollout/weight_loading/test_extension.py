@@ -28,10 +28,12 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
     extension.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
 
     def join(name: str) -> Channel:
-        meeting = ("127.0.0.1", store.port)
+        rendezvous = ("127.0.0.1", store.port)
         with ThreadPoolExecutor(1) as side:
-            other = side.submit(Channel, meeting, name, rank=0, size=2, device=CPU, deadline_s=10.0)
-            extension.keel_join(meeting, name, 10.0)
+            other = side.submit(
+                Channel, rendezvous, name, rank=0, size=2, device=CPU, deadline_s=10.0
+            )
+            extension.keel_join(rendezvous, name, 10.0)
             other.result(timeout=20)
         return extension.keel_channel
 
