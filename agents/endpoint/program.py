@@ -174,10 +174,8 @@ async def run_program(
         answer, failed = "", f"could not be run: {error}"
     finally:
         late.cancel()
-        if process is not None:
-            await process.end()
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        # To its end even where this is cancelled meanwhile.
+        await asyncio.shield(asyncio.ensure_future(_tidy(process, scratch)))
     verdict, said = _given(answer, judges=program.judges)
     return Ended(
         failed=failed,
@@ -187,6 +185,13 @@ async def run_program(
         verdict=verdict,
         answer=said,
     )
+
+
+async def _tidy(process: LineProcess | None, scratch: str) -> None:
+    if process is not None:
+        await process.end()
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _failure(answer: dict[str, Any] | str) -> str:

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +267,40 @@ def test_nothing_that_it_started_is_left(end: str, tmp_path: Path) -> None:
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.01)
     assert len(pids) == 2 and not any(map(alive, pids))
+
+
+def test_one_that_is_given_up_while_it_is_ended_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine failed, say, and then a sibling's, which cancels it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = AgentProgram(command=[sys.executable, "-c", "import time; time.sleep(60)"])
+
+    async def work() -> None:
+        ending = asyncio.Event()
+
+        async def late() -> str:
+            while not [
+                folder for folder in tmp_path.glob("keel-*/keel-*") if any(folder.iterdir())
+            ]:
+                await asyncio.sleep(0.01)
+            ending.set()
+            return "was ended"
+
+        async with Endpoint() as endpoint:
+            address = endpoint.add(recording(Policy(["a"])))
+            task = asyncio.create_task(run_program(program, TASK, address, seed=5, until=late()))
+            await ending.wait()
+            for _ in range(4):  # until it waits for the end of the processes
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait([one for one in others if "bounded" not in repr(one)] or [task])
+
+    run(work())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.e2e
