@@ -1,7 +1,7 @@
 """Tokens per second of episodes over many turns, beside plain completions on the same engine.
 
     python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
-    python -m benchmarks.agents --out OUT --model 7b       # whose steps wait for the GPU
+    python -m benchmarks.agents --out OUT --model 5b       # whose steps wait for the GPU
     python -m benchmarks.agents --out OUT --model 100m     # a driver has the least time for a turn
     python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
 
@@ -54,9 +54,9 @@ TURNS, TURN_TOKENS = 8, 200
 ROUND_S = 300.0
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 MODELS = {
-    "7b": EmbeddedConfig(
+    "5b": EmbeddedConfig(
         hidden_size=2048,
-        layers=24,
+        layers=16,
         heads=32,
         kv_heads=4,
         head_dim=128,
@@ -254,6 +254,7 @@ def main() -> None:
             seed=0,
             keep_routing=True,
             keep_sampling_mask=True,
+            conversations=max(options.episodes),
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
@@ -272,35 +273,40 @@ def main() -> None:
             seed=0,
             most_open=max(options.episodes),
         )
+        report = {
+            "command": " ".join(sys.argv[1:]),
+            "commit": commit(),
+            "device": torch.cuda.get_device_name() if gpu else platform.processor(),
+            "torch": torch.__version__,
+            "parameters": parameters,
+        }
+        rounds: list[dict[str, Any]] = []
         try:
             pool.start()
             measure(pool, runner, 16, "warm")
-            rounds = [
-                measure(pool, runner, episodes, f"{episodes}.{i} ")
-                for i in range(options.rounds)
-                for episodes in options.episodes
-            ]
+            for index in range(options.rounds):
+                for episodes in options.episodes:
+                    rounds.append(measure(pool, runner, episodes, f"{episodes}.{index} "))
+                    write(options.out, report | {"ratio": ratios(rounds), "rounds": rounds})
         finally:
             runner.close()
             pool.shutdown()
             ray.shutdown()
-    report = {
-        "command": " ".join(sys.argv[1:]),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if gpu else platform.processor(),
-        "torch": torch.__version__,
-        "parameters": parameters,
-        "ratio": {
-            episodes: statistics.median(
-                row["ratio"] for row in rounds if row["episodes"] == episodes
-            )
-            for episodes in options.episodes
-        },
-        "rounds": rounds,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "agents.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps(report, indent=1))
+
+
+def ratios(rounds: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """The median for each number of episodes."""
+    of: dict[int, list[float]] = {}
+    for row in rounds:
+        of.setdefault(row["episodes"], []).append(row["ratio"])
+    return {episodes: statistics.median(found) for episodes, found in of.items()}
+
+
+def write(folder: Path, report: dict[str, Any]) -> None:
+    """What there is after each round: the last may not come."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "agents.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps({"ratio": report["ratio"], **report["rounds"][-1]}, indent=1), flush=True)
 
 
 if __name__ == "__main__":

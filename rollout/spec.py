@@ -27,6 +27,9 @@ class EngineSpec:
     """Record routes. Has no effect on a model without experts."""
     keep_sampling_mask: bool
     """Record sampling masks of requests whose sampling is truncated."""
+    conversations: int = 0
+    """Conversations that may be open at once. The keys and values of those that wait for a tool are
+    worth keeping, beside those of `config.max_num_seqs` that are being sampled."""
 
 
 class Started(NamedTuple):

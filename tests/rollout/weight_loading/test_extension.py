@@ -80,7 +80,10 @@ def test_a_cache_is_no_larger_than_its_answers() -> None:
             both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
             memory = [int(10 * enough), int(enough / 2), 10**12]
             built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
+        with cache.bounded(conversations=20):
+            core.get_kv_cache_configs(config, [both], memory[:1])
         assert core.get_kv_cache_configs is record
     finally:
         core.get_kv_cache_configs = before
-    assert built == "configs" and given == [[enough, int(enough / 2), 10**12]]
+    assert built == "configs" and given[0] == [enough, int(enough / 2), 10**12]
+    assert given[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"
