@@ -6,16 +6,19 @@ import resource
 
 FILES_EACH = 2
 """Descriptors that an open episode holds here."""
+FILES_DRIVEN = 8
+"""More, of one that a program drives: its own process, and its connections."""
 FILES_ELSE = 512
 """For the rest of this process, and for processes that are being started."""
 
 
-def make_room(episodes: int) -> None:
-    """Raise this process's limit of open files to what `episodes` at once need.
+def make_room(episodes: int, *, programs: bool = False) -> None:
+    """Raise this process's limit of open files to what `episodes` at once need. `programs`: whether
+    programs drive some of them.
 
     Raises ValueError where the machine does not let it.
     """
-    wanted = FILES_EACH * episodes + FILES_ELSE
+    wanted = (FILES_EACH + FILES_DRIVEN * programs) * episodes + FILES_ELSE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

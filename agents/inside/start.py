@@ -1,4 +1,5 @@
 """The process that one episode's environment lives in: `python start.py`, any Python from 3.9.
+(And with `call module:function` the one of an agent program that is a function.)
 
 JSON lines over what are standard input and output at the start; what the environment prints goes to
 standard error.
@@ -42,6 +43,7 @@ if "keel" not in sys.modules:  # this interpreter need not have Keel: the packag
     sys.modules["keel"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["keel"])
 
+from keel.agents.inside.call import call
 from keel.agents.inside.errors import Lost, Refused, place, told
 from keel.agents.inside.load import make
 
@@ -118,6 +120,12 @@ def stand_alone() -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["call"]:  # an agent program that is a function
+        try:
+            call(sys.argv[2])
+        except Refused as error:
+            sys.exit(str(error))
+        return
     stand_alone()
     requests = open(os.dup(0), "rb")  # noqa: SIM115
     replies = open(os.dup(1), "wb")  # noqa: SIM115
