@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from keel.agents.budget import Budget, with_turn
 from keel.agents.conversation import SegmentRecord
-from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.errors import Refused, spent
 from keel.agents.endpoint.lookup import Turn, Turns
 from keel.agents.endpoint.matching import chain, key_of_tools, link
 from keel.agents.endpoint.replies import Reply, handed_out
@@ -378,22 +378,8 @@ class Recording:
         return Refused(404, "this trajectory is over", code="trajectory_over")
 
     def _spent(self, limit: FinishReason, context: int = 0) -> Refused:
-        """Never asked for again by a client: its own libraries do that with 429 and 5xx."""
         self._ended = limit
-        budget = self._budget
-        if limit == "window":  # in OpenAI's words, by which programs know that they may shorten it
-            return Refused(
-                400,
-                f"This model's maximum context length is {budget.window} tokens. However, your "
-                f"messages resulted in {context} tokens; one at least must be left to sample",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        what, code = {
-            "turns": (f"{budget.turns} turns", "turns_spent"),
-            "deadline": (f"{budget.deadline_s:g} s", "time_spent"),
-        }.get(limit, (f"{budget.tokens} sampled tokens", "tokens_spent"))
-        return Refused(403, f"the trajectory's budget of {what} is spent", code=code)
+        return spent(self._budget, limit, context)
 
     def _failed(self, why: str) -> Refused:
         self._failure = why
