@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, get_args
 
@@ -53,14 +53,16 @@ class EpisodeRunner:
         context: ContextManager,
         seed: int,
         most_open: int,
+        closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """environments: of `Prompt.environment`, makes one for an episode; seed: of the run;
         most_open: episodes at once, for training and as many for evaluation, which the loop waits
-        for; the others wait. Raises ValueError where the machine does not allow so many open
-        files."""
+        for; the others wait; closing: of what environments share, at the end. Raises ValueError
+        where the machine does not allow so many open files or processes."""
         make_room(len(PURPOSES) * most_open)
         self._environments, self._chat, self._turns = environments, chat, turns
         self._budget, self._context, self._seed = budget, context, seed
+        self._closing = closing
         self._version = 0
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
@@ -136,6 +138,7 @@ class EpisodeRunner:
         await asyncio.gather(
             *asyncio.all_tasks(self._loop) - {asyncio.current_task()}, return_exceptions=True
         )
+        await asyncio.gather(*(close() for close in self._closing), return_exceptions=True)
 
     async def _group(
         self, prompt: Prompt, size: int, purpose: Purpose, version: int, draw: int

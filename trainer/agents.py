@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from keel.agents.context import ContextManager
 from keel.agents.episode import Budget
-from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.host.room import make_room
 from keel.agents.mcp_client import McpEpisode, McpServer
@@ -80,8 +82,10 @@ def check_environments(
             raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
         names = [tool.name for tool in found.tools]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        later = f", then {found.forked_s:.2f} s each, forked" if found.forked_s else ""
+        later += f", each by itself: {found.why_not}" if found.why_not else ""
         notes[f"{source.name}, its environment"] = (
-            f"opens in {found.seconds:.1f} s with {found.opening_tokens} tokens; tools: "
+            f"opens in {found.seconds:.1f} s{later}, with {found.opening_tokens} tokens; tools: "
             f"{', '.join(names[:SHOWN]) or 'none'}{more}"
         )
     return notes
@@ -101,12 +105,21 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     """Started. Raises ConfigError for an environment that cannot be one."""
     agents, sampling = config.agents, config.rollout.sampling
     starting = asyncio.Semaphore(STARTING)
+    environments: dict[str, Callable[[], Environment]] = {}
+    parents: list[Parent] = []
+    for source in config.data.sources:
+        if not source.environment.given:
+            continue
+        made = made_from(config, source)
+        if isinstance(made, McpServer):
+            environments[source.name] = partial(McpEpisode, made, starting=starting)
+            continue
+        parent = parent_of(made)
+        environments[source.name] = partial(Hosted, made, starting=starting, parent=parent)
+        parents += [parent] if parent is not None else []
     return EpisodeRunner(
-        {
-            source.name: maker(config, source, starting)
-            for source in config.data.sources
-            if source.environment.given
-        },
+        environments,
+        closing=[parent.close for parent in parents],
         chat=chat,
         turns=turns,
         budget=Budget(
@@ -140,16 +153,6 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
     return make(count, seed=config.run.seed, arguments=environment.arguments)
 
 
-def maker(
-    config: Config, source: SourceConfig, starting: asyncio.Semaphore | None = None
-) -> Callable[[], Environment]:
-    """Makes an environment for each episode. Raises as `made_from`."""
-    made = made_from(config, source)
-    if isinstance(made, Program):
-        return lambda: Hosted(made, starting=starting)
-    return lambda: McpEpisode(made, starting=starting)
-
-
 def program(config: Config, source: SourceConfig) -> Program:
     given = source.environment
     return Program(
@@ -159,6 +162,7 @@ def program(config: Config, source: SourceConfig) -> Program:
         python=given.python or sys.executable,
         folder=Path(given.folder) if given.folder else None,
         env=given.env,
+        preload=given.preload,
         memory_mib=given.memory_mib,
         deadlines=deadlines(given),
         readable=readable(given),
