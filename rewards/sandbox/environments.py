@@ -317,7 +317,7 @@ def _tried(sandbox: EnvironmentSandbox) -> str:
 
 
 _PROBE = """
-import os, socket, sys
+import ctypes, os, socket
 ways = ["is root"] if os.getuid() == 0 else []
 if os.getpid() > 9:
     ways.append("sees processes")
@@ -341,6 +341,8 @@ try:
     ways.append("has memory that is not counted")
 except OSError:
     pass
+if ctypes.CDLL(None).unshare(0x10000000) == 0:
+    ways.append("makes namespaces")
 held = os.pipe()
 try:
     for _ in range(int(os.environ["KEEL_PROCESSES"]) + 8):
