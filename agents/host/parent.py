@@ -136,6 +136,8 @@ class Parent:
             tried = await LineProcess.of(*made)
             ended = await tried.end(within_s=self._deadline_s)
             said = tried.words or ended
+        except _Cannot as error:
+            said = str(error)
         except (EOFError, OSError) as error:
             said = f"{await running.end(ENDING_S)}: {running.words or error}"
         if said != "isolated":
