@@ -1,15 +1,17 @@
 """Tokens per second of episodes over many turns, beside plain completions on the same engine.
 
     python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
+    python -m benchmarks.agents --out OUT --model 5b       # whose steps wait for the GPU
     python -m benchmarks.agents --out OUT --model 100m     # a driver has the least time for a turn
     python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
 
 The engine is a Ray actor, and the episodes run in this process, as in a run. An episode has 8 turns
 of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 tokens. A plain
-completion has as many sampled tokens after the same opening. Both record routes and kept sets.
+completion has as many sampled tokens after the same opening. Both record routes and sampling masks.
 Weights are random: what a turn says is no call, so that the chat format's reading of it is replaced
 by a call once it has been read. In each round the two alternate; the ratio is the median of the
-rounds'. `--processes`: each environment in a process of its own, which calls the same tool.
+rounds'. With several numbers of `--episodes` there is a ratio for each. `--processes`: each
+environment in a process of its own, which calls the same tool.
 """
 
 from __future__ import annotations
@@ -52,6 +54,18 @@ TURNS, TURN_TOKENS = 8, 200
 ROUND_S = 300.0
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 MODELS = {
+    "5b": EmbeddedConfig(
+        hidden_size=2048,
+        layers=16,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        experts=64,
+        experts_per_token=8,
+        expert_size=768,
+        initializer_range=0.02,
+        max_context=2560,
+    ),
     "1b": EmbeddedConfig(
         hidden_size=1024,
         layers=16,
@@ -133,14 +147,18 @@ class CallingChat:
 def write_model(folder: Path, config: EmbeddedConfig) -> int:
     """Random weights with a peaked head, which never end a turn; their number."""
     tokenizer = build_tokenizer()
-    model = build_model(config, tokenizer, seed=0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = build_model(config, tokenizer, seed=0)
     with torch.no_grad():
         model.lm_head.weight.mul_(8.0)
         # In the middle of the ids, where top-k does not reach.
         model.lm_head.weight[list(TemplateChat(tokenizer).ends.values())] = 0.0
     model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
     tokenizer.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    torch.cuda.empty_cache()  # the engine is another process
+    return parameters
 
 
 def prompts(count: int, salt: str) -> list[Prompt]:
@@ -214,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=list(MODELS), default="1b")
-    parser.add_argument("--episodes", type=int, default=256, help="at once")
+    parser.add_argument("--episodes", type=int, nargs="+", default=[256], help="at once")
     parser.add_argument("--seats", type=int, default=256, help="sequences of the engine at once")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--rounds", type=int, default=3)
@@ -236,6 +254,7 @@ def main() -> None:
             seed=0,
             keep_routing=True,
             keep_sampling_mask=True,
+            conversations=max(options.episodes),
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
@@ -252,30 +271,42 @@ def main() -> None:
             ),
             context=ContextManager(method="none", window=2560, most=0),
             seed=0,
-            most_open=options.episodes,
+            most_open=max(options.episodes),
         )
+        report = {
+            "command": " ".join(sys.argv[1:]),
+            "commit": commit(),
+            "device": torch.cuda.get_device_name() if gpu else platform.processor(),
+            "torch": torch.__version__,
+            "parameters": parameters,
+        }
+        rounds: list[dict[str, Any]] = []
         try:
             pool.start()
-            measure(pool, runner, min(options.episodes, 16), "warm")
-            rounds = [
-                measure(pool, runner, options.episodes, f"r{i} ") for i in range(options.rounds)
-            ]
+            measure(pool, runner, 16, "warm")
+            for index in range(options.rounds):
+                for episodes in options.episodes:
+                    rounds.append(measure(pool, runner, episodes, f"{episodes}.{index} "))
+                    write(options.out, report | {"ratio": ratios(rounds), "rounds": rounds})
         finally:
             runner.close()
             pool.shutdown()
             ray.shutdown()
-    report = {
-        "command": " ".join(sys.argv[1:]),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if gpu else platform.processor(),
-        "torch": torch.__version__,
-        "parameters": parameters,
-        "ratio": statistics.median(row["ratio"] for row in rounds),
-        "rounds": rounds,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "agents.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps(report, indent=1))
+
+
+def ratios(rounds: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """The median for each number of episodes."""
+    of: dict[int, list[float]] = {}
+    for row in rounds:
+        of.setdefault(row["episodes"], []).append(row["ratio"])
+    return {episodes: statistics.median(found) for episodes, found in of.items()}
+
+
+def write(folder: Path, report: dict[str, Any]) -> None:
+    """What there is after each round: the last may not come."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "agents.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps({"ratio": report["ratio"], **report["rounds"][-1]}, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ A real trainer (`keel.trainer.learner.Learner`) brings real vLLM engines to its 
 times each way in turns. A time is that of the whole update: engines pause, bytes travel and are put
 where kernels read, caches are emptied. *loader* is the same with vLLM's loader for every update
 (`rollout.copy_weights: false`), in engines of their own; *first* the update that is watched. *wire*
-is a channel alone, without trainer or engine: the link's limit, in blocks of the size that an
+is a channel alone, without trainer or engine: the link's limit, in buckets of the size that an
 update uses.
 """
 
@@ -46,7 +46,7 @@ from keel.configs.schema import (
 )
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.weight_transfer.buckets import Sent
-from keel.model.weight_transfer.channel import Channel, Meeting
+from keel.model.weight_transfer.channel import Channel, Rendezvous
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.weight_loading.manifest import checkpoint_names
 from keel.trainer.cluster.nodes import start_ray
@@ -72,24 +72,24 @@ def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
 class End:
     """One end of a bare channel."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
         if self.device.type == "cpu":
             self.device = torch.device("cpu")
         self.channel = Channel(
-            meeting, "wire", rank=rank, size=2, device=self.device, deadline_s=DEADLINE_S
+            rendezvous, "wire", rank=rank, size=2, device=self.device, deadline_s=DEADLINE_S
         )
 
-    def move(self, size: int, blocks: int, *, send: bool) -> float:
-        """Seconds for `blocks` blocks of `size` bytes, after one that is not counted."""
-        block = torch.zeros(size, dtype=torch.uint8, device=self.device)
+    def move(self, size: int, count: int, *, send: bool) -> float:
+        """Seconds for `count` buckets of `size` bytes, after one that is not counted."""
+        flat = torch.zeros(size, dtype=torch.uint8, device=self.device)
         began = 0.0
-        for index in range(blocks + 1):
+        for index in range(count + 1):
             if index == 1:
                 self._wait()
                 began = time.perf_counter()
             if send:
-                self.channel.send(block)
+                self.channel.send(flat)
             else:
                 self.channel.receive(Sent(size))
         self._wait()
@@ -100,7 +100,7 @@ class End:
             torch.cuda.synchronize()
 
 
-def wire(options: Mapping[str, Any], size: int, blocks: int) -> float:
+def wire(options: Mapping[str, Any], size: int, count: int) -> float:
     """GB/s of a bare channel between two processes."""
     host = ray.util.get_node_ip_address()
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -108,11 +108,11 @@ def wire(options: Mapping[str, Any], size: int, blocks: int) -> float:
     )
     remote: Any = ray.remote(End)
     ends = [remote.options(**options).remote((host, store.port), rank) for rank in range(2)]
-    refs = [end.move.remote(size, blocks, send=rank == 0) for rank, end in enumerate(ends)]
+    refs = [end.move.remote(size, count, send=rank == 0) for rank, end in enumerate(ends)]
     seconds = max(ray.get(refs, timeout=DEADLINE_S))
     for end in ends:
         ray.kill(end)
-    return size * blocks / seconds / GB
+    return size * count / seconds / GB
 
 
 def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], None]) -> None:

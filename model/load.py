@@ -100,13 +100,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_policy(
-    path: str, dtype: torch.dtype | str, *, attention: str | None = None
-) -> PreTrainedModel:
+def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     """The causal language model of a local folder or hub model, on the CPU.
 
-    `dtype`: of the weights in memory (`torch.bfloat16` or its name). `attention`: name of an
-    attention implementation; None: transformers' choice.
+    `dtype`: of the weights in memory (`torch.bfloat16` or its name).
 
     Raises:
         ConfigError: nothing can be loaded from `path`, or it is not a causal language model.
@@ -114,7 +111,6 @@ def load_policy(
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
-    options |= {} if attention is None else {"attn_implementation": attention}
     try:
         return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except OSError as error:

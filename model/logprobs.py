@@ -1,8 +1,8 @@
 """From packed micro-batches to log-probabilities: the support head, and the one shift.
 
 A packed row holds token t at position t, and everything recorded about sampling it (probability,
-kept set, advantage) is stored at t as well. But the network predicts token t from what it computed
-at position t−1. `head_inputs` is the only place in the project where the two are brought together.
+sampling mask, advantage) is stored at t as well. But the network predicts token t from what it
+computed at position t−1. `head_inputs` is the only place in the project where the two meet.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def support_logprobs(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    r"""Log-probability of each target over its kept set.
+    r"""Log-probability of each target over its sampling mask.
 
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
-    Exact, and differentiable in `hidden` and `weight`, at O(nnz·d) where kept sets are short.
+    Exact, and differentiable in `hidden` and `weight`, at O(nnz·d) where sampling masks are short.
     Keep Sampling Mask, DeepSeek-V3.2 (2025), section 3.1.
 
     Shapes: hidden [T, d], row t predicting targets[t]; weight [V, d]; targets [T]; kept_ids [nnz];
@@ -105,7 +105,7 @@ def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
 
 
 def head_inputs(batch: MicroBatch, start: int = 0, stop: int | None = None) -> HeadInputs:
-    """Bring targets, kept sets and the positions that predict them together.
+    """Bring targets, sampling masks and the positions that predict them together.
 
     A trainable token is never the first of its segment (`MicroBatch` checks), so position t−1
     belongs to the same segment. `start` and `stop` bound the positions t−1, not the tokens t, for a
@@ -130,7 +130,7 @@ def policy_logprobs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """log π_θ of the n trainable tokens of a micro-batch, and the entropy of their kept sets.
+    """log π_θ of the n trainable tokens of a micro-batch, and the entropy of their sampling masks.
 
     Args:
         hidden_ND: final hidden states of the packed row, [N, d] or [1, N, d].
@@ -162,7 +162,7 @@ def policy_logprobs(
 
 
 def _spans(kept: KeptSets | None, rows: NDArray[np.int64], tokens: int) -> KeptSets:
-    """The spans of `rows`; empty ones without kept sets."""
+    """The spans of `rows`; empty ones without sampling masks."""
     if kept is None:
         return KeptSets.empty(len(rows))
     sizes = kept.sizes()

@@ -97,13 +97,11 @@ def check_prompts(
     weights: Mapping[str, float],
     *,
     code: CodeSettings,
-    references: int = REFERENCES,
-    references_s: float = REFERENCES_S,
 ) -> str:
     """Check one source's prompts against the weights of their domain, and run their programs.
 
-    The first `references` reference solutions have to pass their own tests; none is begun after
-    `references_s` seconds. Returns what was run, for people, or "". Raises ValueError naming the
+    The first `REFERENCES` reference solutions have to pass their own tests; none is begun after
+    `REFERENCES_S` seconds. Returns what was run, for people, or "". Raises ValueError naming the
     prompt, and where this machine cannot hold an untrusted program.
     """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
@@ -120,8 +118,8 @@ def check_prompts(
         check_outputs(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
     solved = [prompt for prompt in asked if prompt.reward.get("reference") is not None]
     started, ran = time.monotonic(), 0
-    for prompt in solved[:references]:
-        if time.monotonic() - started > references_s:
+    for prompt in solved[:REFERENCES]:
+        if time.monotonic() - started > REFERENCES_S:
             break
         check_reference(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
         ran += 1

@@ -81,11 +81,11 @@ class KeptSets:
             or offsets[-1] != len(self.ids)
         ):
             raise ValueError(
-                f"kept sets: offsets must run from 0 to len(ids) = {len(self.ids)}, got "
+                f"sampling masks: offsets must run from 0 to len(ids) = {len(self.ids)}, got "
                 f"{offsets[:3]}…"
             )
         if (np.diff(offsets) < 0).any():
-            raise ValueError("kept sets: offsets must not decrease")
+            raise ValueError("sampling masks: offsets must not decrease")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

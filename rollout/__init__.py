@@ -1,1 +1,1 @@
-"""Sampling: vLLM engines that record probability, experts and kept set of every token."""
+"""Sampling: vLLM engines that record probability, experts and sampling mask of every token."""

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from keel.configs.schema import Dtype, RolloutConfig
 
+CAPTURED = 512
+"""Tokens of the largest step that vLLM captures as a CUDA graph by itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
@@ -23,7 +26,10 @@ class EngineSpec:
     keep_routing: bool
     """Record routes. Has no effect on a model without experts."""
     keep_sampling_mask: bool
-    """Record kept sets of requests whose sampling is truncated."""
+    """Record sampling masks of requests whose sampling is truncated."""
+    conversations: int = 0
+    """Conversations that may be open at once. The keys and values of those that wait for a tool are
+    worth keeping, beside those of `config.max_num_seqs` that are being sampled."""
 
 
 class Started(NamedTuple):
@@ -65,7 +71,7 @@ def environment(config: RolloutConfig, *, gpu: bool) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # Its fused sampler shows neither kept sets nor their probabilities.
+        # Its fused sampler shows neither sampling masks nor their probabilities.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if gpu:
@@ -78,3 +84,15 @@ def environment(config: RolloutConfig, *, gpu: bool) -> dict[str, str]:
         # Threads that spin while they wait would starve the other actors of the machine.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+
+
+def captured_sizes(seqs: int, most: int) -> list[int]:
+    """Tokens of the steps that are captured as CUDA graphs, for a batch of `seqs` and at `most` so
+    many tokens a step: vLLM's own, to twice the batch, and four more, to four times that. Turns of
+    conversations begin with a few tokens each, beside a whole batch that goes on; launched kernel
+    by kernel, such a step takes as long as four."""
+    own = min(2 * seqs, CAPTURED)
+    finely = [1, 2, 4, *range(8, 256, 8), *range(256, CAPTURED + 1, 16)]
+    wider = [own + own * quarter // 4 for quarter in range(1, 5)]
+    sizes = [*(size for size in finely if size < own), own, min(seqs, own), *wider]
+    return sorted({min(size, most) for size in sizes})

@@ -106,8 +106,8 @@ class Learner:
             return Limit("the trainer's start", left, "run.startup_deadline_s")
 
         self._whereabouts = self._all("whereabouts", limit=limit())
-        (meeting,) = self._wait([self._ranks[0].listen.remote()], limit())
-        return self._all("start", self._model_path, self._config, meeting, limit=limit())[0]
+        (rendezvous,) = self._wait([self._ranks[0].listen.remote()], limit())
+        return self._all("start", self._model_path, self._config, rendezvous, limit=limit())[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps."""

@@ -85,7 +85,7 @@ class TrainerWorker:
         self._store = store
         return host, store.port
 
-    def start(self, model_path: str, config: Config, meeting: tuple[str, int]) -> list[str]:
+    def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
         """Join the other ranks and load the model. Returns `TrainerEngine.notes`."""
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
@@ -102,13 +102,13 @@ class TrainerWorker:
 
         if self._store is None:
             self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                *meeting, self._world_size, wait_for_workers=False
+                *rendezvous, self._world_size, wait_for_workers=False
             )
         self._engine = TrainerEngine(
             model_path, config, rank=self._rank, world_size=self._world_size, store=self._store
         )
         deadline_s = config.rollout.update_deadline_s
-        self._sender = Sender(meeting, self._engine.device, deadline_s=deadline_s)
+        self._sender = Sender(rendezvous, self._engine.device, deadline_s=deadline_s)
         return self._engine.notes
 
     def step(self, batches: Sequence[TrainBatch]) -> StepReport:
@@ -122,8 +122,8 @@ class TrainerWorker:
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
         """Bring these engines to the current weights. All ranks are asked, each with its own."""
         assert self._sender is not None
-        blocks = self.engine.blocks(wanted=bool(receivers))
-        return self._sender.send(blocks, receivers, self.engine.version)
+        buckets = self.engine.buckets(wanted=bool(receivers))
+        return self._sender.send(buckets, receivers, self.engine.version)
 
     def save(self, folder: str) -> None:
         self.engine.save(Path(folder))

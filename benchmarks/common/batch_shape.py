@@ -24,13 +24,13 @@ class Row:
 
     segments: int
     prompt: int
-    answer: int
+    completion: int
     """Tokens; the sampled ones come last."""
     vocabulary: int
 
     @property
     def length(self) -> int:
-        return self.prompt + self.answer
+        return self.prompt + self.completion
 
     @property
     def tokens(self) -> int:
@@ -44,6 +44,6 @@ def made_config(row: Row, trainer: TrainerConfig, *, reference: bool = False) ->
     return Config(
         model=ModelConfig(path="made", dtype="bfloat16"),
         data=DataConfig(sources=(source,), max_prompt_tokens=row.prompt),
-        rollout=RolloutConfig(sampling=SamplingConfig(top_k=512, max_tokens=row.answer)),
+        rollout=RolloutConfig(sampling=SamplingConfig(top_k=512, max_tokens=row.completion)),
         trainer=trainer,
     )

@@ -70,7 +70,7 @@ def draw_micro_batch(
         logp_old_N=np.where(sampled, -2.0, 0.0).astype(np.float32),
         advantage_N=np.where(segment % 2 == 0, 0.5, -0.5).astype(np.float32),
         kl_coef_N=np.where(sampled, kl_coef, 0.0).astype(np.float32),
-        sequence_tokens_S=np.full(row.segments, row.answer),
+        sequence_tokens_S=np.full(row.segments, row.completion),
         sequence_weight_S=np.ones(row.segments, np.float32),
         kept=KeptSets(ids=ids.astype(np.int32), offsets=np.concatenate([[0], np.cumsum(sizes)])),
     )

@@ -1,6 +1,6 @@
 """Tokens per second of an engine with and without recording, beside plain vLLM, on one GPU.
 
-    python -m benchmarks.rollout --out OUT              # 1.4 B parameters, mean kept set 8
+    python -m benchmarks.rollout --out OUT              # 1.4 B parameters, mean sampling mask 8
     python -m benchmarks.rollout --out OUT --profile keel
     python -m benchmarks.rollout --out OUT --dense      # the workload of benchmarks/peers
     python -m benchmarks.rollout --out OUT --small      # on a CPU, to see that it runs
@@ -12,13 +12,13 @@ turns on the whole of the card. Ratios are medians of ratios within a round.
     stock+logprobs   with the sampled tokens' log-probabilities, which any RL system needs
     stock+recording  with vLLM's routes and sampling masks as well
     keel-plain       Keel's engine with log-probabilities alone
-    keel             with routes and kept sets
+    keel             with routes and sampling masks
     packed-plain     Keel's engine with `rollout.recorder: packed`, log-probabilities alone
-    packed           with routes and kept sets
+    packed           with routes and sampling masks
 
 Only where `--arms` or `--profile` names them, as `packed`: `packed-fa2` and `packed-triton` with
 other attention kernels, `packed-page64` and `packed-page256` with more tokens in a cache block. A
-dense model has no routes; its arms record kept sets alone.
+dense model has no routes; its arms record sampling masks alone.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(DEFAULT))
     parser.add_argument("--profile", nargs="*", choices=list(ARMS), default=[])
     parser.add_argument("--mean-kept", type=float, default=8.0)
-    parser.add_argument("--answer", type=int, help="tokens per completion")
+    parser.add_argument("--completion", type=int, help="tokens per completion")
     parser.add_argument("--group", type=int, help="completions per prompt")
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--serial", action="store_true", help="start one engine at a time")
@@ -282,7 +282,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     changes = {
         name: getattr(options, name)
-        for name in ("answer", "group", "prompts")
+        for name in ("completion", "group", "prompts")
         if getattr(options, name)
     }
     size = SMALL if options.small else Size()

@@ -29,7 +29,7 @@ def serve(arm: Arm, folder: str, size: Size, out: Path, answer: Callable[[Any], 
     driver: Driver = (Keel if arm.keel else Stock)(arm, folder, size, steps)
     started = time.perf_counter() - began
     # Kernels are compiled and memory is taken in the first batch.
-    driver.run(make_prompts(size, "warm"), min(size.answer, 24))
+    driver.run(make_prompts(size, "warm"), min(size.completion, 24))
     answer({"started_s": started, "warmed_s": time.perf_counter() - began})
     for line in sys.stdin:
         command = json.loads(line)

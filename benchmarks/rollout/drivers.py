@@ -30,7 +30,7 @@ class Arm:
     name: str
     keel: bool
     record: bool = False
-    """Kept sets, and routes where the model has experts."""
+    """Sampling masks, and routes where the model has experts."""
     logprobs: bool = False
     """Stock only; Keel's engines always return them."""
     own_process: bool = False
@@ -149,7 +149,7 @@ class Steps:
 class Driver(Protocol):
     """What the arms have in common."""
 
-    def run(self, prompts: list[Prompt], answer: int) -> list[Group]:
+    def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
         """Blocks. Groups are returned by Keel's engines only."""
         ...
 
@@ -178,7 +178,7 @@ class Stock:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         steps.watch(self._llm.llm_engine)
 
-    def run(self, prompts: list[Prompt], answer: int) -> list[Group]:
+    def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
         from vllm import SamplingParams  # noqa: PLC0415
 
         asked = [
@@ -190,13 +190,13 @@ class Stock:
             temperature=1.0,
             top_p=self._size.top_p,
             top_k=self._size.top_k,
-            max_tokens=answer,
+            max_tokens=completion,
             logprobs=0 if self._arm.logprobs else None,
         )
         outputs = self._llm.generate(asked, params, use_tqdm=False)  # type: ignore[arg-type]
         lengths = {len(output.outputs[0].token_ids) for output in outputs}
-        if lengths != {answer}:
-            raise RuntimeError(f"completions of {lengths} tokens where {answer} were asked for")
+        if lengths != {completion}:
+            raise RuntimeError(f"completions of {lengths} tokens where {completion} were asked for")
         return []
 
     def on_thread(self, call: Callable[[], Any]) -> Any:
@@ -218,7 +218,7 @@ class Keel:
         vllm_engine.engine_args = bounded
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
-            sampling=sampling(size, size.answer),
+            sampling=sampling(size, size.completion),
             max_num_seqs=size.sequences,
             recorder=arm.recorder,
             deadline_s=RUN_DEADLINE_S,
@@ -241,8 +241,8 @@ class Keel:
 
         self._engine = EngineThread(build, self._config)
 
-    def run(self, prompts: list[Prompt], answer: int) -> list[Group]:
-        asked = sampling(self._size, answer)
+    def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
+        asked = sampling(self._size, completion)
         futures = [
             self._engine.submit(
                 prompt, group_size=self._size.group, sampling=asked, record=self._arm.record
@@ -251,8 +251,8 @@ class Keel:
         ]
         groups = [future.result(timeout=RUN_DEADLINE_S) for future in futures]
         lengths = {t.sampled_tokens for group in groups for t in group.trajectories}
-        if lengths != {answer}:
-            raise RuntimeError(f"completions of {lengths} tokens where {answer} were asked for")
+        if lengths != {completion}:
+            raise RuntimeError(f"completions of {lengths} tokens where {completion} were asked for")
         return groups
 
     def on_thread(self, call: Callable[[], Any]) -> Any:
@@ -260,11 +260,11 @@ class Keel:
 
 
 def context(size: Size) -> int:
-    return size.prompt + size.answer + 16
+    return size.prompt + size.completion + 16
 
 
-def sampling(size: Size, answer: int) -> SamplingConfig:
-    return SamplingConfig(top_p=size.top_p, top_k=size.top_k, max_tokens=answer)
+def sampling(size: Size, completion: int) -> SamplingConfig:
+    return SamplingConfig(top_p=size.top_p, top_k=size.top_k, max_tokens=completion)
 
 
 def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def timed_run(driver: Driver, steps: Steps, size: Size, salt: str) -> dict[str, 
     steps.reset()
     cpu, threads = driver.on_thread(time.thread_time), thread_seconds()
     began = time.perf_counter()
-    groups = driver.run(prompts, size.answer)
+    groups = driver.run(prompts, size.completion)
     seconds = time.perf_counter() - began
     cpu = driver.on_thread(time.thread_time) - cpu
     spent = {
@@ -40,7 +40,7 @@ def timed_run(driver: Driver, steps: Steps, size: Size, salt: str) -> dict[str, 
         "seconds": seconds,
         "tokens_per_second": size.tokens / seconds,
         "steps": steps.count,
-        "ms_per_token_row": 1e3 * seconds / size.answer,
+        "ms_per_token_row": 1e3 * seconds / size.completion,
         "thread_ms_per_step": 1e3 * cpu / max(1, steps.count),
         "parts_ms_per_step": {
             part: 1e3 * value / max(1, steps.count) for part, value in steps.parts.items()
@@ -51,7 +51,7 @@ def timed_run(driver: Driver, steps: Steps, size: Size, salt: str) -> dict[str, 
 
 
 def host_bytes(groups: list[Group]) -> dict[str, Any]:
-    """Of the returned arrays, for each token of prompt and answer, and the mean kept set."""
+    """Of the returned arrays, per token of prompt and completion, and the mean sampling mask."""
     total: dict[str, int] = {}
     tokens = sampled = kept = 0
     for group in groups:
@@ -102,8 +102,8 @@ def profile(driver: Driver, steps: Steps, size: Size, out: Path, name: str) -> d
     profiler = cProfile.Profile()
     driver.on_thread(profiler.enable)
     began = time.perf_counter()
-    driver.run(make_prompts(size, "cprofile"), size.answer)
-    result["profiled_ms_per_token_row"] = 1e3 * (time.perf_counter() - began) / size.answer
+    driver.run(make_prompts(size, "cprofile"), size.completion)
+    result["profiled_ms_per_token_row"] = 1e3 * (time.perf_counter() - began) / size.completion
     driver.on_thread(profiler.disable)
     text = io.StringIO()
     stats = pstats.Stats(profiler, stream=text).strip_dirs()
@@ -131,9 +131,9 @@ def trace(driver: Driver, steps: Steps, size: Size) -> dict[str, Any]:
         span["seconds"] = time.perf_counter() - span["began"]
         tracer.stop()
 
-    first = size.answer // 2
+    first = size.completion // 2
     steps.hooks = {first: start, first + TRACED_STEPS: stop}
-    driver.run(make_prompts(size, "trace"), size.answer)
+    driver.run(make_prompts(size, "trace"), size.completion)
     kernels: dict[str, list[float]] = {}
     spans: list[tuple[float, float]] = []
     for event in tracer.events() or ():

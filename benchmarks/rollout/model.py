@@ -38,7 +38,7 @@ class Size(Mixture):
     group: int = 16
     prompt: int = 128
     """Tokens."""
-    answer: int = 512
+    completion: int = 512
     """Tokens; no completion ends sooner."""
     top_p: float = 0.95
     top_k: int = 512
@@ -51,7 +51,7 @@ class Size(Mixture):
     @property
     def tokens(self) -> int:
         """Sampled in one run."""
-        return self.sequences * self.answer
+        return self.sequences * self.completion
 
 
 SMALL = Size(
@@ -64,7 +64,7 @@ SMALL = Size(
     prompts=4,
     group=4,
     prompt=48,
-    answer=32,
+    completion=32,
     top_k=64,
     dtype="float32",
 )
@@ -82,7 +82,7 @@ def dense(size: Size, workload: Workload) -> Size:
         vocabulary=workload.shape.vocab_size,
         prompts=workload.prompts_per_step,
         group=workload.group_size,
-        answer=workload.completion_tokens,
+        completion=workload.completion_tokens,
         top_p=workload.top_p,
         top_k=workload.top_k,
     )

@@ -1,4 +1,4 @@
-"""What a step's sampling costs: by vLLM's sampler with kept sets recorded, and by the packed one.
+"""What a step's sampling costs: by vLLM's sampler, recording masks, and by the packed one.
 
     python -m benchmarks.rollout.sampling --out FOLDER
     TRITON_INTERPRET=1 python -m benchmarks.rollout.sampling --out FOLDER --small  # on a CPU

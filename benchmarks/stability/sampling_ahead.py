@@ -11,7 +11,7 @@ as a group takes on average. Units are that average.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,14 +147,14 @@ _ANSWERS = (_answer(0), _answer(1))
 """Of every group: nothing here looks at what they say."""
 
 
-def table(sigmas: Sequence[float] = SIGMAS, lags: Sequence[int] = LAGS) -> str:
+def table() -> str:
     """Markdown: mean duration and share of the longest trained on, and what a step takes."""
     lines = [
         "| σ | max_lag | rule | mean duration trained | longest 5 % trained | step |",
         "|---|---|---|---|---|---|",
     ]
-    for sigma in sigmas:
-        for lag in (0, *lags):
+    for sigma in SIGMAS:
+        for lag in (0, *LAGS):
             for rule in RULES if lag else RULES[:1]:
                 found = simulate(GroupBuffer if rule == RULES[0] else AsReady, lag=lag, sigma=sigma)
                 lines.append(
@@ -164,10 +164,10 @@ def table(sigmas: Sequence[float] = SIGMAS, lags: Sequence[int] = LAGS) -> str:
     return "\n".join(lines)
 
 
-def longest_of(batch: int, sigma: float, *, draws: int = 4000) -> float:
+def longest_of(batch: int, sigma: float) -> float:
     """Mean of the longest of a batch."""
     random = np.random.default_rng(1)
-    return float(np.exp(random.normal(-(sigma**2) / 2, sigma, (draws, batch))).max(1).mean())
+    return float(np.exp(random.normal(-(sigma**2) / 2, sigma, (4000, batch))).max(1).mean())
 
 
 if __name__ == "__main__":

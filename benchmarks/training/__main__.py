@@ -7,7 +7,7 @@
     python -m benchmarks.training --out DIR --small --ranks 1,2 # on a CPU, to see that it runs
 
 Packed trajectories of one length, recorded routes (drawn evenly, as a model sends its tokens that
-was trained to) and kept sets of 8 ids on average: what Keel trains with. A step is forward,
+was trained to) and sampling masks of 8 ids on average: what Keel trains with. A step is forward,
 backward and optimizer with the host's work in it; a figure is the median of `--rounds` steps after
 one that does not count. What counts as the model's work is said in `training_measure.step_flops`;
 the utilisation (MFU) is against 989 TFLOP/s a GPU. `full`: with a whole head, `ref`: with the

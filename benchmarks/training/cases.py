@@ -78,7 +78,7 @@ class Case:
         return Row(
             segments=self.micro_batch_tokens // self.length,
             prompt=prompt,
-            answer=self.length - prompt,
+            completion=self.length - prompt,
             vocabulary=vocabulary,
         )
 

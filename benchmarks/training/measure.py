@@ -242,7 +242,7 @@ def step_flops(case: Case, row: Row, facts: ModelFacts, kept_ids: int) -> dict[s
     An embedding lookup is no GEMM. Softmax, norms and the optimizer are not counted.
     """
     tokens, micro_batches = case.step_tokens, case.micro_batches * case.ranks
-    sampled = row.segments * row.answer * micro_batches
+    sampled = row.segments * row.completion * micro_batches
     trained = {
         "body": 6.0 * body_parameters(facts) * tokens,
         "attention": 6.0 * case.length * facts.attention_width * facts.layers * tokens,

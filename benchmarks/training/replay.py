@@ -1,12 +1,12 @@
 """What the two replays cost: one training step of a mixture of experts, on one GPU.
 
-    python -m benchmarks.training.replay   # 1.4 B parameters, mean kept set 8, 64 and 512
+    python -m benchmarks.training.replay   # 1.4 B parameters, mean sampling mask 8, 64 and 512
     python -m benchmarks.training.replay --small   # seconds, to see that it runs
 
 Three ways to do the same step (forward, backward, optimizer) alternate on the same tokens:
 
-    both     recorded routes and kept sets: what Keel trains with
-    live     kept sets, live routing
+    both     recorded routes and sampling masks: what Keel trains with
+    live     sampling masks, live routing
     full     live routing, every token over the whole vocabulary: a trainer without replay
 
 The recorded routes are those that the live router chooses, so all three send the same tokens to the
@@ -54,11 +54,18 @@ class Size(Mixture):
     segments: int = 16
     """A micro-batch."""
     prompt: int = 128
-    answer: int = 896
+    completion: int = 896
 
 
 SMALL = Size(
-    hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048, segments=4, answer=64
+    hidden=64,
+    layers=2,
+    experts=8,
+    per_token=2,
+    expert=64,
+    vocabulary=2048,
+    segments=4,
+    completion=64,
 )
 
 
@@ -88,7 +95,10 @@ def timed_step(engine: TrainerEngine, arm: str, batches: list[MicroBatch]) -> fl
 
 def measure(engine: TrainerEngine, size: Size, mean_set: int, rounds: int) -> dict[str, float]:
     shape = Row(
-        segments=size.segments, prompt=size.prompt, answer=size.answer, vocabulary=size.vocabulary
+        segments=size.segments,
+        prompt=size.prompt,
+        completion=size.completion,
+        vocabulary=size.vocabulary,
     )
     cuda = torch.device("cuda")
     batches = [draw_micro_batch(shape, mean_set, cuda) for _ in range(size.micro_batches)]

@@ -21,7 +21,7 @@ from keel.trainer.planning.step_time import Rates
 FITTED = ("layer_moves", "norm_moves", "compiled_moves", "expert_moves", "stock_expert_moves")
 NO_HOST = {"pass_s": 0.0, "compiled_pass_s": 0.0, "expert_pass_s": 0.0}
 NO_GPU = {
-    "product_share": float("inf"),
+    "gemm_share": float("inf"),
     "attention_share": float("inf"),
     "optimizer_bytes": 0.0,
     "gradient_bytes": 0.0,

@@ -163,7 +163,7 @@ def train(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products this small gain nothing from a second core, lose much on a busy one, and sum in an
+    """GEMMs this small gain nothing from a second core, lose much on a busy one, and sum in an
     order that depends on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

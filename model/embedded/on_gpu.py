@@ -32,7 +32,7 @@ def run_on_gpu(
 ) -> None:
     """`make(device=…, progress=…)` in a fresh process, whose errors are raised here.
 
-    Products are in TF32, attention is computed in full, and PyTorch is asked for deterministic
+    GEMMs are in TF32, attention is computed in full, and PyTorch is asked for deterministic
     kernels: the same arguments give the same weights on one kind of GPU as far as it has them.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The support head: log-probabilities over kept sets alone, on CPUs and as GPU kernels."""
+"""The support head: log-probabilities over sampling masks alone, on CPUs and as GPU kernels."""

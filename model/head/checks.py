@@ -61,7 +61,7 @@ def check_shapes(
 
 
 def check_values(targets: Tensor, kept_ids: Tensor, offsets: NDArray[np.int64], vocab: int) -> None:
-    """Ids and targets in range, each target once in its kept set, no id twice in a set.
+    """Ids and targets in range, each target once in its sampling mask, no id twice in one.
 
     Runs where the tensors are, with one wait for the answer if that is an accelerator.
     """
@@ -102,8 +102,8 @@ def check_values(targets: Tensor, kept_ids: Tensor, offsets: NDArray[np.int64], 
     if faults[2]:
         row = int(member_fault.nonzero()[0])
         raise ValueError(
-            f"targets: row {row} is {int(targets[row])}, which is not in its kept set of "
-            f"{int(spans[row])} ids: kept sets and tokens are out of step"
+            f"targets: row {row} is {int(targets[row])}, which is not in its sampling mask of "
+            f"{int(spans[row])} ids: sampling masks and tokens are out of step"
         )
     repeated = _repeated_row(rows, kept_ids, len(targets), vocab)
     if repeated is not None:

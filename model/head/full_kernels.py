@@ -1,9 +1,9 @@
 """The full head on a GPU, for tokens whose sampling was not truncated.
 
-The vocabulary is walked in blocks: a matrix product makes the logits of one block in float32, and
+The vocabulary is walked in blocks: a GEMM makes the logits of one block in float32, and
 one kernel folds them into running statistics (forward) or turns them into gradients of the logits
 (backward). Only one block of logits exists at a time, and every block of the weight gradient is
-finished in one product over all tokens.
+finished in one GEMM over all tokens.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -75,7 +75,7 @@ def _block_coefficient_kernel(
     tl.store(out + t * width + column, grad.to(out.dtype.element_ty), mask=live)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def gemm(left: Tensor, right: Tensor) -> Tensor:
     """left @ right with float32 sums and a float32 result, from operands of any one dtype."""
     right = right.to(left.dtype)
     if left.is_cuda and left.dtype != torch.float32:
@@ -96,7 +96,7 @@ def full_statistics(
     top = torch.full((tokens,), float("-inf"), device=hidden.device)
     chosen, mass, moment = top.clone(), torch.zeros_like(top), torch.zeros_like(top)
     for first, last in _blocks(tokens, weight.shape[0]):
-        dot = product(hidden, weight[first:last].t())
+        dot = gemm(hidden, weight[first:last].t())
         _fold_kernel[(tokens,)](
             top, mass, moment, chosen, dot, bias, targets, first, last - first,
             shape.scale, shape.softcap, 1.0 / shape.temperature,
@@ -126,7 +126,7 @@ def full_gradients(
     grad_hidden = torch.zeros((tokens, d), device=hidden.device, dtype=torch.float32)
     for first, last in _blocks(tokens, weight.shape[0]):
         width = last - first
-        dot = product(hidden, weight[first:last].t())
+        dot = gemm(hidden, weight[first:last].t())
         coefficient = torch.empty((tokens, width), device=hidden.device, dtype=hidden.dtype)
         _block_coefficient_kernel[(tokens, triton.cdiv(width, 1024))](
             coefficient, dot, bias, targets, lse, grad_logp, first, width,
@@ -134,9 +134,9 @@ def full_gradients(
             BIASED=bias is not None, CAPPED=shape.softcap > 0, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         del dot
-        grad_hidden += product(coefficient, weight[first:last])
+        grad_hidden += gemm(coefficient, weight[first:last])
         if grad_weight is not None:
-            grad_weight[first:last] += product(coefficient.t(), hidden)
+            grad_weight[first:last] += gemm(coefficient.t(), hidden)
         if grad_bias is not None:
             grad_bias[first:last] += coefficient.sum(0, dtype=torch.float32)
     return grad_hidden

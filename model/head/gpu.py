@@ -1,7 +1,8 @@
-"""The support head on a GPU: log-probabilities over kept sets, differentiable, in bounded memory.
+"""The support head on a GPU: log-probabilities over sampling masks, forward and backward.
 
-Kept between forward and backward: one float32 logit for each kept id and two floats a token.
-Everything else is computed again. Results do not depend on scheduling: there are no atomics.
+Memory is bounded: kept between forward and backward are one float32 logit for each kept id and two
+floats per token. Everything else is computed again. Results do not depend on scheduling: there
+are no atomics.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keel.model.head import kernels
-from keel.model.head.full_kernels import full_gradients, full_statistics, product
+from keel.model.head.full_kernels import full_gradients, full_statistics, gemm
 from keel.model.head.kernels import HeadShape
 from keel.model.head.plan import Chunk, SupportPlan
 
@@ -61,7 +62,7 @@ class _SupportHead(torch.autograd.Function):
             logits, plan.ids, plan.token, targets, lse, grad_logp, shape
         )
         unions = [chunk for chunk in plan.chunks if chunk.union is not None]
-        # The products add up in `base` before the gathered rows join it; float32 where several
+        # The GEMMs add up in `base` before the gathered rows join it; float32 where several
         # chunks meet in one row.
         base = None
         if need_weight and (unions or plan.full is not None):
@@ -126,7 +127,7 @@ def _union_logits(
 ) -> None:
     (first, last), (start, stop) = chunk.tokens, chunk.entries
     assert chunk.union is not None
-    dot = product(hidden[first:last], weight[chunk.union].t())
+    dot = gemm(hidden[first:last], weight[chunk.union].t())
     z = dot[plan.token[start:stop] - first, chunk.column]
     if bias is not None:
         z += bias[plan.ids[start:stop]].float()
@@ -153,11 +154,11 @@ def _union_gradients(
         (last - first, chunk.union.numel()), device=hidden.device, dtype=hidden.dtype
     )
     dense[plan.token[start:stop] - first, chunk.column] = coefficient[start:stop].to(hidden.dtype)
-    # Through float32: a product into bfloat16 may also sum its parts in bfloat16.
-    grad_hidden[first:last] = product(dense, weight[chunk.union])
+    # Through float32: a GEMM into bfloat16 may also sum its parts in bfloat16.
+    grad_hidden[first:last] = gemm(dense, weight[chunk.union])
     # An id occurs once in a union, and its padding adds zeros, so these sums have one order.
     if grad_weight is not None:
-        grad_weight.index_add_(0, chunk.union, product(dense.t(), hidden[first:last]))
+        grad_weight.index_add_(0, chunk.union, gemm(dense.t(), hidden[first:last]))
     if grad_bias is not None:
         grad_bias.index_add_(0, chunk.union, dense.sum(0, dtype=torch.float32))
 
@@ -171,12 +172,13 @@ def fused_head(
     bias: Tensor | None = None,
     shape: HeadShape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log π(target), entropy) of each token over its kept set, both [T] float32.
+    """(log π(target), entropy) of each token over its sampling mask, both [T] float32.
 
     The log-probability has gradients to hidden, weight and bias; the entropy has none.
 
     hidden [T, d] and weight [V, d] in bfloat16, float16 or float32; targets [T] integers; bias [V].
-    An id must not occur twice in a kept set. A target outside its set has log-probability −inf.
+    An id must not occur twice in a sampling mask. A target outside its mask has log-probability
+    −inf.
     """
     return _SupportHead.apply(  # type: ignore[return-value]
         hidden if hidden.stride(-1) == 1 else hidden.contiguous(),

@@ -31,7 +31,7 @@ _SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_m
 
 
 class SupportHead(nn.Linear):
-    """An output layer that scores kept sets: `keel.model.head.support.support_head` with its
+    """An output layer that scores sampling masks: `keel.model.head.support.support_head` with its
     weight.
 
     It holds the same `Parameter` objects as the layer it replaced, under the same names, so tied

@@ -2,8 +2,8 @@
 
 Two plans compute the same thing and are picked by `pair_plan` from sizes that the host knows:
 
-- `gather`: one dot product a pair, O(nnz·d). For spans that are short beside the vocabulary.
-- `gemm`: the whole [rows, V] block by matrix product, a few rows at a time, of which only the
+- `gather`: one dot product per pair, O(nnz·d). For spans that are short beside the vocabulary.
+- `gemm`: the whole [rows, V] block by a GEMM, a few rows at a time, of which only the
   pairs are read. For a small vocabulary, or spans that are most of it.
 
 `pair_logits` and `pair_grads` are the only functions that touch [nnz]-by-d work: a fused kernel
@@ -32,7 +32,7 @@ GATHER_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 GEMM_ELEMENTS = {"cpu": 2**18, "cuda": 2**27}
 """Elements of the [rows, V] block of logits that exists at once (CUDA: 512 MiB of float32) …"""
 GEMM_ROWS = 128
-"""… but no fewer rows than this, or the product runs at the speed of reading the head."""
+"""… but no fewer rows than this, or the GEMM runs at the speed of reading the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def gemm_operand(tensor: Tensor) -> Tensor:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Product with sums *and result* in float32 (a bfloat16 logit of 20 is off by up to 0.06)."""
+    """GEMM with sums *and result* in float32 (a bfloat16 logit of 20 is off by up to 0.06)."""
     if left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right

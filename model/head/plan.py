@@ -2,11 +2,11 @@
 
 | plan   | for                                  | work                                         |
 |--------|--------------------------------------|----------------------------------------------|
-| gather | small kept sets                      | one row of the head for each kept id         |
-| union  | large kept sets that overlap         | one product with the rows any token kept     |
-| full   | tokens that were not truncated       | one product with the whole head              |
+| gather | small sampling masks                 | one row of the head for each kept id         |
+| union  | large sampling masks that overlap    | one GEMM with the rows any token kept        |
+| full   | tokens that were not truncated       | one GEMM with the whole head                 |
 
-A plan depends on the kept sets alone. Built from host tensors (ahead of time, beside packing) it
+A plan depends on the sampling masks alone. From host tensors (ahead of time, beside packing) it
 costs no synchronisation with the device, and one plan serves every pass over a micro-batch:
 policy, reference, forward and backward.
 """
@@ -28,7 +28,7 @@ CHUNK_TOKENS = 2048
 UNION_FLOOR = 128
 """Mean kept ids of a chunk under which the gather is taken without counting the union."""
 ALIGNMENT = 64
-"""Unions are padded to a multiple: products of other widths take far slower kernels."""
+"""Unions are padded to a multiple: GEMMs of other widths take far slower kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SupportPlan:
-    """Kept sets on the device, cut into chunks."""
+    """Sampling masks on the device, cut into chunks."""
 
     vocabulary: int
     ids: Tensor
@@ -75,14 +75,14 @@ class SupportPlan:
 
 
 def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
-    """Whether one product over `union` rows beats reading one row for each of `entries` kept ids.
+    """Whether one GEMM over `union` rows beats reading one row for each of `entries` kept ids.
 
     Seconds of one pass, fitted on one H200 (d 640 to 2,048); forward and both gradients repeat
     either in proportion, and other devices change little in the choice.
     """
     gather = entries * (9e-11 + d * 2.35e-13)
-    product = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
-    return product < gather
+    gemm = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
+    return gemm < gather
 
 
 def build_plan(
@@ -145,7 +145,7 @@ def _chunks(
 def _union(
     kept_ids: Tensor, tokens: tuple[int, int], span: tuple[int, int], vocabulary: int, d: int
 ) -> tuple[Tensor, Tensor] | None:
-    """The union of these tokens' kept sets and each entry's place in it, where that is cheaper."""
+    """The union of these tokens' masks and each entry's place in it, where that is cheaper."""
     count, entries = tokens[1] - tokens[0], span[1] - span[0]
     # Even where all sets are equal, the union is as large as their mean.
     if entries < UNION_FLOOR * count or not union_is_cheaper(entries, count, entries // count, d):

@@ -1,6 +1,6 @@
-"""Log-probabilities over kept sets: the policy as truncated sampling defined it, and no more.
+"""Log-probabilities over sampling masks: the policy as truncated sampling defined it, and no more.
 
-Under Keep Sampling Mask (DeepSeek-V3.2, section 3.1) a token o sampled from the kept set S has
+Under Keep Sampling Mask (DeepSeek-V3.2, section 3.1) a token o sampled with the mask S has
 
     log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,      z = cap(scale · (W h + b))
 
@@ -71,13 +71,13 @@ def support_head(
     spec: HeadSpec = PLAIN,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target over its kept set, and the entropy of that distribution.
+    """Log-probability of each target over its sampling mask, and the entropy of that distribution.
 
     Args:
         hidden: [T, d] floats; row t predicts `targets[t]`.
         weight: [V, d], same dtype and device as `hidden`.
-        targets: [T] integers, each inside its own kept set.
-        kept_ids: [nnz] integers, the kept sets one after the other.
+        targets: [T] integers, each inside its own sampling mask.
+        kept_ids: [nnz] integers, the sampling masks one after the other.
         kept_offsets: [T+1] integers; token t kept `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`.
             An empty span means the whole vocabulary.
         temperature: τ, above 0.
@@ -92,8 +92,8 @@ def support_head(
 
     Raises:
         ValueError: naming the argument and the row, if shapes or dtypes do not fit, an id or a
-            target is outside [0, V), a target is outside its kept set, a kept set holds an id
-            twice, the offsets do not run monotonically from 0 to nnz, or τ is not above 0.
+            target is outside [0, V), a target is outside its mask, a mask holds an id twice, the
+            offsets do not run monotonically from 0 to nnz, or τ is not above 0.
     """
     check_shapes(hidden, weight, targets, kept_ids, kept_offsets, spec.bias, temperature)
     memo = {} if memo is None else memo
@@ -174,7 +174,7 @@ def _on_gpu(
 
 
 class _KeptHead(Function):
-    """Tokens with non-empty kept sets. Holds two floats and two integers a (token, id) pair."""
+    """Tokens that were truncated. Holds two floats and two integers per (token, id) pair."""
 
     @staticmethod
     def forward(

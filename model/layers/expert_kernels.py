@@ -1,4 +1,4 @@
-"""Kernels around the grouped products of a mixture of experts, each one pass over memory.
+"""Kernels around the grouped GEMMs of a mixture of experts, each one pass over memory.
 
 S = tokens · K rows, sorted by expert; `position[t·K + j]` is the row of token t's j-th expert.
 """

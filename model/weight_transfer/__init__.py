@@ -1,1 +1,1 @@
-"""Weights on their way to the engines: buckets, the bytes' channel, the trainer's end."""
+"""Weight transfer to the engines: buckets, the channel for their bytes, the trainer's end."""

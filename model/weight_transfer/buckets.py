@@ -1,8 +1,8 @@
 """Weights on their way from the trainer to the engines: named tensors in flat buckets.
 
-A bucket is one block of bytes with a table of contents, so that a model of thousands of tensors
-travels in a few large transfers instead of one remote call a parameter. The bytes are in host
-memory (Ray's object store carries them), or stay on the sender's device and go straight to the
+A bucket is one flat buffer of bytes with a table of contents, so that a model of thousands of
+tensors travels in a few large transfers instead of one remote call per parameter. The bytes are in
+host memory (Ray's object store carries them), or stay on the sender's device and go straight to the
 engine.
 """
 
@@ -23,7 +23,7 @@ ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """A tuple, because a large update has tens of thousands of them on their way."""
+    """A tuple, because a large update sends tens of thousands of them."""
 
     name: str
     """Name in the model's checkpoint format (per-expert names for experts)."""
@@ -35,7 +35,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
+        """How many elements it has."""
         return prod(self.shape)
 
 
@@ -58,27 +58,29 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
+    """As an engine is sent it."""
+
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8] | Sent | Shared
     """The bytes, or how to get them."""
 
 
-Block = tuple[tuple[TensorEntry, ...], Tensor]
-"""A bucket that is still where its tensors are: what is in it, and its bytes."""
+FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
+"""A bucket on the device of its tensors: table of contents, and bytes as one flat tensor."""
 
 
-def pack_blocks(tensors: Iterable[tuple[str, Tensor]], block_bytes: int) -> Iterator[Block]:
-    """Group named tensors, all on one device, into blocks of at most `block_bytes` bytes there (a
+def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
+    """Group named tensors, all on one device, into buckets of at most `bucket_bytes` bytes there (a
     larger tensor has its own).
 
-    Holds no more than one block in memory beyond what `tensors` yields.
+    Holds no more than one bucket in memory beyond what `tensors` yields.
     """
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
     for name, tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if entries and size + flat.numel() > block_bytes:
+        if entries and size + flat.numel() > bucket_bytes:
             yield tuple(entries), torch.cat(parts)
             entries, parts, size = [], [], 0
         entries.append(
@@ -96,40 +98,35 @@ def pack_blocks(tensors: Iterable[tuple[str, Tensor]], block_bytes: int) -> Iter
         yield tuple(entries), torch.cat(parts)
 
 
-def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """`pack_blocks` in host memory."""
-    for entries, block in pack_blocks(tensors, bucket_bytes):
-        yield Bucket(entries=entries, data=block.cpu().numpy())
+def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
+    """As Ray's object store carries them."""
+    for entries, flat in buckets:
+        yield Bucket(entries=entries, data=flat.cpu().numpy())
 
 
-def host_block(bucket: Bucket) -> Tensor:
+def host_bytes(bucket: Bucket) -> Tensor:
     """The bytes of a bucket in host memory (copied if read-only)."""
     assert isinstance(bucket.data, np.ndarray)
     return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
 
 
-def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a bucket in host memory, as views of its bytes."""
-    return unpack_block(bucket.entries, host_block(bucket))
-
-
-def unpack_block(entries: Iterable[TensorEntry], block: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a block, as views of its bytes."""
+def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of a bucket, as views of its bytes."""
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
-        flat = block[entry.offset : entry.offset + entry.numel * dtype.itemsize]
-        yield entry.name, (flat.view(dtype) if entry.numel else flat.to(dtype)).view(entry.shape)
+        part = flat[entry.offset : entry.offset + entry.numel * dtype.itemsize]
+        yield entry.name, (part.view(dtype) if entry.numel else part.to(dtype)).view(entry.shape)
 
 
 class Checksum:
-    """Of the blocks of an update, in their order. Equal on both ends, or bytes were lost."""
+    """Of an update's buckets, in their order. Equal on both ends, or bytes were lost."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
-    def add(self, block: Tensor) -> None:
-        """Stays on the block's device: nothing is waited for."""
-        self._sums.append(block.view(torch.int64).sum())
+    def add(self, flat: Tensor) -> None:
+        """Stays on the device of `flat`: nothing is waited for."""
+        self._sums.append(flat.view(torch.int64).sum())
 
     def value(self) -> int:
         total = 0

@@ -1,4 +1,4 @@
-"""Blocks of bytes straight from a trainer's rank to one engine: NCCL between GPUs, gloo else.
+"""Buckets of bytes straight from a trainer's rank to one engine: NCCL between GPUs, gloo else.
 
 A channel is a process group of its own, beside those that the trainer and the engine have, so that
 an engine which dies ends its own channel and nothing else.
@@ -25,17 +25,19 @@ from keel.model.weight_transfer.buckets import Sent, Shared
 
 POLL_S = 2e-4
 NEVER = timedelta(days=1)
-"""What the group is told: `send` keeps the deadline itself."""
+"""The timeout that NCCL is given: `send` keeps the deadline itself."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
-Meeting = tuple[str, int]
-"""Host and port of the store that the two ends meet at."""
+Rendezvous = tuple[str, int]
+"""Host and port of the TCPStore that both ends connect to; rank 0 keeps it."""
+Meeting = Rendezvous
+"""As `keel.rollout.engine` still calls it."""
 
 
-def connect(meeting: Meeting, name: str, deadline_s: float) -> Any:
-    """The part of the store that goes by `name`. One thread at a time may use it."""
+def connect(rendezvous: Rendezvous, name: str, deadline_s: float) -> Any:
+    """The store, with `name` before its keys. One thread at a time may use it."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        *meeting, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+        *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
     )
     return dist.PrefixStore(name, client)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -45,7 +47,7 @@ class Channel:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         name: str,
         *,
         rank: int,
@@ -58,7 +60,7 @@ class Channel:
         self.used = False
         """Whether anything got through yet."""
         deadline = timedelta(seconds=deadline_s)
-        store = connect(meeting, name, deadline_s)
+        store = connect(rendezvous, name, deadline_s)
         self._group: Any
         """None once the channel is closed."""
         if device.type == "cuda":
@@ -69,7 +71,7 @@ class Channel:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
 
-    def send(self, block: Tensor, check: Callable[[], None] = lambda: None) -> None:
+    def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Returns when the bytes have left. `check` is called while waiting, to raise if the other
         end has gone. Raises TimeoutError after the deadline and ConnectionError if the channel
         breaks, or is closed: after any error it is."""
@@ -77,7 +79,7 @@ class Channel:
             raise ConnectionError("the channel for weights has been closed")
         end = time.monotonic() + self._deadline_s
         late = (
-            f"{block.numel() / 2**20:.0f} MiB of weights did not get through in "
+            f"{flat.numel() / 2**20:.0f} MiB of weights did not get through in "
             f"{self._deadline_s:g} s (rollout.update_deadline_s) over {self._group.name()}"
         )
 
@@ -98,7 +100,7 @@ class Channel:
                 time.sleep(POLL_S)
 
         try:
-            begun = self._begin(block)
+            begun = self._begin(flat)
             wait_for(begun.done)  # NCCL meets the other end here, and does not give up by itself
             work = ask(begun.result)
             wait_for(work.is_completed)
@@ -108,7 +110,7 @@ class Channel:
             raise
         self.used = True
 
-    def _begin(self, block: Tensor) -> Future[Any]:
+    def _begin(self, flat: Tensor) -> Future[Any]:
         """The broadcast, given to the group: the first time by a thread that may never return."""
         begun: Future[Any] = Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -118,7 +120,7 @@ class Channel:
         def begin() -> None:
             try:
                 with torch.cuda.stream(stream), torch.inference_mode(inference):
-                    begun.set_result(group.broadcast([block], self._options))
+                    begun.set_result(group.broadcast([flat], self._options))
             except Exception as error:  # belongs to who waits
                 begun.set_exception(error)
             if self._group is None:  # closed meanwhile: nobody waits for it any more
@@ -131,10 +133,10 @@ class Channel:
         return begun
 
     def receive(self, sent: Sent) -> Tensor:
-        """The next block; errors as for `send`."""
-        block = torch.empty(sent.size, dtype=torch.uint8, device=self._device)
-        self.send(block)
-        return block
+        """The next bucket's bytes; errors as for `send`."""
+        flat = torch.empty(sent.size, dtype=torch.uint8, device=self._device)
+        self.send(flat)
+        return flat
 
     def close(self) -> None:
         """Give up what is under way, for good. Does not wait for the group's end, which may take as
@@ -172,20 +174,20 @@ def unwatched() -> Iterator[None]:
 
 
 class SharedMemory:
-    """Of a GPU: one process lays a block there after the other, and another one reads them."""
+    """A buffer on a GPU that one process writes bucket after bucket to, and another one reads."""
 
     def __init__(self) -> None:
-        self._place = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._handle: tuple[Any, ...] = ()
 
-    def lay(self, block: Tensor) -> Shared:
-        """Over the last one, which must have been read."""
-        size = block.numel()
-        if self._place.numel() < size:
-            self._place = torch.empty_like(block)
-            _, self._handle = reduce_tensor(self._place)
-        self._place[:size].copy_(block)
-        torch.cuda.current_stream(block.device).synchronize()
+    def write(self, flat: Tensor) -> Shared:
+        """Over the last bucket, which must have been read."""
+        size = flat.numel()
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty_like(flat)
+            _, self._handle = reduce_tensor(self._buffer)
+        self._buffer[:size].copy_(flat)
+        torch.cuda.current_stream(flat.device).synchronize()
         return Shared(self._handle, size)
 
 
@@ -194,14 +196,14 @@ class SharedView:
 
     def __init__(self) -> None:
         self._handle: tuple[Any, ...] = ()
-        self._place = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def block(self, shared: Shared, device: torch.device) -> Tensor:
-        """The block itself, until the next one is laid over it."""
+    def read(self, shared: Shared, device: torch.device) -> Tensor:
+        """The bytes themselves, until the next bucket is written over them."""
         if shared.handle != self._handle:
             handle = on_device(shared.handle, device.index)  # the owner's number is not ours
-            self._handle, self._place = shared.handle, rebuild_cuda_tensor(*handle)
-        return self._place[: shared.size]
+            self._handle, self._buffer = shared.handle, rebuild_cuda_tensor(*handle)
+        return self._buffer[: shared.size]
 
 
 def gpu_id(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """What a rank tells an engine during an update, and whether the engine has done it.
 
-Through the store that both have met at: a message takes a fraction of a millisecond, a call of one
+Messages go through the rendezvous store, which takes a fraction of a millisecond; a call of one
 actor by another takes several. The bytes of weights travel otherwise
 (`keel.model.weight_transfer.channel`).
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from keel.model.weight_transfer.buckets import Bucket, TensorEntry
-from keel.model.weight_transfer.channel import Meeting, connect
+from keel.model.weight_transfer.channel import Rendezvous, connect
 
 POLL_S = 1e-4
 CHECK_S = 0.02
@@ -39,10 +39,13 @@ Message = Begin | Bucket | Finish
 
 
 class _End:
-    def __init__(self, meeting: Meeting, name: str, *, deadline_s: float) -> None:
-        """`name` is the same at both ends and belongs to this line alone; `deadline_s`: for each
-        message."""
-        self._store, self._deadline_s = connect(meeting, f"{name}/line", deadline_s), deadline_s
+    def __init__(self, rendezvous: Rendezvous, name: str, *, deadline_s: float) -> None:
+        """`name` is the same at both ends and belongs to this mailbox alone; `deadline_s`: for
+        each message."""
+        self._store, self._deadline_s = (
+            connect(rendezvous, f"{name}/mailbox", deadline_s),
+            deadline_s,
+        )
         self._number = 0
         """Of messages that have been taken."""
         self._tables: dict[str, tuple[TensorEntry, ...]] = {}

@@ -1,4 +1,4 @@
-"""A model's checkpoint tensors in blocks for the engines, update after update.
+"""A model's checkpoint tensors in buckets for the engines, update after update.
 
 Transformers takes some 50 µs of Python to name a tensor as its checkpoint does, and a mixture of
 experts has tens of thousands. Where in the model each one is does not change from update to update,
@@ -17,52 +17,52 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from keel.model.load import Named, Whole, as_checkpoint, module_tensors, precision
-from keel.model.weight_transfer.buckets import Block, TensorEntry, pack_blocks
+from keel.model.weight_transfer.buckets import FlatBucket, TensorEntry, pack_flat
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Numbers that follow each other in a module's tensor, and in a block."""
+    """Elements that follow each other in a module's tensor, and in a bucket."""
 
     source: str
     """The tensor's name."""
     start: int
     """The first of them there."""
     count: int
-    block: int
+    bucket: int
     at: int
-    """Where they start in the block, in bytes."""
+    """Where they start in the bucket, in bytes."""
     dtype: torch.dtype
-    """Of the block's numbers."""
+    """Of the bucket's elements."""
 
 
-class BlockPacker:
+class BucketPacker:
     """Of one model, whose modules and shapes stay what they are."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         dtype: torch.dtype,
-        block_bytes: int,
+        bucket_bytes: int,
         *,
         whole: Whole | None = None,
     ) -> None:
-        """`dtype`: of the engines' weights; see `precision`. `block_bytes`: see `pack_blocks`.
+        """`dtype`: of the engines' weights; see `precision`. `bucket_bytes`: see `pack_flat`.
         `whole`: see `module_tensors`."""
-        self._model, self._size, self._whole = model, block_bytes, whole
+        self._model, self._size, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        """Of each block: its table of contents and its bytes."""
+        """Of each bucket: its table of contents and its bytes."""
         self._runs: list[list[_Run]] = []
-        """Of each module, in the order of blocks."""
+        """Of each module, in the order of buckets."""
         self._computed: set[int] = set()
         """Modules whose checkpoint tensors are more than parts of their own."""
 
-    def blocks(self) -> Iterator[Block]:
-        """The current weights. Holds one block, and one module's tensors beside it."""
+    def buckets(self) -> Iterator[FlatBucket]:
+        """The current weights. Holds one bucket, and one module's tensors beside it."""
         return self._again() if self._tables else self._first()
 
-    def _first(self) -> Iterator[Block]:
+    def _first(self) -> Iterator[FlatBucket]:
         origins: dict[str, tuple[int, str, int]] = {}
         computed: set[int] = set()
         modules = 0
@@ -83,9 +83,9 @@ class BlockPacker:
                     yield name, self._in_engine_dtype(name, named[name])
 
         tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        for entries, block in pack_blocks(tensors(), self._size):
-            tables.append((entries, block.numel()))
-            yield entries, block
+        for entries, flat in pack_flat(tensors(), self._size):
+            tables.append((entries, flat.numel()))
+            yield entries, flat
         runs: list[list[_Run]] = [[] for _ in range(modules)]
         for number, (entries, _) in enumerate(tables):
             for entry in entries:
@@ -101,24 +101,24 @@ class BlockPacker:
         except RuntimeError:  # a conversion that does need something contiguous
             return as_checkpoint(self._model, own)
 
-    def _again(self) -> Iterator[Block]:
-        number, block = -1, torch.empty(0)
+    def _again(self) -> Iterator[FlatBucket]:
+        number, flat = -1, torch.empty(0)
         modules = module_tensors(self._model, whole=self._whole)
         for index, (own, runs) in enumerate(zip(modules, self._runs, strict=True)):
             sources = as_checkpoint(self._model, own) if index in self._computed else own
             for run in runs:
-                if run.block != number:
+                if run.bucket != number:
                     if number >= 0:
-                        yield self._tables[number][0], block
-                        block = torch.empty(0)  # makes room for the next one
-                    number, device = run.block, sources[run.source].device
-                    block = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
-                numbers = sources[run.source].reshape(-1)[run.start : run.start + run.count]
+                        yield self._tables[number][0], flat
+                        flat = torch.empty(0)  # makes room for the next one
+                    number, device = run.bucket, sources[run.source].device
+                    flat = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
+                part = sources[run.source].reshape(-1)[run.start : run.start + run.count]
                 if run.count:
                     end = run.at + run.count * run.dtype.itemsize
-                    block[run.at : end].view(run.dtype).copy_(numbers)
+                    flat[run.at : end].view(run.dtype).copy_(part)
         if number >= 0:
-            yield self._tables[number][0], block
+            yield self._tables[number][0], flat
 
 
 class _InPlace(TorchFunctionMode):

@@ -1,7 +1,7 @@
-"""The trainer's end of an update: the current weights, block by block, straight to the engines.
+"""The trainer's end of an update: the current weights, bucket by bucket, straight to the engines.
 
 Where an engine is on the sender's own GPU the bytes stay there and a handle travels (CUDA IPC);
-else they go over a channel (NCCL between GPUs, gloo between CPUs). A line carries the tables of
+else they go over a channel (NCCL between GPUs, gloo between CPUs). A mailbox carries the tables of
 contents, and one call of the engine's actor, which lasts as long as the update, says when it has
 failed. One engine's failure is noted and the others go on.
 """
@@ -18,8 +18,8 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from keel.model.weight_transfer.buckets import Block, Bucket, Checksum, Sent
-from keel.model.weight_transfer.channel import Channel, Meeting, SharedMemory, gpu_id
+from keel.model.weight_transfer.buckets import Bucket, Checksum, FlatBucket, Sent
+from keel.model.weight_transfer.channel import Channel, Rendezvous, SharedMemory, gpu_id
 from keel.model.weight_transfer.mailbox import Begin, Finish, Outbox
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 
@@ -47,33 +47,33 @@ class Link:
 class Sender:
     """Of one rank."""
 
-    def __init__(self, meeting: Meeting, device: torch.device, *, deadline_s: float) -> None:
-        """`meeting`: a store that rank 0 keeps; `deadline_s`: for each step of an update."""
-        self._meeting, self._device, self._deadline_s = meeting, device, deadline_s
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, *, deadline_s: float) -> None:
+        """`rendezvous`: a store that rank 0 keeps; `deadline_s`: for each step of an update."""
+        self._rendezvous, self._device, self._deadline_s = rendezvous, device, deadline_s
         self._links: dict[int, Link] = {}
         """By the engine's index."""
         self._reached = False
         """Whether a channel has ever worked."""
 
     def send(
-        self, blocks: Iterator[Block], receivers: Sequence[Receiver], version: int
+        self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
         """Bring `receivers` to `version`; what became of it, by their index.
 
-        `blocks` is drawn to its end in any case: under ZeRO-3 other ranks gather along.
+        `buckets` is consumed to its end in any case: under ZeRO-3 other ranks gather along.
         """
         updates = [_Update(receiver) for receiver in receivers]
         for update in updates:
             update.attempt(lambda update=update: update.begin(self._link(update.receiver)))
             update.first = not self._reached
         checksum = Checksum()
-        for block in blocks:
+        for bucket in buckets:
             if updates:
-                checksum.add(block[1])
+                checksum.add(bucket[1])
             for update in updates:
-                update.attempt(lambda update=update, block=block: update.send(block))
+                update.attempt(lambda update=update, bucket=bucket: update.send(bucket))
             self._reached |= any(update.sent for update in updates)
-            del block  # makes room for the next one, or for an engine that wakes up
+            del bucket  # makes room for the next one, or for an engine that wakes up
         total = checksum.value()
         for update in updates:
             update.attempt(lambda update=update: update.finish(version, total))
@@ -102,12 +102,12 @@ class Sender:
         shares = gpus == [gpu_id(self._device)] != [""]
         # The two ends of every earlier link have left their addresses in the store, under its name.
         name = uuid4().hex
-        joined = actor.join.remote(self._meeting, name, shares)
+        joined = actor.join.remote(self._rendezvous, name, shares)
         channel: Channel | None = None
         try:
             if not shares:
                 channel = Channel(
-                    self._meeting,
+                    self._rendezvous,
                     name,
                     rank=0,
                     size=1 + len(gpus),
@@ -118,12 +118,14 @@ class Sender:
             _ask(joined)
             raise TimeoutError(f"no channel to the engine: {error}") from error
         try:
-            self._get(joined, f"an engine to come to the store at {self._meeting}")
+            self._get(joined, f"an engine to reach the rendezvous store at {self._rendezvous}")
         except BaseException:
             if channel is not None:
                 channel.close()
             raise
-        return Link(hash(actor), Outbox(self._meeting, name, deadline_s=self._deadline_s), channel)
+        return Link(
+            hash(actor), Outbox(self._rendezvous, name, deadline_s=self._deadline_s), channel
+        )
 
     def _get(self, answer: Any, what: str) -> Any:
         try:
@@ -142,7 +144,7 @@ class _Update:
         self.first = False
         """Nothing has got through to any engine yet."""
         self.sent = False
-        """Whether a block has got through the channel."""
+        """Whether a bucket has got through the channel."""
         self._sending = False
         self._link: Link | None = None
         self._memory = SharedMemory()
@@ -176,19 +178,19 @@ class _Update:
         self._receiving = self.receiver.actor.receive.remote()
         link.outbox.put(Begin())
 
-    def send(self, block: Block) -> None:
-        """Returns when the engine has the bytes; it loads them while the next block is made."""
+    def send(self, bucket: FlatBucket) -> None:
+        """Returns when the engine has the bytes; it loads them while the next bucket is made."""
         assert self._link is not None
-        entries, data = block
+        entries, flat = bucket
         outbox, channel = self._link.outbox, self._link.channel
         outbox.wait(self._check)
         if channel is None:
-            outbox.put(Bucket(entries=entries, data=self._memory.lay(data)))
+            outbox.put(Bucket(entries=entries, data=self._memory.write(flat)))
             return
-        outbox.put(Bucket(entries=entries, data=Sent(data.numel())))
+        outbox.put(Bucket(entries=entries, data=Sent(flat.numel())))
         self._sending = True
         try:
-            channel.send(data, self._check)
+            channel.send(flat, self._check)
         except ConnectionError:
             _ask(self._receiving)
             raise
@@ -206,7 +208,7 @@ class _Update:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """The frames of a traceback hold what they worked on: blocks of the GPU's memory."""
+    """The frames of a traceback hold what they worked on: buckets in the GPU's memory."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -106,14 +106,11 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
             )
 
 
-def check_reference(
-    spec: Mapping[str, Any], settings: CodeSettings | None = None, *, name: str = "a code prompt"
-) -> None:
+def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
     """Raise ValueError if the spec cannot be read or its own `reference` fails its tests.
 
     name: what the message calls the prompt. A spec without a reference is only read.
     """
-    settings = settings or CodeSettings()
     try:
         task = read_task(spec)
     except ValueError as error:

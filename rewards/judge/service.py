@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
-from types import TracebackType
 
 from keel.rewards.judge.judge import Judge
 from keel.rewards.judge.results import Counts, Failed, Judged, JudgeSettings
@@ -65,12 +64,7 @@ class JudgeService:
     def __enter__(self) -> JudgeService:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self) -> None:

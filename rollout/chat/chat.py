@@ -27,15 +27,13 @@ class TemplateChat:
     What stands between a sampled turn and the next one is taken from the template itself: a short
     conversation is rendered, and what follows its assistant's words is the extension.
 
-    `tools_in_thinking`: calls that the policy writes while it thinks are calls, too.
     Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
     """
 
-    def __init__(self, tokenizer: Any, *, tools_in_thinking: bool = False) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format: Format = format_of(tokenizer, self.encoder)
-        self.tools_in_thinking = tools_in_thinking
         controls = self.encoder.controls
         ends = {text for text in (*self.format.ends, tokenizer.eos_token) if text in controls}
         self.ends: dict[str, int] = {text: controls[text] for text in ends}
@@ -68,7 +66,7 @@ class TemplateChat:
         closed = ids[-1] in self._ids_of_ends
         turn = self._last_turn(ids)
         inside = thinking_open(turn, opened=self.opened(thinking=thinking))
-        if inside and closed and not self.tools_in_thinking:
+        if inside and closed:
             return None  # the format closes thinking before a turn ends: that cannot be made up for
         if any(role in USER_ROLES for role in roles) and self.has_thought(ids):
             return None
@@ -90,9 +88,7 @@ class TemplateChat:
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._ids_of_ends
         text, marks = self._decode(sampled[:-1] if closed else sampled)
-        read = self.format.read(
-            text, tools, opened=self.opened(thinking=thinking), inside=self.tools_in_thinking
-        )
+        read = self.format.read(text, tools, opened=self.opened(thinking=thinking))
         calls: list[ToolCall | Malformed] = []
         for item in read.items:
             call_id = f"call_{turn}_{len(calls)}"
@@ -156,10 +152,7 @@ class TemplateChat:
         text, _ = self._decode(ids)
         header = self.header
         spoken = text.split(header)[1:] if header else [text]
-        return any(
-            self.format.read(part, (), opened=False, inside=False).reasoning.strip()
-            for part in spoken
-        )
+        return any(self.format.read(part, (), opened=False).reasoning.strip() for part in spoken)
 
     @cached_property
     def header(self) -> str:

@@ -59,18 +59,14 @@ def read_tagged(
     *,
     find_calls: FindCalls,
     opened: bool,
-    inside: bool,
 ) -> Read:
-    """A turn whose thinking stands between `<think>` and `</think>`.
+    """A turn whose thinking stands between `<think>` and `</think>`; calls in there do not count.
 
-    `opened`: the prompt has opened the thinking. `inside`: calls in the thinking count, too.
+    `opened`: the prompt has opened the thinking.
     """
     reasoning, content = split_thinking(text, opened=opened)
-    items: Sequence[Item] = ()
-    if inside:
-        reasoning, items = find_calls(reasoning, tools)
-    content, after = find_calls(content, tools)
-    return Read(content.strip(), reasoning.strip(), [*items, *after])
+    content, items = find_calls(content, tools)
+    return Read(content.strip(), reasoning.strip(), items)
 
 
 def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:
@@ -225,9 +221,9 @@ def no_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return text, []
 
 
-def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool) -> Read:
+def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool) -> Read:
     """gpt-oss: messages with a channel and, for a call, a recipient. Calls from the `analysis`
-    channel count only with `inside`."""
+    channel, which is thinking, do not count."""
     reasoning: list[str] = []
     content: list[str] = []
     items: list[Item] = []
@@ -239,7 +235,7 @@ def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: 
             continue
         channel = re.search(r"<\|channel\|>\s*(\w+)", head)
         to = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
-        if to and (inside or not channel or channel[1] != "analysis"):
+        if to and (not channel or channel[1] != "analysis"):
             items.append(_checked(to[1].removeprefix("functions."), body))
         elif channel and channel[1] == "analysis":
             reasoning.append(body)

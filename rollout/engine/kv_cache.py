@@ -1,8 +1,8 @@
 """No larger a KV cache than an engine's completions can fill.
 
 vLLM takes all the memory that it is allowed. What `rollout.max_num_seqs` completions of full
-length cannot fill is of no use, and with `rollout.sleep` it costs time: a GPU gives out some
-100 GiB a second, at each update.
+length, or the conversations that are open, cannot fill is of no use, and with `rollout.sleep` it
+costs time: a GPU gives out some 100 GiB a second, at each update.
 
 It is done by a patch. A `worker_cls` whose `determine_available_memory` returns less would be
 official, but stands in for the worker that vLLM chooses for a platform (two classes here, and a
@@ -34,8 +34,8 @@ class Bound:
 
 
 @contextmanager
-def bounded() -> Iterator[Bound]:
-    """For engines that are built in here, in this process."""
+def bounded(conversations: int = 0) -> Iterator[Bound]:
+    """For engines that are built in here, in this process; `conversations` as in `EngineSpec`."""
     original, bound = core.get_kv_cache_configs, Bound()
 
     def get_kv_cache_configs(
@@ -43,7 +43,7 @@ def bounded() -> Iterator[Bound]:
     ) -> Any:
         bound.asked = True
         wanted = [
-            min(memory, needed(vllm_config, spec))
+            min(memory, needed(vllm_config, spec, conversations))
             for spec, memory in zip(kv_cache_specs, available_memory, strict=True)
         ]
         return original(vllm_config, kv_cache_specs, wanted)
@@ -55,13 +55,15 @@ def bounded() -> Iterator[Bound]:
         core.get_kv_cache_configs = original
 
 
-def needed(vllm_config: Any, layers: Mapping[str, Any]) -> float | int:
-    """Bytes for all completions that one worker may have at once; infinite where layers differ, so
-    that vLLM shares out pages in ways of its own. `layers`: vLLM's KV cache specs."""
+def needed(vllm_config: Any, layers: Mapping[str, Any], conversations: int = 0) -> float | int:
+    """Bytes for all completions and conversations that one worker may have at once; infinite where
+    layers differ, so that vLLM shares out pages in ways of its own. `layers`: vLLM's KV cache
+    specs."""
     if len({(type(layer), layer.page_size_bytes) for layer in layers.values()}) != 1:
         return float("inf")
     completion = sum(
         layer.max_memory_usage_bytes(vllm_config) + SPARE_PAGES * layer.page_size_bytes
         for layer in layers.values()
     )
-    return int(SPARE * vllm_config.scheduler_config.max_num_seqs * completion)
+    contexts = max(vllm_config.scheduler_config.max_num_seqs, conversations)
+    return int(SPARE * contexts * completion)

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from keel.rollout.engine.jobs import Job
 from keel.rollout.recording.base import Recorder
-from keel.rollout.spec import EngineSpec, parallel_args
+from keel.rollout.spec import EngineSpec, captured_sizes, parallel_args
 
 CPU_BLOCK = 32
 """Tokens in a KV-cache block on CPUs; vLLM's default of 128 would hardly ever share a prefix."""
@@ -58,6 +58,9 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             "enable_sleep_mode": config.sleep,
             **parallel_args(config),
         }
+        if not config.enforce_eager:
+            sizes = captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
+            args["cudagraph_capture_sizes"] = sizes
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 

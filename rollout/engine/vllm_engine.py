@@ -78,7 +78,7 @@ class VllmEngine:
             name, routes=self._routes, kept=self._kept and spec.config.sampling.truncated
         )
         self._no_copies = no_copies(spec.config)
-        self._llm = _build(engine_args(spec, self._recorder, text))
+        self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         self._manifest = Manifest(
@@ -358,13 +358,13 @@ def build_recorder(name: RecorderName, *, routes: bool, kept: bool) -> Recorder:
     return Kind(routes=routes, kept=kept)
 
 
-def _build(args: EngineArgs) -> LLMEngine:
+def _build(args: EngineArgs, conversations: int) -> LLMEngine:
     """With a KV cache that is no larger than it can use, if vLLM lets us."""
     if not bounds_kv_cache():
         return LLMEngine.from_engine_args(args)
     from keel.rollout.engine.kv_cache import bounded  # noqa: PLC0415
 
-    with bounded() as bound:
+    with bounded(conversations) as bound:
         engine = LLMEngine.from_engine_args(args)
     if not bound.asked:
         warn_of_large_cache("vLLM did not ask for the size of its KV cache where it used to")

@@ -36,13 +36,10 @@ class DecodeRun:
     """Requests that may need a KV block at a step."""
     one_each: dict[str, int]
     blocked: bool
-    """Requests are waiting, and nothing but the end of another lets them begin."""
+    """Requests that wait can begin only when another has ended."""
     live: NDArray[np.bool_] = field(init=False)
     """[R] those that have not ended."""
     any_stop: frozenset[int] = field(init=False)
-    idle: int = 0
-    """Steps times places in the batch at which the run has kept others waiting, or rows running
-    that had ended."""
     scheduled: int = 0
     in_flight: list[SchedulerOutput] = field(default_factory=list)
     """Steps whose tokens have not come yet, oldest first."""
@@ -97,7 +94,7 @@ class DecodeRun:
 
     def tokens_of(self, row: int) -> list[int]:
         """What was received of a request."""
-        return [int(step[row]) for step in self.tokens]
+        return [step.item(row) for step in self.tokens]
 
     def _rows_of(self, output: ModelRunnerOutput) -> NDArray[np.int64]:
         if self.order is None or self.order[0] != output.req_ids:
@@ -127,9 +124,9 @@ class DecodeRun:
     def file_one(self, row: int, packed: Packed) -> None:
         """As `file`, for a request that ends."""
         if self.logprobs:
-            packed.logp.append(np.array([step[row] for step in self.logprobs], np.float32))
+            packed.logp.append(np.array([step.item(row) for step in self.logprobs], np.float32))
         if self.masks and packed.kept_wanted:
-            places = [int(rows[row]) for rows in self.rows]
-            spans = [mask.of(place) for mask, place in zip(self.masks, places, strict=True)]
+            places = [rows.item(row) for rows in self.rows]
+            spans = [step.of(place) for step, place in zip(self.masks, places, strict=True)]
             packed.ids.append(np.concatenate(spans))
             packed.sizes.append(np.array([len(span) for span in spans], np.int64))

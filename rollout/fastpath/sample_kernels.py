@@ -1,9 +1,9 @@
 """Draws a step's tokens from the few ids of each row that truncation keeps.
 
 vLLM reads every row from front to back for the token, again for its log-probability, for its rank
-and for its kept set. Here all blocks of a row are read at once, and once, if vLLM has truncated
-them; if not, `keel.rollout.fastpath.truncate_kernels` does. The rest is about the few ids that were
-found. Noise and ties are vLLM's, and so are the tokens.
+and for its sampling mask. Here all blocks of a row are read at once, and once, if vLLM has
+truncated them; if not, `keel.rollout.fastpath.truncate_kernels` does. The rest is about the few
+ids that were found. Noise and ties are vLLM's, and so are the tokens.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -250,7 +250,7 @@ def draw(
 
     `states` and `positions` [rows] say which request a row is of and where its token stands;
     `temperature` and `seeds` are by request. Where `sampled` [rows] is 0 (a prompt that has not
-    been read to its end) the kept set is empty and the rest means nothing. `width`: the most ids
+    been read to its end) the mask is empty and the rest means nothing. `width`: the most ids
     that a row keeps as a rule; with `cuts`, the largest top_k of the rows.
 
     All results are new tensors: a later step may run before they are read.

@@ -1,6 +1,6 @@
 """The short end of vLLM's sampler on Model Runner V2, in the place of its own.
 
-The token, its log-probability and its kept set come from `keel.rollout.fastpath.sample_kernels`. So
+The token, its log-probability and its mask come from `keel.rollout.fastpath.sample_kernels`. So
 do temperature and truncation if nothing else changes the logits; if something does, these stay
 vLLM's, as the logits processors do. Batches that it does not cover go vLLM's whole way.
 """

@@ -1,4 +1,4 @@
-"""Kept sets of a step, from flat arrays on the GPU to flat arrays in host memory.
+"""Sampling masks of a step, from flat arrays on the GPU to flat arrays in host memory.
 
 vLLM's own send a bit for each id of the vocabulary to the host, which then cuts them up row by row.
 Here only the kept ids travel. Where vLLM has truncated, bits stay on the GPU for the rare row with

@@ -16,18 +16,18 @@ from keel.rl.types import KeptSets
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """Kept sets of one step: row r kept `ids[offsets[r]:offsets[r + 1]]`."""
+    """Sampling masks of one step: row r kept `ids[offsets[r]:offsets[r + 1]]`."""
 
     ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
 
     def of(self, row: int) -> NDArray[np.int32]:
-        return self.ids[self.offsets[row] : self.offsets[row + 1]]
+        return self.ids[self.offsets.item(row) : self.offsets.item(row + 1)]
 
 
 @dataclass(slots=True)
 class Packed:
-    """One request's log-probabilities and kept sets, in pieces of one or more tokens."""
+    """One request's log-probabilities and sampling masks, in pieces of one or more tokens."""
 
     kept_wanted: bool
     logp: list[NDArray[np.float32]] = field(default_factory=list)

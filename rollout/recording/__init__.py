@@ -1,1 +1,1 @@
-"""Recorders: the probability, routes and kept set of every sampled token."""
+"""Recorders: the probability, routes and sampling mask of every sampled token."""

@@ -180,7 +180,8 @@ def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
             f"token {missing[0]} first: the engine did not record them"
         )
     if routes.shape[2] > 1 and len(routes):
-        blank = np.flatnonzero(~routes.max(axis=0).any(axis=1))
+        first = np.flatnonzero(~routes[0].any(axis=1))  # no other layer can be blank in every row
+        blank = first[~routes[:, first].any(axis=(0, 2))]
         if len(blank):
             raise RecordingError(
                 f"request {request_id}: the routes of MoE layers {blank.tolist()} (counted among "

@@ -1,7 +1,7 @@
 """Recording on Model Runner V2 without an object for each token.
 
-Log-probabilities and kept sets are taken from the steps' arrays in the scheduler, before vLLM cuts
-them up by request. Routes stay on the GPU until their request is finished
+Log-probabilities and sampling masks are taken from the steps' arrays in the scheduler, before vLLM
+cuts them up by request. Routes stay on the GPU until their request is finished
 (`keel.rollout.fastpath.routed_experts`).
 """
 

@@ -1,4 +1,4 @@
-"""Recording on the V1 model runner, which returns neither routes nor kept sets itself (CPUs).
+"""Recording on the V1 model runner, which returns neither routes nor sampling masks itself (CPUs).
 
 Three places to listen, none of them patched: each router's capture function, a forward hook on the
 model, and a forward hook on the sampler's last stage.

@@ -33,7 +33,7 @@ class Piece:
     at: int
     """Where it starts in the kernel's storage."""
     source: int
-    """Where it starts in the checkpoint tensor, or in a block."""
+    """Where it starts in the checkpoint tensor, or in a bucket."""
     dims: Dims
     dtype: torch.dtype
     """Of the source."""
@@ -67,11 +67,11 @@ class _Group:
     """Of the sources."""
     targets: list[Tensor] = field(default_factory=list)
     sources: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    """Offset in the block, size and stride."""
+    """Offset in the bucket, size and stride."""
 
 
 class Program:
-    """The copies of one block: made once for its table of contents, run in every update."""
+    """The copies of one bucket: made once for its table of contents, run in every update."""
 
     def __init__(self, kernels: Sequence[Tensor], pieces: Iterable[Piece]) -> None:
         groups: dict[tuple[torch.dtype, torch.dtype, bool], _Group] = {}
@@ -92,14 +92,14 @@ class Program:
     def copies(self) -> int:
         return sum(len(group.targets) for group in self._groups)
 
-    def run(self, block: Tensor) -> None:
-        """`block`: bytes, aligned to 8."""
+    def run(self, flat: Tensor) -> None:
+        """`flat`: bytes, aligned to 8."""
         for group in self._groups:
-            first = start_of(block) // group.dtype.itemsize
+            first = start_of(flat) // group.dtype.itemsize
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 group.targets,
                 [
-                    window(block, group.dtype, first + offset, size, stride)
+                    window(flat, group.dtype, first + offset, size, stride)
                     for offset, size, stride in group.sources
                 ],
             )
@@ -113,45 +113,45 @@ class Plan:
     ) -> None:
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[str, tuple[tuple[TensorEntry, ...], Program]] = {}
-        """By the first tensor of the block that they are for."""
+        """By the first tensor of the bucket that they are for."""
 
     def begin(self) -> None:
         for fill in self._fills:
             fill()
 
-    def load(self, entries: tuple[TensorEntry, ...], block: Tensor) -> None:
-        """Copy a block's tensors; the copies may be under way on return.
+    def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
+        """Copy a bucket's tensors; the copies may be under way on return.
 
         Raises `ValueError` naming a tensor that was not in the first update, or was another kind of
         tensor there.
         """
-        if (block.data_ptr() | start_of(block)) % 8:
-            block = block.clone()
+        if (flat.data_ptr() | start_of(flat)) % 8:
+            flat = flat.clone()
         known, program = self._programs.get(entries[0].name, ((), None))
         if program is None or known != entries:
-            program = self._checked(entries, block)
+            program = self._checked(entries, flat)
             self._programs[entries[0].name] = entries, program
         else:
-            program.run(block)
+            program.run(flat)
 
-    def _checked(self, entries: tuple[TensorEntry, ...], block: Tensor) -> Program:
+    def _checked(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Program:
         """The program for a table of contents, after it has run: the first time, what it does is
         compared with the pieces one by one."""
         pieces = [piece for entry in entries for piece in self._pieces(entry)]
         program, plain = Program(self.kernels, join(pieces)), Program(self.kernels, pieces)
-        plain.run(block)
+        plain.run(flat)
         targets = [target for group in plain._groups for target in group.targets]
         expected = [target.clone() for target in targets]
         for target in targets:
             bits(target).bitwise_not_()  # whatever is not written again differs in every bit
-        program.run(block)
+        program.run(flat)
         wrong = [
             (bits(target) != bits(right)).any()
             for target, right in zip(targets, expected, strict=True)
         ]
         if wrong and bool(torch.stack(wrong).any()):
             _LOG.warning("copies of weights were joined wrongly; they are made one by one")
-            plain.run(block)
+            plain.run(flat)
             return plain
         return program
 

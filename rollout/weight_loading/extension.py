@@ -33,10 +33,10 @@ from keel.model.weight_transfer.buckets import (
     Checksum,
     Sent,
     Shared,
-    host_block,
-    unpack_block,
+    host_bytes,
+    unpack_flat,
 )
-from keel.model.weight_transfer.channel import Channel, Meeting, SharedView, gpu_id
+from keel.model.weight_transfer.channel import Channel, Rendezvous, SharedView, gpu_id
 from keel.rollout.weight_loading.copy_plan import Plan
 from keel.rollout.weight_loading.trace import Recorder
 
@@ -91,7 +91,7 @@ class WeightsExtension:
     def keel_gpu(self) -> str:
         return gpu_id(self.device)
 
-    def keel_join(self, meeting: Meeting, name: str, deadline_s: float) -> None:
+    def keel_join(self, rendezvous: Rendezvous, name: str, deadline_s: float) -> None:
         """Open the engine's channel to the rank that sends it weights, in the place of an earlier
         one."""
         if self.keel_channel is not None:
@@ -99,7 +99,7 @@ class WeightsExtension:
             self.keel_channel = None
         size = 1 + self.vllm_config.parallel_config.world_size
         self.keel_channel = Channel(
-            meeting,
+            rendezvous,
             name,
             rank=1 + self.rank,
             size=size,
@@ -140,31 +140,31 @@ class WeightsExtension:
         recorder = self.keel_recorder
         assert recorder is not None
         loader_alone = self.keel_plan is None and recorder.refusal != ""
-        block = self._keel_block(bucket, on_device=not loader_alone)
+        flat = self._keel_bytes(bucket, on_device=not loader_alone)
         if not isinstance(bucket.data, np.ndarray):
-            self.keel_checksum.add(block)
+            self.keel_checksum.add(flat)
         if self.keel_plan is not None:
-            self.keel_plan.load(bucket.entries, block)
+            self.keel_plan.load(bucket.entries, flat)
             if isinstance(bucket.data, Shared):
-                torch.cuda.current_stream().synchronize()  # the next one is laid over it
+                torch.cuda.current_stream().synchronize()  # the next one is written over it
             return
-        watched = nullcontext() if loader_alone else recorder.block(bucket.entries, block)
+        watched = nullcontext() if loader_alone else recorder.bucket(bucket.entries, flat)
         with set_current_vllm_config(self.vllm_config), watched:
-            self.model_runner.get_model().load_weights(unpack_block(bucket.entries, block))
+            self.model_runner.get_model().load_weights(unpack_flat(bucket.entries, flat))
 
-    def _keel_block(self, bucket: Bucket, *, on_device: bool) -> torch.Tensor:
+    def _keel_bytes(self, bucket: Bucket, *, on_device: bool) -> torch.Tensor:
         if isinstance(bucket.data, Sent):
             if self.keel_channel is None:
                 raise ConnectionError("the channel for weights has not been opened")
             return self.keel_channel.receive(bucket.data)
         if isinstance(bucket.data, Shared):
-            block = self.keel_view.block(bucket.data, self.device)
-            if self.keel_plan is None:  # the loader may put tensors aside until the next block
-                block = block.clone()
+            flat = self.keel_view.read(bucket.data, self.device)
+            if self.keel_plan is None:  # the loader may put tensors aside until the next bucket
+                flat = flat.clone()
                 torch.cuda.current_stream().synchronize()
-            return block
-        block = host_block(bucket)
-        return block.to(self.device) if on_device else block
+            return flat
+        flat = host_bytes(bucket)
+        return flat.to(self.device) if on_device else flat
 
     @torch.inference_mode()
     def keel_finish_update(self, checksum: int | None) -> None:

@@ -1,6 +1,6 @@
 """What vLLM's loader does with the tensors of an update, watched once, to be done by copies later.
 
-The loader's copies are followed from a checkpoint tensor (in a block) into the tensor that vLLM
+The loader's copies are followed from a checkpoint tensor (in a bucket) into the tensor that vLLM
 makes for a layer that is complete, and from there into the tensor that kernels and CUDA graphs
 hold. A plan comes of it only if nothing else happens: an operation that reads weights and is not a
 view may derive something from them that copies would leave as it was. And every tensor that the
@@ -69,7 +69,7 @@ class _Target:
 
 
 @dataclass(slots=True)
-class _Block:
+class _Bucket:
     alive: StorageWeakRef
     entries: tuple[TensorEntry, ...]
     starts: list[int]
@@ -87,7 +87,7 @@ class Recorder:
         self._model, self._deferred = model, deferred
         self._mode, self._paused = _Watch(self.operation), False
         self._targets: dict[int, _Target] = {}
-        self._blocks: dict[int, _Block] = {}
+        self._buckets: dict[int, _Bucket] = {}
         self._arrived: dict[str, TensorEntry] = {}
         self._addresses = _addresses(model)
         for name, tensor in _tensors(model):
@@ -102,11 +102,11 @@ class Recorder:
         self.refusal = self.refusal or why
 
     @contextmanager
-    def block(self, entries: tuple[TensorEntry, ...], block: Tensor) -> Iterator[None]:
-        """While the loader is given the tensors of `block`."""
-        alive = StorageWeakRef(block.untyped_storage())
-        starts = [start_of(block) + entry.offset for entry in entries]
-        self._blocks[_key(block)] = _Block(alive, entries, starts)
+    def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
+        """While the loader is given the tensors of a bucket."""
+        alive = StorageWeakRef(flat.untyped_storage())
+        starts = [start_of(flat) + entry.offset for entry in entries]
+        self._buckets[_key(flat)] = _Bucket(alive, entries, starts)
         for entry in entries:
             if entry.name in self._arrived:
                 self.refuse(f"{entry.name} came twice")
@@ -114,7 +114,7 @@ class Recorder:
         with self.watching():
             yield
         # The sources of a layer that is complete are let go.
-        self._blocks = {k: block for k, block in self._blocks.items() if not block.alive.expired()}
+        self._buckets = {k: each for k, each in self._buckets.items() if not each.alive.expired()}
         self._targets = {k: each for k, each in self._targets.items() if not each.alive.expired()}
 
     @contextmanager
@@ -180,7 +180,7 @@ class Recorder:
             return run()
         inputs = [t for t in _leaves((args, kwargs)) if not t.is_meta and t.numel()]
         keys = {_key(tensor) for tensor in inputs}
-        if not any(key in self._blocks or key in self._targets for key in keys):
+        if not any(key in self._buckets or key in self._targets for key in keys):
             return run()
         packet = func.overloadpacket
         if packet in _SHAPE_ONLY:
@@ -200,7 +200,7 @@ class Recorder:
 
     def _read(self, key: int, by: str) -> None:
         """Something other than a copy reads, or changes, a storage."""
-        if key in self._blocks:
+        if key in self._buckets:
             self.refuse(f"{by} reads a tensor of the checkpoint")
         elif (target := self._targets.get(key)) is not None:
             if target.writes:
@@ -216,10 +216,10 @@ class Recorder:
         if here == there and _layout(to) == _layout(source) and to.dtype == source.dtype:
             return
         origin = self._targets.get(there)
-        if here in self._blocks:
+        if here in self._buckets:
             self.refuse("a tensor of the checkpoint is written to")
-        elif there in self._blocks:
-            self._load(to, source, self._blocks[there])
+        elif there in self._buckets:
+            self._load(to, source, self._buckets[there])
         elif origin is not None and origin.writes:
             self._move(to, source, origin)
         else:
@@ -229,12 +229,12 @@ class Recorder:
                 name = self._targets[here].name or "a loaded tensor"
                 self.refuse(f"{name} is given something that is not in the checkpoint")
 
-    def _load(self, to: Tensor, source: Tensor, block: _Block) -> None:
+    def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
         """A part of a checkpoint tensor has been copied."""
         item, begin = source.dtype.itemsize, start_of(source) * source.dtype.itemsize
-        index = bisect_right(block.starts, begin) - 1
-        entry = block.entries[max(index, 0)]
-        start, rest = divmod(begin - block.starts[max(index, 0)], item)
+        index = bisect_right(bucket.starts, begin) - 1
+        entry = bucket.entries[max(index, 0)]
+        start, rest = divmod(begin - bucket.starts[max(index, 0)], item)
         last = start + sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
         whole = prod(entry.shape)
         if str(source.dtype) != f"torch.{entry.dtype}" or start < 0 or rest or last >= whole:
@@ -247,7 +247,7 @@ class Recorder:
         self._write(to, _Write(data, entry.name, start, source.stride()))
 
     def _fill(self, to: Tensor, value: float) -> None:
-        if _key(to) in self._blocks:
+        if _key(to) in self._buckets:
             self.refuse("a tensor of the checkpoint is written to")
         else:
             self._write(to, _Write(None, value=value))
@@ -320,7 +320,7 @@ class Recorder:
         return call
 
     def _let_go(self) -> None:
-        self._targets, self._blocks = {}, {}
+        self._targets, self._buckets = {}, {}
 
 
 class _Watch(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""A step's tokens, log-probabilities and kept sets, row by row against vLLM, torch and numpy.
+"""A step's tokens, log-probabilities and sampling masks, row by row against vLLM, torch and numpy.
 
 The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -202,7 +202,7 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
     assert kept_sampler.install(mine)
     generator = torch.Generator().manual_seed(len(requests))
     logits = 4 * torch.randn((len(requests), VOCABULARY), generator=generator)
-    if not INTERPRETED:  # which takes them for integers in vLLM's kernel of kept sets
+    if not INTERPRETED:  # which takes them for integers in vLLM's kernel of sampling masks
         logits = logits.bfloat16()
     lengths = [PROMPT - 2 if request == 3 else PROMPT + request for request in requests]
     batch = make_batch(np.array(requests), lengths, DEVICE)

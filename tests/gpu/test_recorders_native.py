@@ -1,7 +1,7 @@
 """The recorders for GPUs, held to transformers in float32.
 
 `test_preemption` of the contract fills a small cache until sequences are preempted, and checks the
-routes and kept sets of those that were resumed like all others.
+routes and sampling masks of those that were resumed like all others.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from keel.configs.schema import Dtype
-from keel.model.weight_transfer.buckets import unpack_block
+from keel.model.weight_transfer.buckets import unpack_flat
 from keel.rl.metrics import values
 from tests.gpu.marks import GPU
 from tests.trainer.engine.batches import Rollouts, write_model
@@ -133,10 +133,10 @@ def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:
         assert torch.cuda.memory_reserved() == reserved, "the allocator kept what it could give"
 
 
-def test_blocks_of_an_offloaded_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
+def test_buckets_of_an_offloaded_rank_are_the_weights_on_the_gpu(ranks: Ranks) -> None:
     engine = ranks.engine(make_config(1, 1, dtype="bfloat16", sleep=True))
     first = ranks.published(engine)
-    for entries, block in engine.blocks(wanted=True, block_bytes=50_000):  # an engine came back
-        assert block.device == engine.device
-        for name, tensor in unpack_block(entries, block):
+    for entries, flat in engine.buckets(wanted=True, bucket_bytes=50_000):  # an engine came back
+        assert flat.device == engine.device
+        for name, tensor in unpack_flat(entries, flat):
             assert torch.equal(tensor.cpu(), first[name])

@@ -144,11 +144,10 @@ def test_facts_need_no_weights(tmp_path: Path) -> None:
         load_policy(str(tmp_path), "float32")
 
 
-def test_the_policy_has_the_dtype_and_attention_asked_for(tmp_path: Path) -> None:
+def test_the_policy_has_the_dtype_asked_for(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(CONFIGS["dense, tied"]).save_pretrained(tmp_path)
-    model = load_policy(str(tmp_path), "bfloat16", attention="eager")
+    model = load_policy(str(tmp_path), "bfloat16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.config._attn_implementation == "eager"
 
 
 def test_wrong_paths_are_explained(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from keel.rewards import checks
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.code.verifier import CodeSettings
 from keel.rl.types import Prompt
@@ -58,14 +59,15 @@ def test_good_specs() -> None:
     check_spec({"kind": "proof"})
 
 
-def test_references_have_to_pass_their_own_tests() -> None:
+def test_references_have_to_pass_their_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"correct": 1.0}
     good = [program(1, RIGHT), program(2), program(3, RIGHT)]
     told = check_prompts(good, weights, code=TRUSTED)
     assert told == "2 of 2 reference solutions run, all pass"
     with pytest.raises(ValueError, match=r"prompt file/4: its reference solution fails tests\[0\]"):
         check_prompts([*good, program(4, WRONG)], weights, code=TRUSTED)
-    late = check_prompts([*good, program(4, WRONG)], weights, code=TRUSTED, references=1)
+    monkeypatch.setattr(checks, "REFERENCES", 1)
+    late = check_prompts([*good, program(4, WRONG)], weights, code=TRUSTED)
     assert late == "1 of 3 reference solutions run, all pass"
     none = check_prompts([program(2)], weights, code=TRUSTED)
     assert none == "no reference solutions to try the tests on"

@@ -67,7 +67,7 @@ def test_what_was_drawn_is_told_apart_from_what_is_trained_on() -> None:
     assert metrics["rollout/truncated_fraction"] == Mean(2, 3)
 
 
-def test_kept_sets_are_averaged_over_the_tokens_that_were_truncated() -> None:
+def test_sampling_masks_are_averaged_over_the_tokens_that_were_truncated() -> None:
     # Token t keeps 1 + t % 3 ids; the first of each segment was not sampled.
     recorded = segment(0, 5, kept=True)
     assert recorded.kept is not None

@@ -18,7 +18,7 @@ SPANS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 
 @settings(deadline=None, max_examples=30)
 @given(SPANS, SPANS, st.data())
-def test_kept_sets_behave_like_lists_of_spans(first, second, data) -> None:
+def test_sampling_masks_behave_like_lists_of_spans(first, second, data) -> None:
     a, b = KeptSets.from_lists(first), KeptSets.from_lists(second)
     both = KeptSets.concat([a, b])
     spans = first + second
@@ -45,7 +45,7 @@ def test_empty_kept_sets() -> None:
         ([0, 2, 1, 2], "offsets must not decrease"),
     ],
 )
-def test_kept_sets_police_their_offsets(offsets: list[Any], message: str) -> None:
+def test_sampling_masks_police_their_offsets(offsets: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KeptSets(ids=np.zeros(2, np.int32), offsets=np.asarray(offsets, np.int64))
 

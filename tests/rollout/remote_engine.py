@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_blocks, pack_buckets
+from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_flat
 from keel.model.weight_transfer.channel import SharedMemory
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
@@ -24,6 +24,7 @@ from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineSpec, environment
 from keel.rollout.vllm_internals import scheduler_of
 from tests import vllm_changes
+from tests.buckets import pack_buckets
 from tests.rollout import interpreted, plain_weights
 from tests.rollout.watch import Watch
 
@@ -290,13 +291,13 @@ class RemoteEngine:
     ) -> None:
         """From this process's memory of the GPU that the engine is on too."""
         on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
-        checksum, blocks = Checksum(), list(pack_blocks(on_gpu, bucket))
-        for _, block in blocks:
-            checksum.add(block)
-        memories = [SharedMemory() for _ in blocks]
+        checksum, buckets = Checksum(), list(pack_flat(on_gpu, bucket))
+        for _, flat in buckets:
+            checksum.add(flat)
+        memories = [SharedMemory() for _ in buckets]
         buckets = [
-            Bucket(entries=entries, data=memory.lay(block))
-            for memory, (entries, block) in zip(memories, blocks, strict=True)
+            Bucket(entries=entries, data=memory.write(flat))
+            for memory, (entries, flat) in zip(memories, buckets, strict=True)
         ]
         done = self.process.submit(_update, version, buckets, checksum.value())
         done.result(timeout=DEADLINE_S)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from keel.configs.schema import RolloutConfig
-from keel.rollout.spec import parallel_args
+from keel.rollout.spec import captured_sizes, parallel_args
 
 
 def test_several_gpus_are_worked_by_the_engines_own_processes() -> None:
@@ -11,3 +13,15 @@ def test_several_gpus_are_worked_by_the_engines_own_processes() -> None:
     args = parallel_args(RolloutConfig(tensor_parallel=2))
     assert args == {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     assert parallel_args(RolloutConfig()) == {"tensor_parallel_size": 1}
+
+
+@pytest.mark.parametrize("seqs", [1, 3, 16, 128, 256, 400, 1024])
+@pytest.mark.parametrize("most", [64, 700, 8192])
+def test_steps_that_begin_turns_beside_a_whole_batch_are_captured(seqs: int, most: int) -> None:
+    sizes = captured_sizes(seqs, most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] <= most
+    own = min(2 * seqs, 512)  # of vLLM's release 0.32
+    theirs = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if n <= min(own, most)}
+    assert theirs <= set(sizes)
+    if most == 8192:
+        assert sizes[-1] == 2 * own and len(sizes) <= len(theirs) + 6

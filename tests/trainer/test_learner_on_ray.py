@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from keel.configs.schema import Config
-from keel.model.weight_transfer.buckets import unpack_bucket
 from keel.rl.metrics import values
 from keel.trainer.learner import Learner
+from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
 

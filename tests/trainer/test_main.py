@@ -167,7 +167,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     )
     code, out, err = run(capsys, "check", str(recipe), "rollout.sampling.max_tokens=200")
     assert code == 0, err
-    assert "4 MoE layers of 16 experts (4 a token)" in out
+    assert "4 MoE layers of 16 experts (4 per token)" in out
     assert "7 to train on, 2 held out" in out
     assert "warning" not in out
 

@@ -27,7 +27,7 @@ from keel.model.load import load_policy
 from keel.model.routing.replay import router_modules
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
-from keel.model.weight_transfer.buckets import Block, Bucket
+from keel.model.weight_transfer.buckets import Bucket, FlatBucket, in_host_memory
 from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
@@ -302,11 +302,11 @@ class TrainerEngine:
         if self._offload:
             self._offload.load()
 
-    def blocks(self, *, wanted: bool, block_bytes: int | None = None) -> Iterator[Block]:
+    def buckets(self, *, wanted: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
         """The current weights for the rollout engines, in their precision, on this rank's device.
 
         A rank that does not want them yields nothing, and gathers along where the others need it.
-        With `rollout.sleep` the engines wake up meanwhile, so all that a block does not need goes
+        With `rollout.sleep` the engines wake up meanwhile, so all that a bucket does not need goes
         to host memory before the first and the rest after the last (but see
         `trainer.offload_while_sampling`).
         """
@@ -316,17 +316,16 @@ class TrainerEngine:
             self._offload.offload(weights=False)
         if wanted:
             dtype = getattr(torch, self._config.engine_dtype)
-            size = block_bytes or self._config.trainer.publish_bucket_mib * MIB
-            yield from self._weights.blocks(dtype, size)
+            size = bucket_bytes or self._config.trainer.publish_bucket_mib * MIB
+            yield from self._weights.buckets(dtype, size)
         else:
             self._weights.gather_along()
         if self._offload:
             self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """`blocks` in host memory: on rank 0, nothing elsewhere."""
-        for entries, block in self.blocks(wanted=self._rank == 0, block_bytes=bucket_bytes):
-            yield Bucket(entries=entries, data=block.cpu().numpy())
+        """`buckets` in host memory: on rank 0, nothing elsewhere."""
+        return in_host_memory(self.buckets(wanted=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> None:
         """Write weights and tokenizer as a model folder that transformers and vLLM load."""

@@ -20,9 +20,8 @@ def write_model(
     weights: Iterable[tuple[str, Tensor]],
     *,
     dtype: str,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Config, generation config and `weights` (checkpoint names) in shards of `shard_bytes`.
+    """Config, generation config and `weights` (checkpoint names) in shards of `SHARD_BYTES`.
 
     Holds one shard in host memory.
     """
@@ -37,7 +36,7 @@ def write_model(
 
     for name, tensor in weights:
         count = tensor.numel() * tensor.element_size()
-        if part and size + count > shard_bytes:
+        if part and size + count > SHARD_BYTES:
             flush()
             part, size = {}, 0
         part[name] = tensor.detach().cpu().clone()  # save_file refuses views of one storage

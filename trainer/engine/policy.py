@@ -127,7 +127,7 @@ class PolicyNetwork(nn.Module):
         self.temperature = temperature
 
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Log-probability [R] (float32) of each sampled token over its kept set, and entropy [R]
+        """Log-probability [R] (float32) of each sampled token over its mask, and entropy [R]
         of that distribution, without gradient. R: of this rank's part of the row."""
         hidden = self.model.get_decoder()(
             input_ids=inputs.token_ids,
@@ -157,7 +157,7 @@ class Reference:
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """[R] (of this rank's part) float32, over the same kept sets as the policy's."""
+        """[R] (of this rank's part) float32, over the same sampling masks as the policy's."""
         logp, _ = self._forward(inputs=inputs)
         return logp
 

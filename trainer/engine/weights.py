@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, module_tensors, precision
-from keel.model.weight_transfer.buckets import Block
-from keel.model.weight_transfer.pack import BlockPacker
+from keel.model.weight_transfer.buckets import FlatBucket
+from keel.model.weight_transfer.pack import BucketPacker
 from keel.trainer.engine.expert_parallel import ExpertLayers
 
 
@@ -23,7 +23,7 @@ class Weights:
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
         """`stage`: of ZeRO."""
         self._model, self._experts, self._stage = model, experts, stage
-        self._packers: dict[tuple[int, torch.dtype], BlockPacker] = {}
+        self._packers: dict[tuple[int, torch.dtype], BucketPacker] = {}
 
     @property
     def gathered(self) -> bool:
@@ -37,12 +37,12 @@ class Weights:
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
 
-    def blocks(self, dtype: torch.dtype, block_bytes: int) -> Iterator[Block]:
-        """The same in blocks of this size, on this rank's device."""
-        key = block_bytes, dtype
+    def buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[FlatBucket]:
+        """The same in buckets of this size, on this rank's device."""
+        key = bucket_bytes, dtype
         if key not in self._packers:
-            self._packers[key] = BlockPacker(self._model, dtype, block_bytes, whole=self._whole)
-        return self._packers[key].blocks()
+            self._packers[key] = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)
+        return self._packers[key].buckets()
 
     def gather_along(self) -> None:
         """What a rank does that wants none while others iterate."""

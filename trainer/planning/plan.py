@@ -32,11 +32,11 @@ from keel.trainer.planning.step_time import Machine, StepTime, step_time
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     sequences: int
-    """Trajectories a step."""
+    """Trajectories per step."""
     step_tokens: int
-    """Tokens a step at most: every prompt and every answer at its limit."""
+    """Tokens per step at most: every prompt and every completion at its limit."""
     micro_batches: int
-    """Micro-batches a rank needs for that, at most."""
+    """Micro-batches that a rank needs for that, at most."""
     optimizer_steps: int
     engine: Memory
     trainer: Memory
@@ -141,14 +141,14 @@ def describe(
     hardware: Hardware,
     seats: Sequence[str] = (),
 ) -> str:
-    """The plan as `keel check` prints it. `data`: one line a source, from the loader; `seats`: who
-    sits where, one line a node."""
+    """The plan as `keel check` prints it. `data`: one line per source, from the loader; `seats`:
+    who sits where, one line per node."""
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
     experts = (
         f", {facts.moe_layers} MoE layers of {facts.experts} experts "
-        f"({facts.experts_per_token} a token)"
+        f"({facts.experts_per_token} per token)"
         if facts.moe_layers
         else ", dense"
     )
@@ -168,8 +168,8 @@ def describe(
         ),
         (
             "",
-            f"{a.updates_per_batch} optimizer step(s) a batch, at most {plan.micro_batches} "
-            f"micro-batch(es) of {t.micro_batch_tokens:,} tokens a rank each",
+            f"{a.updates_per_batch} optimizer step(s) per batch, at most {plan.micro_batches} "
+            f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
         ),
         (
             "steps",
@@ -222,7 +222,7 @@ def sleep_line(config: Config, plan: Plan) -> str:
         if config.trainer.offload_while_sampling
         else "stay (trainer.offload_while_sampling)"
     )
-    return f"  in turns with the engine (rollout.sleep): {size} of it then {where}"
+    return f"  time-shared with the engine (rollout.sleep): {size} of it then {where}"
 
 
 def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:

@@ -48,11 +48,11 @@ class Rates:
     """How much of the machine is used. Measured and fitted on H200s; docs/scaling.md has the runs
     and how far off they are, benchmarks/training/scaling_fit.py the fit."""
 
-    product_share: float = 0.75
-    """Trainer: of the peak, by the matrix products of all layers. In profiles 0.78 of dense ones
+    gemm_share: float = 0.75
+    """Trainer: of the peak, by the GEMMs of all layers. In profiles 0.78 of dense ones
     and 0.66 of grouped ones (experts)."""
     attention_share: float = 0.27
-    """Trainer: of the peak, by the products of attention. From trajectories of 4,096 tokens beside
+    """Trainer: of the peak, by the GEMMs of attention. From trajectories of 4,096 tokens beside
     ones of 1,024."""
     layer_moves: float = 2.9
     """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
@@ -81,7 +81,7 @@ class Rates:
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
     block_s: float = 1.3e-3
-    """For each block of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
+    """For each bucket of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/training/support_head.py)."""
     prefill_mfu: float = 0.40
@@ -91,7 +91,7 @@ class Rates:
     cache_share: float = 0.68
     """The same for keys and values. From a profile."""
     layer_step_s: float = 30e-6
-    """A layer's part of a decoding step beside that: small kernels, and products too narrow for the
+    """A layer's part of a decoding step beside that: small kernels, and GEMMs too narrow for the
     memory's rate. From the same profile."""
     step_s: float = 2.0e-3
     sequence_s: float = 37e-6
@@ -125,7 +125,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step with every answer at its limit."""
+    """Seconds of one step with every completion at its limit."""
 
     decode: float
     prefill: float
@@ -136,7 +136,7 @@ class StepTime:
     """From the trainer to the engines, which pause for it."""
     machine: str
     sequences: int
-    """Answers that an engine works on at once."""
+    """Completions that an engine works on at once."""
     decode_step: float
     host_bound: bool
     """Decoding waits for the engine's host and not for its GPU."""
@@ -162,7 +162,7 @@ class StepTime:
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         return [
             f"ESTIMATE, not measured, for {self.machine}s and completions of full length: "
-            f"{seconds(self.total)} a step",
+            f"{seconds(self.total)} per step",
             f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
             f"{bound}; prefill {seconds(self.prefill)})",
@@ -218,23 +218,23 @@ def step_time(
 def decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, machine: Machine, rates: Rates
 ) -> float:
-    """One decoding step on the GPU: weights and KV cache read once, or the products, whichever
+    """One decoding step on the GPU: weights and KV cache read once, or the GEMMs, whichever
     takes longer, and the small kernels of each layer. Of the experts those are read that any of the
     sequences is sent to."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
-    rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a product
+    rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
     weights = facts.parameters - rows - missed * facts.expert_parameters
     mean_context = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens / 2
     cache = sequences * mean_context * kv_token_bytes(config, facts)
     moved = weights * width / parallel / rates.memory_share + cache / rates.cache_share
-    products = 2 * facts.active_parameters * sequences / parallel
-    longest = max(moved / machine.memory_bytes, products / (machine.flops * rates.prefill_mfu))
+    gemms = 2 * facts.active_parameters * sequences / parallel
+    longest = max(moved / machine.memory_bytes, gemms / (machine.flops * rates.prefill_mfu))
     return facts.layers * rates.layer_step_s + longest
 
 
 def body_parameters(facts: ModelFacts) -> int:
-    """That a token meets in products, without the head."""
+    """That a token meets in GEMMs, without the head."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     return facts.active_parameters - embeddings
 
@@ -250,13 +250,13 @@ def compute_seconds(
     """A rank's work for a step of `tokens` on all ranks and `micro_batches` on each: forward,
     backward, recomputation, the reference's forward, and the optimizer.
 
-    Products at their share of the peak, and between them numbers that go through the memory.
+    GEMMs at their share of the peak, and between them elements that go through the memory.
     """
     trainer, width = config.trainer, BYTES[config.model.dtype]
     share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
-    products = 2 * body_parameters(facts) / rates.product_share + attention / rates.attention_share
+    gemms = 2 * body_parameters(facts) / rates.gemm_share + attention / rates.attention_share
     if trainer.expert_parallel > 1:
         facts = replace(facts, fused_experts=False)
     if trainer.compile:
@@ -267,9 +267,7 @@ def compute_seconds(
     moved *= facts.layers
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
     moved += expert_moves * facts.moe_layers * expert_elements(facts)
-    body = (
-        share * passes(config) * (products / machine.flops + moved * width / machine.memory_bytes)
-    )
+    body = share * passes(config) * (gemms / machine.flops + moved * width / machine.memory_bytes)
     head = 0.0
     if not config.rollout.sampling.truncated:
         head = 2 * facts.vocab_size * facts.hidden_size * share * 3
@@ -286,7 +284,7 @@ def compute_seconds(
 
 
 def elementwise_numbers(facts: ModelFacts) -> float:
-    """What the kernels between the products of a mean layer read and write for each token in a
+    """What the kernels between the GEMMs of a mean layer read and write for each token in a
     forward pass, without tokens at their experts.
 
     Two norms and two sums with the residual (10 hidden sizes); norms and rotary embedding of

@@ -20,14 +20,14 @@ SHOWN = (
     ("KL to reference", "kl/ref", "{:.2e}"),
     ("mismatch |Δ log p|", "mismatch/logp_abs", "{:.1e}"),
     ("largest ratio", "mismatch/ratio_max", "{:.3f}"),
-    ("kept set", "sampling/kept_mean", "{:.1f} ids"),
+    ("sampling mask", "sampling/kept_mean", "{:.1f} ids"),
     ("routing overlap", "routing/overlap", "{:.4f}"),
     ("sequences masked", "mask/sequence_fraction", "{:.2%}"),
     ("steps behind", "staleness/mean", "{:.2f}"),
     ("entropy", "entropy/kept", "{:.3f}"),
     ("gradient norm", "grad_norm", "{:.3f}"),
-    ("answer length", "length/mean", "{:.1f}"),
-    ("tokens a second", "throughput/tokens_per_second", "{:,.0f}"),
+    ("completion length", "length/mean", "{:.1f}"),
+    ("tokens per second", "throughput/tokens_per_second", "{:,.0f}"),
 )
 ERRORS, UNIFORM = "reward/error", "rollout/uniform_group_fraction"
 SPLIT = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))

@@ -128,7 +128,7 @@ def test_bfloat16_inputs_are_summed_in_float32(plan):
     against_dense(*case([3, 0, 30, 7], vocab=40, dim=256, dtype=torch.bfloat16), tolerance=2e-4)
 
 
-def test_a_kept_set_of_the_whole_vocabulary_is_no_truncation():
+def test_a_sampling_mask_of_the_whole_vocabulary_is_no_truncation():
     hidden, weight, targets, _ = case([0] * 5, vocab=8, dim=4)
     everything = KeptSets.from_lists([list(range(8))] * 5)
     full = support_logprobs(hidden, weight, targets, *tensors(KeptSets.empty(5)))
@@ -206,7 +206,7 @@ def test_long_spans_go_by_product_and_short_ones_by_gather():
         ({"targets": torch.tensor([1.0, 2, 3])}, "targets must be integers"),
         ({"targets": torch.tensor([1, 2, 8])}, "targets: row 2 is 8, outside"),
         ({"targets": torch.tensor([1, 2, -1])}, "targets: row 2 is -1, outside"),
-        ({"targets": torch.tensor([1, 5, 3])}, "targets: row 1 is 5, which is not in its kept set"),
+        ({"targets": torch.tensor([1, 5, 3])}, "row 1 is 5, which is not in its sampling mask"),
         ({"kept_ids": torch.tensor([1, 0, 2, 8])}, "kept_ids: row 1 holds 8, outside"),
         ({"kept_ids": torch.tensor([1, -1, 2, 4])}, "kept_ids: row 0 holds -1, outside"),
         ({"kept_ids": torch.tensor([1, 1, 2, 4])}, "kept_ids: row 0 holds an id twice"),

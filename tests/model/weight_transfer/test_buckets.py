@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.model.weight_transfer.buckets import ALIGNMENT, pack_buckets, unpack_bucket
+from keel.model.weight_transfer.buckets import ALIGNMENT
+from tests.buckets import pack_buckets, unpack_bucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int32, torch.uint8]
 

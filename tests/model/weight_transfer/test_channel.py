@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from keel.model.weight_transfer.buckets import Checksum, Sent, pack_blocks, unpack_block
-from keel.model.weight_transfer.channel import BLOCKING_WAIT, Channel, Meeting
+from keel.model.weight_transfer.buckets import Checksum, Sent, pack_flat, unpack_flat
+from keel.model.weight_transfer.channel import BLOCKING_WAIT, Channel, Rendezvous
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def meeting() -> Iterator[Meeting]:
+def rendezvous() -> Iterator[Rendezvous]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield "127.0.0.1", store.port
 
@@ -31,48 +31,53 @@ def side() -> Iterator[ThreadPoolExecutor]:
 
 
 def open_all(
-    side: ThreadPoolExecutor, meeting: Meeting, name: str, *, size: int = 2, deadline_s: float = 10
+    side: ThreadPoolExecutor,
+    rendezvous: Rendezvous,
+    name: str,
+    *,
+    size: int = 2,
+    deadline_s: float = 10,
 ) -> list[Channel]:
     def end(rank: int) -> Channel:
-        return Channel(meeting, name, rank=rank, size=size, device=CPU, deadline_s=deadline_s)
+        return Channel(rendezvous, name, rank=rank, size=size, device=CPU, deadline_s=deadline_s)
 
     return list(side.map(end, range(size)))
 
 
-def test_blocks_arrive_whole_at_every_worker_of_an_engine(
-    side: ThreadPoolExecutor, meeting: Meeting
+def test_buckets_arrive_whole_at_every_worker_of_an_engine(
+    side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
-    sender, *workers = open_all(side, meeting, "whole", size=3)
+    sender, *workers = open_all(side, rendezvous, "whole", size=3)
     tensors = [(str(i), torch.randn(50, i + 1)) for i in range(7)]
     sums = [Checksum() for _ in range(3)]
-    for entries, block in pack_blocks(tensors, 1500):
-        arriving = [side.submit(worker.receive, Sent(block.numel())) for worker in workers]
-        sender.send(block)
+    for entries, flat in pack_flat(tensors, 1500):
+        arriving = [side.submit(worker.receive, Sent(flat.numel())) for worker in workers]
+        sender.send(flat)
         copies = [arrived.result(timeout=10) for arrived in arriving]
-        for total, copy in zip(sums, [block, *copies], strict=True):
+        for total, copy in zip(sums, [flat, *copies], strict=True):
             total.add(copy)
-        for name, tensor in unpack_block(entries, copies[1]):
+        for name, tensor in unpack_flat(entries, copies[1]):
             assert torch.equal(tensor, dict(tensors)[name])
     assert sums[0].value() == sums[1].value() == sums[2].value() != Checksum().value()
     assert sender.used
 
 
 def test_a_checksum_notes_a_changed_byte_and_a_changed_order() -> None:
-    blocks = [torch.arange(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)]
+    buckets = [torch.arange(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)]
 
-    def total(blocks: list[torch.Tensor]) -> int:
+    def total(buckets: list[torch.Tensor]) -> int:
         checksum = Checksum()
-        for block in blocks:
-            checksum.add(block)
+        for flat in buckets:
+            checksum.add(flat)
         return checksum.value()
 
-    changed = blocks[0].clone()
+    changed = buckets[0].clone()
     changed[5] += 1
-    assert len({total(blocks), total(blocks[::-1]), total([changed, blocks[1]])}) == 3
+    assert len({total(buckets), total(buckets[::-1]), total([changed, buckets[1]])}) == 3
 
 
-def test_nobody_at_the_other_end(side: ThreadPoolExecutor, meeting: Meeting) -> None:
-    sender, _ = open_all(side, meeting, "nobody", deadline_s=0.5)
+def test_nobody_at_the_other_end(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
+    sender, _ = open_all(side, rendezvous, "nobody", deadline_s=0.5)
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"0\.5 s .*update_deadline_s"):
         # More than fits into a socket's buffers.
@@ -81,8 +86,10 @@ def test_nobody_at_the_other_end(side: ThreadPoolExecutor, meeting: Meeting) -> 
     assert not sender.used
 
 
-def test_news_of_the_other_end_end_the_waiting(side: ThreadPoolExecutor, meeting: Meeting) -> None:
-    sender, _ = open_all(side, meeting, "news", deadline_s=2)  # gloo's own end takes as long
+def test_news_of_the_other_end_end_the_waiting(
+    side: ThreadPoolExecutor, rendezvous: Rendezvous
+) -> None:
+    sender, _ = open_all(side, rendezvous, "news", deadline_s=2)  # gloo's own end takes as long
 
     def gone() -> None:
         raise ConnectionError("the engine has died")
@@ -93,8 +100,8 @@ def test_news_of_the_other_end_end_the_waiting(side: ThreadPoolExecutor, meeting
     assert time.monotonic() - began < 1.5
 
 
-def test_what_a_broken_channel_says(side: ThreadPoolExecutor, meeting: Meeting) -> None:
-    sender, worker = open_all(side, meeting, "broken")
+def test_what_a_broken_channel_says(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
+    sender, worker = open_all(side, rendezvous, "broken")
     arriving = side.submit(worker.receive, Sent(2**26))
     time.sleep(0.2)
     began = time.monotonic()
@@ -108,8 +115,10 @@ def test_what_a_broken_channel_says(side: ThreadPoolExecutor, meeting: Meeting) 
     assert time.monotonic() - began < 5
 
 
-def test_after_any_error_a_channel_is_closed(side: ThreadPoolExecutor, meeting: Meeting) -> None:
-    sender, _ = open_all(side, meeting, "closed", deadline_s=0.5)
+def test_after_any_error_a_channel_is_closed(
+    side: ThreadPoolExecutor, rendezvous: Rendezvous
+) -> None:
+    sender, _ = open_all(side, rendezvous, "closed", deadline_s=0.5)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         sender.send(torch.zeros(2**26, dtype=torch.uint8))
@@ -119,10 +128,10 @@ def test_after_any_error_a_channel_is_closed(side: ThreadPoolExecutor, meeting: 
 
 
 def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
-    side: ThreadPoolExecutor, meeting: Meeting
+    side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
     """NCCL begins when the other end comes, which may be after the deadline."""
-    sender, _ = open_all(side, meeting, "begun", deadline_s=0.2)
+    sender, _ = open_all(side, rendezvous, "begun", deadline_s=0.2)
     met, ended = threading.Event(), list[str]()
 
     class Slow:
@@ -148,7 +157,7 @@ def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
 
 @pytest.mark.parametrize("before", [None, "0"])
 def test_only_the_channels_own_group_is_without_a_watchdog(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, before: str | None
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     seen: list[str | None] = []
 
@@ -168,7 +177,7 @@ def test_only_the_channels_own_group_is_without_a_watchdog(
 
     def open_one() -> Channel:
         gpu = torch.device("cuda", 0)
-        return Channel(meeting, "gpu", rank=0, size=2, device=gpu, deadline_s=1)
+        return Channel(rendezvous, "gpu", rank=0, size=2, device=gpu, deadline_s=1)
 
     open_one()
     assert os.environ.get(BLOCKING_WAIT) == before

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from keel.model.weight_transfer.buckets import Bucket, Sent, TensorEntry
-from keel.model.weight_transfer.channel import Meeting
+from keel.model.weight_transfer.channel import Rendezvous
 from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox, Message, Outbox
 
 ENTRIES = tuple(TensorEntry(f"layer.{i}", "bfloat16", (4, 8), 64 * i) for i in range(3))
@@ -23,10 +23,10 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 def ends(store: dist.TCPStore, deadline_s: float = 10) -> tuple[Outbox, Inbox]:
-    meeting: Meeting = ("127.0.0.1", store.port)
+    rendezvous: Rendezvous = ("127.0.0.1", store.port)
     return (
-        Outbox(meeting, "engine", deadline_s=deadline_s),
-        Inbox(meeting, "engine", deadline_s=deadline_s),
+        Outbox(rendezvous, "engine", deadline_s=deadline_s),
+        Inbox(rendezvous, "engine", deadline_s=deadline_s),
     )
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.model.weight_transfer import pack as blocks
-from keel.model.weight_transfer.buckets import Block, unpack_block
-from keel.model.weight_transfer.pack import BlockPacker
+from keel.model.weight_transfer import pack
+from keel.model.weight_transfer.buckets import FlatBucket, unpack_flat
+from keel.model.weight_transfer.pack import BucketPacker
 from tests.model.test_load import CONFIGS
 
 SIZE = 6_000
@@ -32,14 +32,14 @@ def change(model: PreTrainedModel) -> None:
             parameter.normal_()
 
 
-def unpacked(packed: list[Block]) -> dict[str, Tensor]:
-    assert all(block.numel() <= SIZE or len(entries) == 1 for entries, block in packed)
-    named = [pair for entries, block in packed for pair in unpack_block(entries, block)]
+def unpacked(packed: list[FlatBucket]) -> dict[str, Tensor]:
+    assert all(flat.numel() <= SIZE or len(entries) == 1 for entries, flat in packed)
+    named = [pair for entries, flat in packed for pair in unpack_flat(entries, flat)]
     assert len(dict(named)) == len(named)
     return dict(named)
 
 
-def assert_current(packed: list[Block], model: PreTrainedModel, dtype: torch.dtype) -> None:
+def assert_current(packed: list[FlatBucket], model: PreTrainedModel, dtype: torch.dtype) -> None:
     found, right = unpacked(packed), dict(checkpoint_tensors(model))
     assert found.keys() == right.keys()
     for name, tensor in right.items():
@@ -51,12 +51,12 @@ def assert_current(packed: list[Block], model: PreTrainedModel, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_pass_has_the_weights_of_its_time(family: str, dtype: torch.dtype) -> None:
     model = make(family)
-    packer = BlockPacker(model, dtype, SIZE)
-    first = list(packer.blocks())
+    packer = BucketPacker(model, dtype, SIZE)
+    first = list(packer.buckets())
     assert_current(first, model, dtype)
     for _ in range(2):
         change(model)
-        again = list(packer.blocks())
+        again = list(packer.buckets())
         assert_current(again, model, dtype)
         assert [entries for entries, _ in again] == [entries for entries, _ in first]
 
@@ -67,9 +67,9 @@ def test_a_routing_bias_keeps_the_digits_that_choose_experts(tmp_path: Path) -> 
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     bias = dict(model.named_buffers())[name]
     bias.copy_(torch.linspace(14, 14.05, len(bias)))  # equal, if rounded to bfloat16
-    packer = BlockPacker(model, torch.bfloat16, SIZE)
+    packer = BucketPacker(model, torch.bfloat16, SIZE)
     for _ in range(2):
-        found = unpacked(list(packer.blocks()))
+        found = unpacked(list(packer.buckets()))
         assert torch.equal(found[name], bias)
         assert found[name.replace("e_score_correction_bias", "weight")].dtype == torch.bfloat16
 
@@ -79,10 +79,10 @@ def test_later_passes_ask_transformers_for_nothing(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make(family)
-    packer = BlockPacker(model, torch.float32, 10**9)
-    (first,) = packer.blocks()
-    monkeypatch.setattr(blocks, "as_checkpoint", None)
-    (again,) = packer.blocks()
+    packer = BucketPacker(model, torch.float32, 10**9)
+    (first,) = packer.buckets()
+    monkeypatch.setattr(pack, "as_checkpoint", None)
+    (again,) = packer.buckets()
     assert torch.equal(first[1], again[1])
     # Experts of a layer are copied together.
     assert sum(map(len, packer._runs)) <= len(model.state_dict())
@@ -94,7 +94,7 @@ def test_later_passes_ask_transformers_for_nothing(
 def test_modules_that_transformers_computes_with_are_asked_again(
     change_tensor: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, original = make(MOE), blocks.as_checkpoint
+    model, original = make(MOE), pack.as_checkpoint
 
     def computed(model: PreTrainedModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
         named = original(model, own)
@@ -103,10 +103,10 @@ def test_modules_that_transformers_computes_with_are_asked_again(
             for name, tensor in named.items()
         }
 
-    monkeypatch.setattr(blocks, "as_checkpoint", computed)
-    packer = BlockPacker(model, torch.bfloat16, SIZE)
+    monkeypatch.setattr(pack, "as_checkpoint", computed)
+    packer = BucketPacker(model, torch.bfloat16, SIZE)
     for _ in range(3):
-        found = unpacked(list(packer.blocks()))
+        found = unpacked(list(packer.buckets()))
         for name, tensor in checkpoint_tensors(model):
             right = change_tensor(tensor) if "down_proj" in name else tensor  # type: ignore[operator]
             assert torch.equal(found[name], right.bfloat16()), name
@@ -116,16 +116,16 @@ def test_modules_that_transformers_computes_with_are_asked_again(
 def test_a_conversion_that_needs_contiguous_tensors_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, original = make(MOE), blocks.as_checkpoint
+    model, original = make(MOE), pack.as_checkpoint
 
     def strict(model: PreTrainedModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
         named = original(model, own)
         return {k: v.t().contiguous().view(-1) if v.ndim == 2 else v for k, v in named.items()}
 
-    monkeypatch.setattr(blocks, "as_checkpoint", strict)
-    packer = BlockPacker(model, torch.float32, SIZE)
+    monkeypatch.setattr(pack, "as_checkpoint", strict)
+    packer = BucketPacker(model, torch.float32, SIZE)
     for _ in range(2):
-        found = unpacked(list(packer.blocks()))
+        found = unpacked(list(packer.buckets()))
         for name, tensor in checkpoint_tensors(model):
             right = tensor.t().reshape(-1) if tensor.ndim == 2 else tensor
             assert torch.equal(found[name], right), name
@@ -145,10 +145,10 @@ def test_every_pass_gathers_each_module_once_in_the_same_order() -> None:
         for tensor in copies.values():
             tensor.data = torch.empty(0)
 
-    packer = BlockPacker(model, torch.float32, SIZE, whole=whole)
+    packer = BucketPacker(model, torch.float32, SIZE, whole=whole)
     passes = []
     for _ in range(3):
-        assert_current(list(packer.blocks()), model, torch.float32)
+        assert_current(list(packer.buckets()), model, torch.float32)
         passes.append(gathered.copy())
         gathered.clear()
         change(model)
@@ -156,30 +156,30 @@ def test_every_pass_gathers_each_module_once_in_the_same_order() -> None:
     assert sorted(passes[0]) == sorted(dict(model.named_parameters()))
 
 
-def test_a_block_that_nobody_holds_has_gone_when_the_next_one_is_made(
+def test_a_bucket_that_nobody_holds_has_gone_when_the_next_one_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packer = BlockPacker(make(MOE), torch.float32, SIZE)
-    number = sum(1 for _ in packer.blocks())
+    packer = BucketPacker(make(MOE), torch.float32, SIZE)
+    number = sum(1 for _ in packer.buckets())
     made: list[weakref.ref[Tensor]] = []
     held: list[int] = []
     zeros = torch.zeros
 
     def watched(*size: Any, **options: Any) -> Tensor:
-        held.append(sum(block() is not None for block in made))
-        block = zeros(*size, **options)
-        made.append(weakref.ref(block))
-        return block
+        held.append(sum(flat() is not None for flat in made))
+        flat = zeros(*size, **options)
+        made.append(weakref.ref(flat))
+        return flat
 
     monkeypatch.setattr(torch, "zeros", watched)
-    for _ in map(len, packer.blocks()):
+    for _ in map(len, packer.buckets()):
         pass
     assert number > 3 and held == [0] * number
 
 
 def test_a_first_pass_that_was_given_up_is_begun_again() -> None:
     model = make(MOE)
-    packer = BlockPacker(model, torch.float32, SIZE)
-    next(packer.blocks())
+    packer = BucketPacker(model, torch.float32, SIZE)
+    next(packer.buckets())
     for _ in range(2):
-        assert_current(list(packer.blocks()), model, torch.float32)
+        assert_current(list(packer.buckets()), model, torch.float32)

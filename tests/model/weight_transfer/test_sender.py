@@ -17,14 +17,14 @@ from ray.exceptions import RayActorError
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.weight_transfer.buckets import (
-    Block,
     Bucket,
     Checksum,
+    FlatBucket,
     Sent,
-    pack_blocks,
-    unpack_block,
+    pack_flat,
+    unpack_flat,
 )
-from keel.model.weight_transfer.channel import Channel, Meeting
+from keel.model.weight_transfer.channel import Channel, Rendezvous
 from keel.model.weight_transfer.sender import Sender
 from keel.rollout.engine.thread import EngineThread
 from keel.trainer.worker import Receiver
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
 WEIGHTS = {str(i): torch.full((64, 64), float(i)) for i in range(6)}
 DEADLINE_S = 10.0
-BLOCK = 40_000
-"""Bytes: two tensors a block."""
+BUCKET_BYTES = 40_000
+"""Bytes: two tensors per bucket."""
 
 
 class Sampler:
@@ -50,9 +50,11 @@ class Sampler:
     def gpus(self) -> list[str]:
         return [""]
 
-    def join(self, meeting: Meeting, name: str) -> None:
+    def join(self, rendezvous: Rendezvous, name: str) -> None:
         device = torch.device("cpu")
-        self.channel = Channel(meeting, name, rank=1, size=2, device=device, deadline_s=DEADLINE_S)
+        self.channel = Channel(
+            rendezvous, name, rank=1, size=2, device=device, deadline_s=DEADLINE_S
+        )
 
     def begin_update(self) -> list[Any]:
         self.checksum = Checksum()
@@ -69,11 +71,11 @@ class Sampler:
         if self.trouble == "deaf":
             return
         assert isinstance(bucket.data, Sent)
-        block = self.channel.receive(bucket.data)
+        flat = self.channel.receive(bucket.data)
         if self.trouble == "flips":
-            block[0] ^= 1
-        self.checksum.add(block)
-        self.weights |= {name: t.clone() for name, t in unpack_block(bucket.entries, block)}
+            flat[0] ^= 1
+        self.checksum.add(flat)
+        self.weights |= {name: t.clone() for name, t in unpack_flat(bucket.entries, flat)}
 
     def finish_update(self, version: int, checksum: int | None) -> None:
         if checksum != self.checksum.value():
@@ -94,8 +96,8 @@ class Worker:
     def gpus(self) -> list[str]:
         return self.engine.gpus()
 
-    def join(self, meeting: Meeting, name: str, shares: bool) -> None:
-        self.engine.join(meeting, name, shares=shares)
+    def join(self, rendezvous: Rendezvous, name: str, shares: bool) -> None:
+        self.engine.join(rendezvous, name, shares=shares)
 
     def receive(self) -> None:
         self.engine.receive()
@@ -128,12 +130,12 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
     end = sender(DEADLINE_S)
     there = engines("", "dies", "raises", "flips", "hangs up")
     expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())
-    blocks: list[weakref.ref[torch.Tensor]] = []
+    buckets: list[weakref.ref[torch.Tensor]] = []
 
-    def watched() -> Iterator[Block]:
-        for entries, block in pack_blocks(WEIGHTS.items(), BLOCK):
-            blocks.append(weakref.ref(block))
-            yield entries, block
+    def watched() -> Iterator[FlatBucket]:
+        for entries, flat in pack_flat(WEIGHTS.items(), BUCKET_BYTES):
+            buckets.append(weakref.ref(flat))
+            yield entries, flat
 
     gc.collect()
     gc.disable()
@@ -145,12 +147,12 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
         assert isinstance(outcomes[3], RuntimeError) and "other bytes" in str(outcomes[3])
         # Such an engine is replaced, as one that is late: the run goes on.
         assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
-        # On a GPU an error's frames would keep blocks until the garbage collector comes by.
+        # On a GPU an error's frames would keep buckets until the garbage collector comes by.
         # gloo holds what it could not send till its deadline.
         until = time.monotonic() + 2 * DEADLINE_S
-        while (held := [1 for block in blocks if block() is not None]) and time.monotonic() < until:
+        while (held := [1 for flat in buckets if flat() is not None]) and time.monotonic() < until:
             time.sleep(0.1)
-        assert len(blocks) == 3 and not held
+        assert len(buckets) == 3 and not held
     finally:
         gc.enable()
     assert ray.get(there[0].actor.holds.remote(), timeout=60) == (7, expected)
@@ -162,14 +164,14 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
     kept = end._links[0]
     twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
     takers = [there[0], Receiver(1, new.actor), there[2]]
-    outcomes = end.send(pack_blocks(twice.items(), BLOCK), takers, 8)
+    outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), takers, 8)
     assert outcomes == {0: 8, 1: 8, 2: 8}
     held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=60)
     assert held == [(8, 2 * expected)] * 3
     assert end._links[0] is kept
 
     # Engine 0 died after its last update.
-    outcomes = end.send(pack_blocks(twice.items(), BLOCK), [Receiver(0, new.actor)], 9)
+    outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), [Receiver(0, new.actor)], 9)
     assert outcomes == {0: 9}
     assert kept.channel is not None
     with pytest.raises(ConnectionError, match="closed"):
@@ -179,7 +181,7 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
 def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:
     (deaf,) = engines("deaf")
     huge = {"t": torch.zeros(2**24)}
-    outcome = sender(1).send(pack_blocks(huge.items(), 2**30), [deaf], 1)[0]
+    outcome = sender(1).send(pack_flat(huge.items(), 2**30), [deaf], 1)[0]
     assert isinstance(outcome, RuntimeError)
     for part in ("engine 0 cannot be reached", "rollout.weight_transfer", "NCCL_SOCKET_IFNAME"):
         assert part in str(outcome)
@@ -188,39 +190,39 @@ def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> No
 def test_an_engine_that_says_nothing(sender: Callable[[float], Sender]) -> None:
     (silent,) = engines("")
     silent.actor.busy.remote()
-    outcome = sender(1).send(pack_blocks(WEIGHTS.items(), BLOCK), [silent], 1)[0]
+    outcome = sender(1).send(pack_flat(WEIGHTS.items(), BUCKET_BYTES), [silent], 1)[0]
     assert isinstance(outcome, TimeoutError)
     assert str(outcome).startswith("waited 1 s (rollout.update_deadline_s) for an engine to say")
 
 
-def test_a_block_has_gone_when_the_next_one_is_made(sender: Callable[[float], Sender]) -> None:
+def test_a_bucket_has_gone_when_the_next_one_is_made(sender: Callable[[float], Sender]) -> None:
     class Watched:
         """Blocks that are held nowhere else; whether one was still there at the next one's turn."""
 
         def __init__(self) -> None:
-            self.blocks, self.held = pack_blocks(WEIGHTS.items(), BLOCK), list[bool]()
+            self.buckets, self.held = pack_flat(WEIGHTS.items(), BUCKET_BYTES), list[bool]()
             self.last: Callable[[], torch.Tensor | None] = lambda: None
 
-        def __iter__(self) -> Iterator[Block]:
+        def __iter__(self) -> Iterator[FlatBucket]:
             return self
 
-        def __next__(self) -> Block:
+        def __next__(self) -> FlatBucket:
             until = time.monotonic() + 2  # gloo lets go of it in a thread of its own
             while self.last() is not None and time.monotonic() < until:
                 time.sleep(0.01)
             self.held.append(self.last() is not None)
-            block = next(self.blocks)
-            self.last = weakref.ref(block[1])
-            return block
+            bucket = next(self.buckets)
+            self.last = weakref.ref(bucket[1])
+            return bucket
 
     watched = Watched()
     assert sender(DEADLINE_S).send(watched, engines(""), 1) == {0: 1}
     assert watched.held == [False] * 4
 
 
-def test_blocks_are_drawn_to_the_end_for_the_ranks_that_gather_along(
+def test_buckets_are_consumed_to_the_end_for_the_ranks_that_gather_along(
     sender: Callable[[float], Sender],
 ) -> None:
-    blocks = pack_blocks(WEIGHTS.items(), BLOCK)
-    assert sender(5).send(blocks, [], 1) == {}
-    assert next(blocks, None) is None
+    buckets = pack_flat(WEIGHTS.items(), BUCKET_BYTES)
+    assert sender(5).send(buckets, [], 1) == {}
+    assert next(buckets, None) is None

@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from keel.configs.schema import SamplingConfig
-from keel.model.weight_transfer.buckets import pack_buckets
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
+from tests.buckets import pack_buckets
 from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
 from tests.rollout.tiny_model import checkpoint_tensors, make_model
 

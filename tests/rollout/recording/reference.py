@@ -67,7 +67,7 @@ class Reference:
         report: Report,
         tolerance: Tolerance,
     ) -> None:
-        """Every sampled token's kept set and log-probability, under the weights that sampled it,
+        """Every sampled token's mask and log-probability, under the weights that sampled it,
         and the routes of every token under those that sampled the first one after it."""
         for segment in trajectory.segments:
             self._check_segment(segment, sampling, report, tolerance)
@@ -140,7 +140,7 @@ class Reference:
             report.kept_ties += 1
             least = _truncate(row, sampling.top_k, sampling.top_p, -tolerance.tie)
             most = _truncate(row, sampling.top_k, sampling.top_p, tolerance.tie)
-            assert (recorded | ~least).all() and (most | ~recorded).all(), "wrong kept set"
+            assert (recorded | ~least).all() and (most | ~recorded).all(), "wrong sampling mask"
 
 
 def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.model.weight_transfer.buckets import Block, pack_blocks
+from keel.model.weight_transfer.buckets import FlatBucket, pack_flat
 from keel.rollout.weight_loading.copy_plan import Fill, Piece, Placed, Plan, dims, join
 
 BF16 = torch.bfloat16
 
 
-def block_of(tensors: dict[str, Tensor]) -> Block:
-    (block,) = pack_blocks(tensors.items(), 2**30)
-    return block
+def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
+    (bucket,) = pack_flat(tensors.items(), 2**30)
+    return bucket
 
 
 def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> Placed:
@@ -65,7 +65,7 @@ def test_a_layer_of_experts_is_two_copies(ranks: int, order: str) -> None:
     tensors, plan, right13, right2 = experts(6, 8, 16, rank=ranks - 1, ranks=ranks)
     if order == "kind":  # all gates, all ups, all downs
         tensors = dict(sorted(tensors.items(), key=lambda item: item[0].partition(".")[2]))
-    entries, data = block_of(tensors)
+    entries, data = bucket_of(tensors)
     for _ in range(2):  # checked, then from memory
         for kernel in plan.kernels:
             kernel.fill_(float("nan"))
@@ -75,7 +75,7 @@ def test_a_layer_of_experts_is_two_copies(ranks: int, order: str) -> None:
 
 
 def test_joining_changes_nothing() -> None:
-    """Random partitions of a tensor, as views of every shape, from blocks in every order."""
+    """Random partitions of a tensor, as views of every shape, from buckets in every order."""
     draw = random.Random(0)
     joined_any = 0
     for trial in range(60):
@@ -100,7 +100,7 @@ def test_joining_changes_nothing() -> None:
                 pieces[name] = placed(wide, (0, kernel[low:high, column], view))
         plan = Plan([kernel], pieces)
         names = draw.sample(list(sources), len(sources))
-        entries, data = block_of({name: sources[name] for name in names})
+        entries, data = bucket_of({name: sources[name] for name in names})
         plain = [p for entry in entries for p in plan._pieces(entry)]
         joined = join(plain)
         joined_any += len(joined) < len(plain)
@@ -116,7 +116,7 @@ def test_equal_experts_in_any_order_of_dimensions_are_joined() -> None:
     source = torch.arange(24.0).view(2, 3, 4)
     kernel = torch.zeros(4, 3, 2).permute(2, 1, 0)
     plan = Plan([kernel], {"t": placed(source, (0, kernel, source))})
-    plan.load(*block_of({"t": source}))
+    plan.load(*bucket_of({"t": source}))
     assert torch.equal(kernel, source)
 
 
@@ -124,7 +124,7 @@ def test_a_number_is_converted_as_copy_does() -> None:
     bias = torch.randn(5, 7).to(BF16)
     kernel = torch.zeros(5, 7)
     plan = Plan([kernel], {"bias": placed(bias, (0, kernel, bias))})
-    entries, data = block_of({"bias": bias})
+    entries, data = bucket_of({"bias": bias})
     for _ in range(2):
         kernel.zero_()
         plan.load(entries, data)
@@ -139,7 +139,7 @@ def test_not_a_number_and_bytes_are_kept() -> None:
         kernels,
         {"odd": placed(odd, (0, kernels[0], odd)), "small": placed(small, (1, kernels[1], small))},
     )
-    plan.load(*block_of({"odd": odd, "small": small}))
+    plan.load(*bucket_of({"odd": odd, "small": small}))
     assert torch.equal(kernels[0].view(torch.int32), odd.view(torch.int32))
     assert torch.equal(kernels[1], small)
 
@@ -151,9 +151,9 @@ def test_padding_is_filled_at_the_beginning() -> None:
     assert kernel.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
 
 
-def test_a_block_may_begin_anywhere() -> None:
+def test_a_bucket_may_begin_anywhere() -> None:
     tensors, plan, right13, right2 = experts(3, 4, 8)
-    entries, data = block_of(tensors)
+    entries, data = bucket_of(tensors)
     for shift in (1, 8, 64):
         for kernel in plan.kernels:
             kernel.fill_(0)
@@ -165,12 +165,12 @@ def test_a_block_may_begin_anywhere() -> None:
 def test_other_tensors_than_the_first_time_are_refused() -> None:
     tensors, plan, *_ = experts(2, 4, 8)
     with pytest.raises(ValueError, match=r"'new'.*absent"):
-        plan.load(*block_of({"new": torch.zeros(2)}))
+        plan.load(*bucket_of({"new": torch.zeros(2)}))
     with pytest.raises(ValueError, match=r"'0\.up'.*float32.*bfloat16"):
-        plan.load(*block_of({"0.up": tensors["0.up"].float()}))
-    entries, data = block_of(tensors)
+        plan.load(*bucket_of({"0.up": tensors["0.up"].float()}))
+    entries, data = bucket_of(tensors)
     plan.load(entries, data)
-    plan.load(entries[:3], data[: entries[3].offset])  # another block that begins alike
+    plan.load(entries[:3], data[: entries[3].offset])  # another bucket that begins alike
 
 
 def test_a_wrong_join_is_noticed(
@@ -180,6 +180,6 @@ def test_a_wrong_join_is_noticed(
     monkeypatch.setattr(
         "keel.rollout.weight_loading.copy_plan.join", lambda pieces: join(pieces)[:-1]
     )
-    plan.load(*block_of(tensors))
+    plan.load(*bucket_of(tensors))
     assert "joined wrongly" in caplog.text
     assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)

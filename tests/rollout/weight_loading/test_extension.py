@@ -28,10 +28,12 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
     extension.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
 
     def join(name: str) -> Channel:
-        meeting = ("127.0.0.1", store.port)
+        rendezvous = ("127.0.0.1", store.port)
         with ThreadPoolExecutor(1) as side:
-            other = side.submit(Channel, meeting, name, rank=0, size=2, device=CPU, deadline_s=10.0)
-            extension.keel_join(meeting, name, 10.0)
+            other = side.submit(
+                Channel, rendezvous, name, rank=0, size=2, device=CPU, deadline_s=10.0
+            )
+            extension.keel_join(rendezvous, name, 10.0)
             other.result(timeout=20)
         return extension.keel_channel
 
@@ -78,7 +80,10 @@ def test_a_cache_is_no_larger_than_its_answers() -> None:
             both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
             memory = [int(10 * enough), int(enough / 2), 10**12]
             built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
+        with cache.bounded(conversations=20):
+            core.get_kv_cache_configs(config, [both], memory[:1])
         assert core.get_kv_cache_configs is record
     finally:
         core.get_kv_cache_configs = before
-    assert built == "configs" and given == [[enough, int(enough / 2), 10**12]]
+    assert built == "configs" and given[0] == [enough, int(enough / 2), 10**12]
+    assert given[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"

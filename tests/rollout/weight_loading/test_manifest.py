@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from keel.model.weight_transfer.buckets import Bucket, pack_buckets
+from keel.model.weight_transfer.buckets import Bucket
 from keel.rollout.weight_loading.manifest import Manifest, checkpoint_names
+from tests.buckets import pack_buckets
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.a", "model.layers.1.a", "model.layers.2.a"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keel.model.weight_transfer.buckets import pack_buckets
+from tests.buckets import pack_buckets
 
 pytestmark = pytest.mark.e2e
 H, E, INNER, RANK, RANKS, WORDS = 16, 4, 8, 1, 2, 11
@@ -142,15 +142,15 @@ class Worker:
         config.model_config = SimpleNamespace(dtype=BF16)
         self.extension.vllm_config = config
 
-    def update(self, tensors: dict[str, Tensor], *, copies: bool = True, block: int = 900) -> str:
+    def update(self, tensors: dict[str, Tensor], *, copies: bool = True, size: int = 900) -> str:
         """Blocks end within layers. Returns how the next update will be done."""
         self.extension.keel_begin_update("" if copies else "it is switched off")
         planned = self.extension.keel_way() == "copies"
-        for bucket in pack_buckets(tensors.items(), block):
+        for bucket in pack_buckets(tensors.items(), size):
             data = np.array(bucket.data)
             self.extension.keel_load_bucket(type(bucket)(entries=bucket.entries, data=data))
             if planned:
-                data[:] = 0x55  # the block's owner may have it back
+                data[:] = 0x55  # the bucket's owner may have it back
         self.extension.keel_finish_update(None)
         return self.extension.keel_way()
 
@@ -177,20 +177,20 @@ def loaded(tensors: dict[str, Tensor], *extra: tuple[str, nn.Module]) -> dict[st
     return worker.weights()
 
 
-@pytest.mark.parametrize("block", [900, 10**6])
+@pytest.mark.parametrize("size", [900, 10**6])
 def test_later_updates_are_copies_and_give_what_the_loader_gives(
-    monkeypatch: pytest.MonkeyPatch, block: int
+    monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     worker = Worker()
     addresses = {name: p.data_ptr() for name, p in worker.model.named_parameters()}
-    assert worker.update(checkpoint(1), block=block) == "copies"
+    assert worker.update(checkpoint(1), size=size) == "copies"
     assert_equal(worker.weights(), loaded(checkpoint(1)))
     rights = [loaded(checkpoint(seed)) for seed in (2, 3)]
     assert not torch.equal(rights[0]["experts.w2"], rights[1]["experts.w2"])
     monkeypatch.setattr(Toy, "load_weights", None)  # nobody asks vLLM's loader any more
     for seed, right in zip((2, 3), rights, strict=True):
         worker.scribble()
-        assert worker.update(checkpoint(seed), block=block) == "copies"
+        assert worker.update(checkpoint(seed), size=size) == "copies"
         assert_equal(worker.weights(), right)
     assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == addresses
 
@@ -203,13 +203,13 @@ def test_what_came_is_placed_and_what_is_tied_is_known_to_be_ignored() -> None:
     assert [name for name, placed in plan.placed.items() if not placed.pieces] == ["head.weight"]
 
 
-def test_an_update_may_come_in_other_blocks() -> None:
+def test_an_update_may_come_in_other_buckets() -> None:
     worker = Worker()
     worker.update(checkpoint(1))
-    for block in (300, 5000):
+    for size in (300, 5000):
         worker.scribble()
         tensors = dict(sorted(checkpoint(2).items(), key=lambda item: item[0][::-1]))
-        worker.update(tensors, block=block)
+        worker.update(tensors, size=size)
         assert_equal(worker.weights(), loaded(checkpoint(2)))
 
 

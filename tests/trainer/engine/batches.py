@@ -1,4 +1,4 @@
-"""A tiny mixture of experts, and synthetic rollouts of it with routes and kept sets.
+"""A tiny mixture of experts, and synthetic rollouts of it with routes and sampling masks.
 
 transformers is imported where it is used: every run of pytest collects this module.
 """

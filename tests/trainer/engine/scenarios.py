@@ -30,10 +30,10 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from keel.model.weight_transfer.buckets import unpack_bucket
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup
+from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts
 
 if TYPE_CHECKING:

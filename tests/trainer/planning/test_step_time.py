@@ -86,7 +86,7 @@ def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
         "summed_bytes": 0.0,
     }
     config, machine = recipe(), Machine()
-    rates = Rates(product_share=0.5, attention_share=0.5, **free)
+    rates = Rates(gemm_share=0.5, attention_share=0.5, **free)
     got = compute_seconds(config, moe, 1000, 1, machine, rates)
     flops = 6 * 1000 * (body_parameters(moe) + 16 * 1024 * 1024)
     assert got == pytest.approx(flops / (0.5 * machine.flops))
