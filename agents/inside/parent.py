@@ -88,6 +88,9 @@ class Parent:
                 self._tell(number, pid)
                 return None
         else:
+            # What `between` leaves is this process's to reap. (PR_SET_CHILD_SUBREAPER; not otherwise,
+            # or what an episode's program leaves would be so, too, and stay for good.)
+            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
             between = os.fork()
             if between:
                 os.waitpid(between, 0)
@@ -198,7 +201,6 @@ def _open_files() -> set[tuple[int, str]]:
 
 def main() -> None:
     stand_alone()
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: of those between
     control = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)

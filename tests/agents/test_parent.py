@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from keel.agents.host.children import below
 from keel.agents.host.client import Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.types import EnvironmentLost
@@ -148,6 +151,27 @@ def test_one_that_ends_takes_no_other_along(how: str) -> None:
                 assert what[how] in str(caught.value)
             assert (await use(sibling, "see", word="a")).text == '["a"]'
             assert (await sibling.verdict(transcript())).parts == {"correct": 1.0}  # pyright: ignore
+
+    run(play())
+
+
+@pytest.mark.parametrize("how", ["close", "hang", "exit"])
+def test_whatever_it_started_ends_with_it(how: str) -> None:
+    async def play() -> None:
+        given = program()
+        async with parent_for(given) as parent:
+            async with opened(given, parent) as environment:
+                helpers = json.loads((await use(environment, "hire")).text)
+                assert len(helpers) == 2 and all(map(alive, helpers))
+                if how != "close":
+                    with pytest.raises(EnvironmentLost):
+                        await use(environment, "wait", 0.3, seconds=0, then=how)
+            # One that had left the group is found only below a parent that lives.
+            wait_for(lambda: not any(map(alive, helpers[:1] if how == "exit" else helpers)))
+            assert parent._running is not None
+            assert not below(parent._running._child.pid)
+            for pid in filter(alive, helpers):
+                os.kill(pid, signal.SIGKILL)
 
     run(play())
 
