@@ -88,8 +88,8 @@ class Parent:
                 self._tell(number, pid)
                 return None
         else:
-            # What `between` leaves is this process's to reap. (PR_SET_CHILD_SUBREAPER; not otherwise,
-            # or what an episode's program leaves would be so, too, and stay for good.)
+            # What `between` leaves is for this process to reap (PR_SET_CHILD_SUBREAPER). Without a
+            # sandbox, what a program leaves would become its child, too, and stay for good.
             ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
             between = os.fork()
             if between:

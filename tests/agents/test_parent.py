@@ -115,7 +115,7 @@ def test_a_program_that_is_not_to_be_forked() -> None:
 @pytest.mark.parametrize(
     ("how", "fault", "why"),
     [
-        ("hang", "hang", "open did not end within 1 s"),
+        ("hang", "hang", "open did not end within 0.5 s"),
         ("exit", "exit", "exited with status 3; its last words: my last words"),
         ("crash", "crash", "was ended by SIGSEGV"),
         ("raise", "start", "cannot be imported: RuntimeError: not today"),
@@ -127,7 +127,7 @@ def test_a_program_that_does_not_load_fails_as_without_a_parent(
     async def play() -> None:
         given = counter(how)
         async with parent_for(given) as parent:
-            parent._deadline_s = 1.0 if how == "hang" else 20.0
+            parent._deadline_s = 0.5 if how == "hang" else 20.0
             for _ in range(2):
                 with pytest.raises(EnvironmentLost) as caught:
                     async with opened(given, parent):
