@@ -177,6 +177,8 @@ class Conversation:
         self._prompt_id = prompt_id
         self._records: list[SegmentRecord] = []
         self._asked: TurnRequest | None = None
+        self._inside = False
+        """The last turn has left its thinking open for the next."""
         self._begin()
 
     @property
@@ -222,8 +224,13 @@ class Conversation:
         self._records[-1].append(self._asked, result)
         self._asked = None
         parsed = self._chat.parse(
-            result.token_ids_N.tolist(), self.tools, thinking=self.thinking, turn=turn
+            result.token_ids_N.tolist(),
+            self.tools,
+            thinking=self.thinking,
+            turn=turn,
+            inside=self._inside,
         )
+        self._inside = parsed.inside
         self._say([spoken(parsed)])
         return parsed
 
@@ -260,6 +267,7 @@ class Conversation:
 
     def _begin(self) -> None:
         self._asked = None
+        self._inside = False
         ids = self._chat.opening(self.view, self.tools, thinking=self.thinking)
         self._records.append(SegmentRecord(self._prompt_id, ids))
 

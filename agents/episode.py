@@ -16,11 +16,17 @@ from keel.agents.context import AskFirst, ContextManager
 from keel.agents.conversation import MALFORMED, Conversation
 from keel.agents.types import Environment, EnvironmentLost, Transcript, Unscored
 from keel.rl.turns import Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
-from keel.rl.types import FinishReason, Prompt, Trajectory, Usage
+from keel.rl.types import LOST, FinishReason, Prompt, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 """An engine, some engine."""
 NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.deadline_s)"
+
+
+def lost_to_the_policy(reason: str) -> bool:
+    """Whether a trajectory is missing because its environment was lost over a call of the policy's,
+    or over its words."""
+    return reason.startswith((f"{LOST}call:", f"{LOST}reply:"))
 
 
 class EngineRefused(RuntimeError):
@@ -47,9 +53,11 @@ class Budget:
     """Seconds of the engine's time and of tools."""
     call_s: float = 60.0
     """Of one tool call."""
+    calls: float = inf
+    """Tool calls that are run; later ones are answered with an error."""
 
     def __post_init__(self) -> None:
-        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s"):
+        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s", "calls"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
 
@@ -71,7 +79,12 @@ class Episode:
     """Of what is sampled."""
     environment_seed: int
     """The same for all siblings: they meet the same task."""
+    crash_is_failure: bool = False
+    """An environment that is lost over what the policy did leaves a trajectory that has failed,
+    and not none."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
+    _run_calls: int = 0
+    _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
         """The trajectory, or why there is none. Raises what `sample` raises. The environment is
@@ -81,7 +94,12 @@ class Episode:
         except EngineRefused as refused:
             raise refused.error from refused
         except EnvironmentLost as error:
-            return str(error)
+            said = self._conversation
+            if not self.crash_is_failure or said is None or not lost_to_the_policy(str(error)):
+                return str(error)
+            return self._trajectory(
+                said, "crash", Verdict(parts={"correct": 0.0}, facts={"crash": str(error)})
+            )
         except (ValueError, OSError) as error:  # one conversation is none that can go on
             return f"the conversation broke: {error}"
         finally:
@@ -90,7 +108,7 @@ class Episode:
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
-        conversation = Conversation(
+        self._conversation = conversation = Conversation(
             name=self.name,
             prompt_id=self.task.prompt_id,
             chat=self.chat,
@@ -113,12 +131,18 @@ class Episode:
         verdict = await self.environment.verdict(transcript)
         if isinstance(verdict, Unscored):
             return f"the environment has no verdict: {verdict.reason}"
+        return self._trajectory(conversation, reason, verdict)
+
+    def _trajectory(
+        self, conversation: Conversation, reason: FinishReason, verdict: Verdict
+    ) -> Trajectory:
         return Trajectory(
             prompt_id=self.task.prompt_id,
             sibling=self.sibling,
             segments=conversation.segments(),
             finish_reason=reason,
-            messages=tuple(transcript.messages),
+            messages=tuple(conversation.transcript),
+            opening=len(conversation.opening),
             verdict=verdict,
             usage=self.usage,
         )
@@ -214,9 +238,13 @@ class Episode:
                 failed, done, name = True, False, MALFORMED
                 text = f"This is not a tool call: {call.why}. Nothing was run."
                 self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
+            elif self._run_calls >= self.budget.calls:
+                failed, done, name = True, False, call.name
+                text = f"Nothing was run: {self.budget.calls} calls have been, and no more will be."
             else:
                 if self._left_s() <= 0:
                     return answers, "deadline"
+                self._run_calls += 1
                 began = time.monotonic()
                 result = await self.environment.call(call, timeout_s=self.budget.call_s)
                 spent_s = time.monotonic() - began

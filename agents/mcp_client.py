@@ -160,15 +160,32 @@ class McpEpisode:
             why = f"call of {call.name} did not end within {timeout_s:g} s"
             raise await self._fail("hang", "call", why) from error
         except MCPError as error:
-            # A refusal is an answer; the end of the connection comes as one, too.
-            if self._wire is None or not (self._wire.ended or self._wire.large):
-                return ToolResult(text=f"{call.name}: {error}", failed=True)
-            raise await self._broken("call", error) from error
+            if await self._gone(error):
+                raise await self._broken("call", error) from error
+            return ToolResult(text=f"{call.name}: {error}", failed=True)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             raise await self._broken("call", error) from error
         return ToolResult(text=_text_of(result), failed=result.is_error)
+
+    async def _gone(self, error: Any) -> bool:
+        """Whether the server has: a refusal of its own and what the client makes of a connection
+        that ended, or of a proxy's word, come as the same kind of error."""
+        from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
+
+        if self._wire is not None:
+            return self._wire.ended or self._wire.large
+        if error.code == CONNECTION_CLOSED:
+            return True
+        try:
+            async with asyncio.timeout(self._server.deadlines.reply_s):
+                await self._client.list_tools(cache_mode="bypass")
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # the client's own: whoever refused the call is no server of tools
+            return True
+        return False
 
     async def reply(self, said: Message) -> Message | None:
         return None

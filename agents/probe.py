@@ -10,6 +10,7 @@ from pathlib import Path
 from keel.agents.host.client import Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import EnvironmentLost, Fault, Opening
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
@@ -51,10 +52,11 @@ async def probe(
     chat: Chat | None,
     window: int,
     thinking: bool,
+    prompt: SystemPrompt = lambda _: "",
 ) -> Probe:
     """Open `task` for real, look at it, and close it.
 
-    window: tokens of a conversation at most.
+    window: tokens of a conversation at most; prompt: as in `Told`.
     Raises:
         ValueError: it cannot be opened, its tools cannot be called or shown, or its opening does
             not fit. Names the environment, says what failed in its own words, and the cure.
@@ -64,9 +66,9 @@ async def probe(
     forked_s: float | None = None
     why_not = ""
     try:
-        opening, grades, seconds = await _opened(program, parent, task, seed)
+        opening, grades, seconds = await _opened(program, parent, prompt, task, seed)
         if parent is not None and not parent.why_not:
-            _, _, forked_s = await _opened(program, parent, task, seed)
+            _, _, forked_s = await _opened(program, parent, prompt, task, seed)
     except EnvironmentLost as error:
         raise ValueError(_why(program, name, task, error)) from error
     finally:
@@ -98,16 +100,19 @@ async def probe(
 
 
 async def _opened(
-    program: Program | McpServer, parent: Parent | None, task: Prompt, seed: int
+    program: Program | McpServer,
+    parent: Parent | None,
+    prompt: SystemPrompt,
+    task: Prompt,
+    seed: int,
 ) -> tuple[Opening, bool, float]:
     """Its opening, whether it has a verdict, and how long it took."""
-    environment = (
-        Hosted(program, parent=parent) if isinstance(program, Program) else McpEpisode(program)
-    )
+    inside = Hosted(program, parent=parent) if isinstance(program, Program) else McpEpisode(program)
+    environment = Told(inside, prompt)
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)
-        return opening, environment.grades, time.monotonic() - began
+        return opening, inside.grades, time.monotonic() - began
     finally:
         await environment.close()
 

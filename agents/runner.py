@@ -10,12 +10,12 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from keel.agents.context import ContextManager
-from keel.agents.episode import Budget, Episode
+from keel.agents.episode import Budget, Episode, lost_to_the_policy
 from keel.agents.host.room import make_room
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
@@ -23,6 +23,10 @@ from keel.rl.turns import Chat, TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+MANY_LOST = 0.5
+"""Share of a group whose environments are lost over what the policy did: worth a word."""
+MOST_SAID = 500
+"""Characters of the reason that is said."""
 CLOSING_S = 30.0
 """Longest wait for open episodes to end."""
 
@@ -53,12 +57,14 @@ class EpisodeRunner:
         context: ContextManager,
         seed: int,
         most_open: int,
+        crash_is_failure: Collection[str] = (),
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """environments: of `Prompt.environment`, makes one for an episode; seed: of the run;
         most_open: episodes at once, for training and as many for evaluation, which the loop waits
-        for; the others wait; closing: of what environments share, at the end. Raises ValueError
-        where the machine does not allow so many open files or processes."""
+        for; the others wait; crash_is_failure: environments for which `Episode` has it; closing: of
+        what environments share, at the end. Raises ValueError where the machine does not allow so
+        many open files or processes."""
         make_room(len(PURPOSES) * most_open)
         self._environments, self._chat, self._turns = environments, chat, turns
         self._budget, self._context, self._seed = budget, context, seed
@@ -67,6 +73,10 @@ class EpisodeRunner:
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
         """How often each prompt was asked since the last weights."""
+        self._crash_is_failure = crash_is_failure
+        self._warned: set[str] = set()
+        self.say: Callable[[str], Any] = lambda _: None
+        """For people, a line at a time."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._room = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}
@@ -156,6 +166,7 @@ class EpisodeRunner:
         except BaseExceptionGroup as errors:  # what one raised has ended the others
             raise errors.exceptions[0] from None
         results = [task.result() for task in tasks]
+        self._warn(prompt, results)
         return Group(
             prompt=prompt,
             trajectories=tuple(r for r in results if isinstance(r, Trajectory)),
@@ -180,5 +191,37 @@ class EpisodeRunner:
                 sibling=sibling,
                 seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
                 environment_seed=environment_seed(self._seed, prompt),
+                crash_is_failure=prompt.environment in self._crash_is_failure,
             )
             return await episode.run()
+
+    def _warn(self, prompt: Prompt, results: Sequence[Trajectory | str]) -> None:
+        """Once for each environment that goes down with many of its siblings."""
+        name = prompt.environment
+        lost = [reason for result in results if (reason := _lost(result))]
+        if name in self._warned or len(lost) < max(2, MANY_LOST * len(results)):
+            return
+        self._warned.add(name)
+        # For a terminal: a policy's text may be in there, and escape sequences in that.
+        reason = lost[-1].replace("\n", " ")[:MOST_SAID]
+        last = "".join(c if c.isprintable() else "�" for c in reason)
+        what = (
+            "They count as failures (on_crash: zero)"
+            if name in self._crash_is_failure
+            else "They are left out, so a policy may learn to crash rather than to fail: mend the "
+            f"environment, or set data.sources[{name}].environment.on_crash: zero"
+        )
+        self.say(
+            f"{len(lost)} of {len(results)} episodes of prompt {prompt.prompt_id} lost their "
+            f"environment over what the policy did; the last: {last}. {what}. This is said once; "
+            "agents/crashes counts them"
+        )
+
+
+def _lost(result: Trajectory | str) -> str:
+    """What an episode's environment was lost over, if it was over what the policy did."""
+    if isinstance(result, str):
+        return result if lost_to_the_policy(result) else ""
+    if result.finish_reason == "crash" and result.verdict is not None:
+        return str(result.verdict.facts["crash"])
+    return ""

@@ -1,4 +1,8 @@
-"""Tools' JSON schemas: sound before anything runs, and what a call's arguments lack."""
+"""Tools' JSON schemas: sound before anything runs, and what a call's arguments lack.
+
+`keel.rewards.rules.json_schema` checks answers in nearly the same way. The one package that both
+may import is `keel.rl`, which is to need torch and numpy alone, so each has its own dozen lines.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.rl.types import Prompt, Verdict
+from keel.rl.types import LOST, Prompt, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class EnvironmentLost(RuntimeError):
     def __init__(self, fault: Fault, during: str, message: str, words: str = "") -> None:
         """during: the method that was awaited; words: the last that the environment printed."""
         said = f"; its last words: {words}" if words else ""
-        super().__init__(f"environment, at {during}: {message}{said}")
+        super().__init__(f"{LOST}{during}: {message}{said}")
         self.fault: Fault = fault
         self.during = during
         self.detail = message

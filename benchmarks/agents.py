@@ -136,7 +136,13 @@ class CallingChat:
         return self.chat.extend(ids, messages, thinking=thinking)
 
     def parse(
-        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+        self,
+        sampled: Sequence[int],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        turn: int,
+        inside: bool = False,
     ) -> Parsed:
         self.chat.parse(sampled, tools, thinking=thinking, turn=turn)
         call = ToolCall(call_id=f"call_{turn}_0", name=TOOL.name, arguments={})

@@ -154,6 +154,26 @@ class Config:
             agents.summary_tokens,
             f"must be less than half of the window of {self.window} tokens (agents.window)",
         )
+        for source in self.data.sources:
+            if agents.tools_in_thinking:
+                require(
+                    source.thinking or not source.environment.given,
+                    f"data.sources[{source.name}].thinking",
+                    source.thinking,
+                    "must be true with agents.tools_in_thinking, which leaves no tool without it",
+                )
+                require(
+                    not source.environment.demonstrations,
+                    f"data.sources[{source.name}].environment.demonstrations",
+                    source.environment.demonstrations,
+                    "shows calls after the thinking; leave it empty with agents.tools_in_thinking",
+                )
+            require(
+                agents.tools_in_thinking or source.system_template != "tools-in-thinking",
+                f"data.sources[{source.name}].system_template",
+                source.system_template,
+                "asks for what agents.tools_in_thinking does; switch that on, or choose tools",
+            )
 
     @property
     def with_agents(self) -> bool:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from keel.configs.schema import SourceConfig
+from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
 
@@ -34,6 +38,15 @@ class Loaded:
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
     """One reason for each malformed line that was left out."""
+
+
+def told(
+    source: SourceConfig, messages: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], ...]:
+    """`messages` after the system messages of their source. A template for an environment waits for
+    its tools (`keel.agents.episode`)."""
+    template = "none" if source.environment.given else source.system_template
+    return with_system(system_prompt(template), with_system(source.system, messages))
 
 
 def digest(text: str) -> str:

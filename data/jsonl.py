@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.items import Item, Loaded
+from keel.data.items import Item, Loaded, told
 from keel.rl.types import ENVIRONMENT, Prompt
 
 MATCHES = {
@@ -193,18 +193,16 @@ def _check_reward(prompt: Prompt, check: Callable[[Mapping[str, Any]], None] | N
         raise BadLine(str(error)) from error
 
 
-def _messages(record: dict[str, Any], source: SourceConfig) -> tuple[dict[str, Any], ...]:
+def _messages(record: dict[str, Any], source: SourceConfig) -> tuple[Mapping[str, Any], ...]:
     if "messages" not in record:
         messages = [{"role": "user", "content": _text(record, "prompt")}]
     elif "prompt" in record:
         raise BadLine("has both `prompt` and `messages`; keep one")
     else:
         messages = _chat(record["messages"])
-    if not source.system:
-        return tuple(messages)
-    if messages[0]["role"] == "system":
+    if source.system and messages[0]["role"] == "system":
         raise BadLine(f"has a system message, and so has data.sources[{source.name}].system")
-    return ({"role": "system", "content": source.system}, *messages)
+    return told(source, messages)
 
 
 def _chat(messages: Any) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.items import Item, Loaded, digest
+from keel.data.items import Item, Loaded, digest, told
 from keel.data.jsonable import to_jsonable
 from keel.rl.types import Prompt
 
@@ -95,11 +95,10 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         raise ConfigError(
             f"data.sources[{source.name}]: {origin} cannot be made: {_say(error)}"
         ) from error
-    system = [{"role": "system", "content": source.system}] if source.system else []
     prompt = Prompt(
         prompt_id=f"{source.name}/{index}",
         domain=source.domain_name,
-        messages=(*system, {"role": "user", "content": reward["entry"]["question"]}),
+        messages=told(source, [{"role": "user", "content": reward["entry"]["question"]}]),
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,

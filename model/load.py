@@ -23,7 +23,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
 from keel.model.layers.fused import fuses_experts, fuses_norms
-from keel.model.source import LINK, check_path, check_tokenizer_files, dangling, hub_options
+from keel.model.source import (
+    LINK,
+    check_path,
+    check_tokenizer_files,
+    dangling,
+    hub_options,
+    written_by_code,
+)
 from keel.model.transformers_internals import always_float32
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
@@ -80,7 +87,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder or hub model.
 
     Raises:
-        ConfigError: there is none at `path`, or it has no chat template or end-of-turn token.
+        ConfigError: there is none at `path`, it has no end-of-turn token, or no chat template and
+            is not of DeepSeek-V3.2's family, whose chats are written by code.
     """
     check_path(path)
     check_tokenizer_files(path)
@@ -88,7 +96,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be loaded from {path!r}: {error}") from error
-    if tokenizer.chat_template is None:
+    if not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
             f"the tokenizer of {path!r} has no chat template, and prompts are chats. Name the "
             "tokenizer of an instruction-tuned model of the same family in model.tokenizer"

@@ -30,6 +30,8 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """All weights; or which of them are in which file. Of such names transformers takes the weights,
 vLLM those that the index names or all `*.safetensors`, and an update's tensors are compared with
 them (rollout/weight_loading/manifest.py)."""
+_CODED = "｜DSML｜"
+"""A token of DeepSeek-V3.2's tokenizer."""
 OTHER_WEIGHTS = {
     "model-*-of-*.safetensors": f"without {INDEX}, which says what is in each; get that, too",
     "adapter_model.*": "an adapter and no model; merge it into its base model (peft's "
@@ -40,6 +42,12 @@ OTHER_WEIGHTS = {
     "what save_pretrained writes",
 }
 """Files that weights are in elsewhere → what to do."""
+
+
+def written_by_code(tokenizer: Any) -> bool:
+    """Whether chats are written by code that is published with the model, and not by a template of
+    its tokenizer: DeepSeek-V3.2. `keel.rollout.chat.render` knows that code."""
+    return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
 def check_path(path: str) -> None:

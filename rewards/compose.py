@@ -88,6 +88,12 @@ def check_found(parts: Mapping[str, float], weights: Mapping[str, float]) -> Non
         )
 
 
+def worst(weights: Mapping[str, float]) -> dict[str, float]:
+    """The parts of what is worth the least that `weights` allow."""
+    parts = {name: float(weight < 0) for name, weight in weights.items()}
+    return {**parts, "correct": 0.0, ERROR: 0.0}
+
+
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
     """The weighted sum. Parts without a weight are kept for the metrics and count nothing."""
     value = sum(weight * parts[name] for name, weight in weights.items())

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from keel.rewards.failures import place, shown
-from keel.rewards.text import final_text, raw_text, thinking_text
+from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +38,29 @@ class TextTrajectory:
     finish_reason: str
     """`stop`, or `length` where the completion was cut off, at whichever limit."""
     sampled_tokens: int
+    """In all turns."""
+    opening: int = 0
+    """How many of `messages` stood there before the policy first spoke."""
 
     @property
     def answer(self) -> str:
-        """What was said after the thinking."""
+        """What was said after the thinking, in the last message."""
         return final_text(self.messages)
 
     @property
     def thinking(self) -> str:
+        """What was thought before it."""
         return thinking_text(self.messages)
+
+    @property
+    def all_said(self) -> str:
+        """What was said after the thinking in all turns, calls left out."""
+        return every_turn(final_text, self.messages[self.opening :])
+
+    @property
+    def all_thinking(self) -> str:
+        """What was thought in all turns."""
+        return every_turn(thinking_text, self.messages[self.opening :])
 
     @property
     def raw(self) -> str:
@@ -55,15 +69,12 @@ class TextTrajectory:
 
     def dumps(self) -> str:
         """For `loads`, in another process."""
-        fields = (list(map(dict, self.messages)), self.finish_reason, self.sampled_tokens)
-        return json.dumps(fields)
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({**fields, "messages": list(map(dict, self.messages))})
 
     @staticmethod
     def loads(text: str) -> TextTrajectory:
-        messages, finish_reason, sampled_tokens = json.loads(text)
-        return TextTrajectory(
-            messages=messages, finish_reason=finish_reason, sampled_tokens=sampled_tokens
-        )
+        return TextTrajectory(**json.loads(text))
 
 
 Function = Callable[[Any, TextTrajectory], float]

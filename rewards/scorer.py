@@ -19,6 +19,7 @@ from keel.rewards.compose import (
     check_parts,
     check_weights,
     compose,
+    worst,
 )
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import Failures, is_function, to_standard_error
@@ -213,7 +214,8 @@ class Scorer:
         dropped: list[str] = []
         left_out: list[Trajectory] = []
         for trajectory, found in zip(group.trajectories, parts, strict=True):
-            out = trajectory.cut and length.truncated == "drop" and purpose == "train"
+            cut = trajectory.cut and trajectory.finish_reason != "crash"
+            out = cut and length.truncated == "drop" and purpose == "train"
             if isinstance(found, str) or out:
                 dropped.append(found if isinstance(found, str) else CUT_OFF)
                 left_out.append(trajectory)
@@ -221,7 +223,7 @@ class Scorer:
                 kept.append(trajectory)
                 scores.append(
                     Score(0.0, {**found, "correct": 0.0})
-                    if trajectory.cut and length.truncated == "zero"
+                    if cut and length.truncated == "zero"
                     else compose(found, self._weights[group.prompt.domain])
                 )
         if dropped:
@@ -271,9 +273,12 @@ class Scorer:
                         finished=not trajectory.cut,
                     )
                 )
-        for found in parts:
-            if not isinstance(found, str):
-                check_found(found, self._weights[group.prompt.domain])
+        weights = self._weights[group.prompt.domain]
+        for index, trajectory in enumerate(group.trajectories):
+            if trajectory.finish_reason == "crash":  # nothing that it had done counts
+                parts[index] = worst(weights)
+            elif not isinstance(found := parts[index], str):
+                check_found(found, weights)
         return parts
 
     def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:
@@ -290,7 +295,8 @@ def _asked(group: Group) -> str:
     if group.prompt.environment and group.trajectories:
         every = group.trajectories[0].messages
         spoken = [i for i, message in enumerate(every) if message.get("role") == "assistant"]
-        messages = every[: spoken[0]] if spoken and spoken[0] else messages
+        first = group.trajectories[0].opening or (spoken[0] if spoken else 0)
+        messages = every[:first] or messages
     return str(messages[-1].get("content") or "")
 
 
@@ -339,4 +345,5 @@ def _text_of(trajectory: Trajectory) -> TextTrajectory:
         messages=trajectory.messages,
         finish_reason="length" if trajectory.cut else "stop",
         sampled_tokens=trajectory.sampled_tokens,
+        opening=trajectory.opening,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -58,6 +58,15 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
         return str(thoughts)
     raw = str(spoken[-1].get("raw") or "")
     return raw.rpartition(THINK_CLOSE)[0].removeprefix(THINK_OPEN).strip()
+
+
+def every_turn(
+    of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """`final_text` or `thinking_text` of each of the policy's turns, a paragraph each. What tools
+    and the user said is none of it, and neither are the arguments of calls."""
+    spoken = [message for message in messages if message.get("role") == "assistant"]
+    return "\n\n".join(filter(None, (of([message]) for message in spoken)))
 
 
 def marked_answer(text: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
-from keel.rl.types import FinishReason, ScoredGroup, Trajectory
+from keel.rl.types import LOST, FinishReason, ScoredGroup, Trajectory
 
 CUTS: Mapping[str, FinishReason] = {"turn": "turns", "window": "window", "length": "length"}
 """`agents/<name>_cuts` by finish reason; `rollout/deadline_cuts` counts the one that is left."""
@@ -33,6 +33,7 @@ def summarize(
       were left out included. Where it differs from `length/mean`, length decides about what is
       trained on.
     - `agents/…`: of all of those that have a `Usage`, and there with such ones only: see `_agents`.
+      `agents/crashes`: those whose environment was lost, whether they were left out or count.
 
     Lengths count sampled tokens; staleness is in optimizer steps, over sampled tokens. All means
     are over completions, so that a group that lost some weighs less in them than in the loss. A
@@ -64,6 +65,8 @@ def summarize(
     if kept.count:
         metrics["sampling/kept_mean"] = kept
     metrics |= _agents(sampled)
+    if any(group.group.prompt.environment for group in groups):
+        metrics["agents/crashes"] = Sum(_crashes(groups, sampled))
     metrics |= {f"reward/{name}": part for name, part in _parts(groups).items()}
     domains: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
     for group in groups:
@@ -161,6 +164,11 @@ def _agents(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
             for name, reason in CUTS.items()
         },
     }
+
+
+def _crashes(groups: Sequence[ScoredGroup], sampled: Sequence[Trajectory]) -> int:
+    reasons = [reason for group in groups for reason in group.group.dropped]
+    return sum(LOST in r for r in reasons) + sum(t.finish_reason == "crash" for t in sampled)
 
 
 def _kept(trajectories: Sequence[Trajectory]) -> Mean:

@@ -66,11 +66,15 @@ class Parsed:
 
     content: str
     reasoning: str
-    """The text inside the thinking; calls in there are not calls."""
+    """The text inside the thinking; calls in there are not calls, or with `tools_in_thinking` the
+    only ones."""
     closed: bool
     """Whether the turn ended itself. Calls of a turn that was cut off are never run."""
     calls: tuple[ToolCall | Malformed, ...] = ()
     """In the order written."""
+    inside: bool = False
+    """The turn has ended inside its thinking, which the next one goes on with
+    (`tools_in_thinking`)."""
 
 
 class Chat(Protocol):
@@ -99,10 +103,17 @@ class Chat(Protocol):
         ...
 
     def parse(
-        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+        self,
+        sampled: Sequence[int],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        turn: int,
+        inside: bool = False,
     ) -> Parsed:
         """Read one turn's sampled ids. `tools`: of the opening; some formats write arguments
-        without their types. `turn`: its index in the conversation, for the calls' ids."""
+        without their types. `turn`: its index in the conversation, for the calls' ids. `inside`:
+        as the turn before was `Parsed`, if this one extends it."""
         ...
 
 

@@ -23,16 +23,19 @@ from numpy.typing import NDArray
 
 from keel.rl.metrics import Metric
 
-FinishReason = Literal["stop", "length", "deadline", "turns", "window"]
+FinishReason = Literal["stop", "length", "deadline", "turns", "window", "crash"]
 """The policy (or its environment) ended it, or it was cut: at its budget of tokens
 (`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`), of seconds (`rollout.deadline_s`), of
-turns (`agents.max_turns`), or where its context filled the window (`agents.window`)."""
+turns (`agents.max_turns`), or where its context filled the window (`agents.window`); or its
+environment was lost over what the policy did, and that counts as a failure (`on_crash: zero`)."""
 Purpose = Literal["train", "eval"]
 """What trajectories are sampled and scored for."""
 ENVIRONMENT = "environment"
 """Kind of reward spec of a prompt whose environment's verdict is the reward."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
+LOST = "environment, at "
+"""Stands in the reason for a missing trajectory whose environment crashed, hung or ended."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
 """Why a completion is missing that was as long as it may be, or took as long."""
 
@@ -217,6 +220,8 @@ class Trajectory:
     messages: tuple[Mapping[str, Any], ...]
     """What the policy said, as text: `content`, and `reasoning_content` where it thought. With an
     environment: all that was said, from its opening on."""
+    opening: int = 0
+    """How many of `messages` stood there before the policy first spoke."""
     verdict: Verdict | None = None
     """The environment's, where there is one."""
     usage: Usage | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.context import ContextManager
+from keel.agents.environments.interpreter import CELL_S
 from keel.agents.episode import Budget
 from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
@@ -19,13 +21,15 @@ from keel.agents.host.room import make_room
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
 from keel.agents.runner import PURPOSES, EpisodeRunner, Turns, environment_seed
+from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import Environment
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
+from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.model.embedded.conversations import Demonstration
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.laws import check_prefix_law
+from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law
 
 SHOWN = 8
 """Tools that are named before a run."""
@@ -40,8 +44,10 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.given}
     try:
-        chat = TemplateChat(tokenizer)
+        chat = TemplateChat(tokenizer, tools_in_thinking=config.agents.tools_in_thinking)
         check_prefix_law(chat, modes=sorted(modes))
+        if chat.tools_in_thinking:
+            check_calls_in_thinking(chat)
     except ValueError as error:
         raise ConfigError(f"model.path = {config.model.path!r}, with environments: {error}") from (
             error
@@ -75,6 +81,7 @@ def check_environments(
             chat=chat,
             window=config.window,
             thinking=source.thinking,
+            prompt=system_prompt_of(config, source),
         )
         try:
             found = asyncio.run(opened)
@@ -110,13 +117,14 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     for source in config.data.sources:
         if not source.environment.given:
             continue
-        made = made_from(config, source)
+        made, prompt = made_from(config, source), system_prompt_of(config, source)
         if isinstance(made, McpServer):
-            environments[source.name] = partial(McpEpisode, made, starting=starting)
-            continue
-        parent = parent_of(made)
-        environments[source.name] = partial(Hosted, made, starting=starting, parent=parent)
-        parents += [parent] if parent is not None else []
+            inside = partial(McpEpisode, made, starting=starting)
+        else:
+            parent = parent_of(made)
+            inside = partial(Hosted, made, starting=starting, parent=parent)
+            parents += [parent] if parent is not None else []
+        environments[source.name] = partial(_told, inside, prompt)
     return EpisodeRunner(
         environments,
         closing=[parent.close for parent in parents],
@@ -129,6 +137,7 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
             window=config.window,
             deadline_s=config.rollout.deadline_s,
             call_s=agents.call_s,
+            calls=agents.max_thinking_calls if agents.tools_in_thinking else math.inf,
         ),
         context=ContextManager(
             method=agents.context,
@@ -138,6 +147,9 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
         ),
         seed=config.run.seed,
         most_open=agents.max_open,
+        crash_is_failure=[
+            source.name for source in config.data.sources if source.environment.on_crash == "zero"
+        ],
     )
 
 
@@ -151,6 +163,22 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
     except (AttributeError, ImportError, ValueError) as error:
         raise ConfigError(f"{knob} = {environment.demonstrations!r}: {error}") from error
     return make(count, seed=config.run.seed, arguments=environment.arguments)
+
+
+def _told(inside: Callable[[], Environment], prompt: SystemPrompt) -> Environment:
+    return Told(inside(), prompt)
+
+
+def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
+    """What the template of a source says of its environment's tools."""
+    given = source.environment.arguments.get("cell_s")
+    cell_s = given if isinstance(given, int | float) else CELL_S
+    return lambda tools: system_prompt(
+        source.system_template,
+        tools=tools,
+        calls=config.agents.max_thinking_calls,
+        seconds=min(cell_s, config.agents.call_s),
+    )
 
 
 def program(config: Config, source: SourceConfig) -> Program:

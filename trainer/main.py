@@ -366,6 +366,8 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
         )
         stack.callback(journal.close)
         system.pool.say = view.say
+        if system.agents is not None:
+            system.agents.say = view.say
         system.scorer.tell(view.say)
         parts = loop.Parts(
             prompts=dataset.train,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,6 +27,7 @@ from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.render import name_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here
@@ -47,7 +49,7 @@ class Task:
     plan: Plan
     hardware: Hardware
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
-    """As `check_rewards`, and what environments are like."""
+    """As `check_rewards`, and what environments and the chat format are like."""
     chat: TemplateChat | None = None
     """The model's format, where a source has an environment."""
     warnings: Sequence[str] = ()
@@ -127,10 +129,22 @@ def prepare(
         hardware=machine,
         chat=chat,
         warnings=warning_lines(config, facts, lacking),
-        programs=check_rewards(config, dataset) | check_environments(config, chat, dataset),
+        programs={
+            "chats": chat_note(tokenizer, chat),
+            **check_rewards(config, dataset),
+            **check_environments(config, chat, dataset),
+        },
     )
     config.rewards.judge.check_used(judged=task.judged, gpu=task.gpu)
     return task
+
+
+def chat_note(tokenizer: Any, chat: TemplateChat | None) -> str:
+    """What writes the conversations, and how the policy's calls are read."""
+    lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""
+    calls = f"; calls are read as in the format {chat.format.name}" if chat else ""
+    where = ", inside the thinking alone" if chat and chat.tools_in_thinking else ""
+    return f"written by {name_of(tokenizer)}{lacking}{calls}{where}"
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:

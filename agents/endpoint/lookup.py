@@ -24,6 +24,8 @@ class Turn:
     tools_key: str
     request_key: str
     reply: Reply
+    inside: bool = False
+    """It has left its thinking open for the next."""
     lost: bool = False
     """The client went before it got the answer, as far as can be known."""
     given_again: bool = False

@@ -177,7 +177,11 @@ class Recording:
             before.extended = True
         self._count("extended" if extends else "rendered" if before is None else "branched")
         parsed = self._chat.parse(
-            result.token_ids_N.tolist(), tools, thinking=self._thinking, turn=self._usage.turns
+            result.token_ids_N.tolist(),
+            tools,
+            thinking=self._thinking,
+            turn=self._usage.turns,
+            inside=before is not None and before.inside,
         )
         cut = result.finish_reason != "stop"
         reply = Reply(
@@ -195,6 +199,7 @@ class Recording:
             tools_key=tools_key,
             request_key=request_key,
             reply=reply,
+            inside=parsed.inside,
         )
         self._tell(asked.messages, keys, reply.message)
         self._turns.add(turn, keys[-1])

@@ -25,6 +25,8 @@ class Child(Protocol):
     pid: int
     over: str
     """At which limit a sandbox was ended, once it has been reaped; else ""."""
+    orphaned: bool
+    """Whether what had forked it was gone when it was to be reaped: no doing of its own."""
 
     async def gone(self, within_s: float) -> bool:
         """Whether it has ended by then. It is not reaped."""
@@ -44,7 +46,7 @@ class Started:
 
     def __init__(self, process: subprocess.Popen[bytes], limit: Callable[[], str] | None) -> None:
         self.pid = process.pid
-        self.over = ""
+        self.over, self.orphaned = "", False
         self._process, self._limit = process, limit
         # Where nobody closes it (an event loop that was given up), the interpreter's end does.
         self._forgotten = weakref.finalize(self, kill_group, process.pid)
@@ -100,7 +102,7 @@ class Forked:
         limit: Callable[[], str] | None,
     ) -> None:
         self.pid = pid
-        self.over = ""
+        self.over, self.orphaned = "", False
         self._fd, self._reap, self._limit = fd, reap, limit
         self._forgotten = weakref.finalize(self, _forget, fd)
 
@@ -125,6 +127,7 @@ class Forked:
             if not await self.gone(REAPING_S):
                 return None
             code = await self._reap()
+            self.orphaned = code is None
         finally:
             if self._limit is not None:
                 self.over = self._limit()

@@ -200,6 +200,8 @@ class LineProcess:
         if fault == "exit":
             fault = "crash" if ended.startswith("was ended") else "exit"
             message = ended
+        if self._child.orphaned:
+            during, message = "parent", "the process that it was forked from has ended"
         if self._over:
             fault, message = "memory", self._over
         return EnvironmentLost(fault, during, message, self.words)

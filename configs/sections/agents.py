@@ -47,6 +47,10 @@ class EnvironmentConfig:
     what the policy makes it run with your rights."""
     network: Literal["none", "host"] = "none"
     """What it may reach."""
+    on_crash: Literal["drop", "zero"] = "drop"
+    """An episode whose environment crashes, hangs (`agents.call_s`) or ends over what the policy
+    did: left out; or worth the least that its rewards allow. zero is for an environment that
+    nothing else brings down: with drop, a policy that crashes it evades a bad reward."""
     open_s: float = 60.0
     """Seconds to start it and set a task up."""
     reply_s: float = 30.0
@@ -85,6 +89,13 @@ class EnvironmentConfig:
             "belongs to target",
         )
         require(
+            self.on_crash == "drop" or not self.url,
+            f"{knob}.on_crash",
+            self.on_crash,
+            "belongs to target and command: all episodes share the server behind url, so whose "
+            "doing its end was cannot be known",
+        )
+        require(
             self.memory_mib >= 64,
             f"{knob}.memory_mib",
             self.memory_mib,
@@ -108,6 +119,11 @@ class AgentsConfig:
     rollout.sampling.max_tokens."""
     call_s: float = 60.0
     """Seconds for one tool call."""
+    tools_in_thinking: bool = False
+    """A policy of its own: tools are called inside the thinking, which goes on after each result,
+    and nowhere else. DeepSeek-V3.2, Appendix B, Table 8."""
+    max_thinking_calls: int = 20
+    """Calls of a trajectory that are run then, at most; later ones are answered with an error."""
     context: Literal["none", "summary", "discard-75", "discard-all"] = "none"
     """What to do when a context has filled 80 % of its window: DeepSeek-V3.2, section 4.4."""
     max_rewrites: int = 4
@@ -119,7 +135,7 @@ class AgentsConfig:
     its own."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "summary_tokens", "max_open"):
+        for name in ("max_turns", "summary_tokens", "max_open", "max_thinking_calls"):
             require(getattr(self, name) >= 1, f"agents.{name}", getattr(self, name), "must be >= 1")
         for name in ("max_sampled_tokens", "window", "max_rewrites"):
             value = getattr(self, name)

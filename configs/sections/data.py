@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
 from keel.configs.sections.base import require
+from keel.configs.system_prompts import SystemTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,10 @@ class SourceConfig:
     """Whether the policy may think before it answers."""
     system: str = ""
     """System message put before each prompt; empty: none."""
+    system_template: SystemTemplate = "none"
+    """A system prompt of Keel's, put before `system` or what an environment opens with:
+    reasoning (think first, then answer), tools, or tools-in-thinking (`agents.tools_in_thinking`).
+    After the cold start of DeepSeek-V3.2, Tables 6 to 8."""
     on_bad_line: Literal["error", "skip"] = "error"
     """jsonl: what to do with a malformed line. Skipped lines are counted and reported."""
     rewards: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0})
@@ -134,6 +139,19 @@ class SourceConfig:
         else:
             require(bool(self.path), f"{knob}.path", self.path, "name a JSONL file")
             require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")
+        template = f"{knob}.system_template"
+        require(
+            self.environment.given or "tools" not in self.system_template,
+            template,
+            self.system_template,
+            "there are no tools without an environment",
+        )
+        require(
+            self.thinking or self.system_template in ("none", "tools"),
+            template,
+            self.system_template,
+            "asks the policy to think; set thinking: true",
+        )
         require(self.size >= 0, f"{knob}.size", self.size, "must not be negative")
         require(self.holdout >= 0, f"{knob}.holdout", self.holdout, "must not be negative")
         require(

@@ -63,14 +63,14 @@ _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Judges `TextTrajectory.dumps()`. Spec: `prompt`, its text, and `of`: "answer", "thinking",
-    or "both" for the mean of the two where both are there."""
+    """Judges `TextTrajectory.dumps()`, all turns of it. Spec: `prompt`, its text, and `of`:
+    "answer", "thinking", or "both" for the mean of the two where both are there."""
     asked, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the clock of the first completion starts
 
     def verify(text: str) -> float:
         said = TextTrajectory.loads(text)
-        texts = {"answer": said.answer, "thinking": said.thinking}
+        texts = {"answer": said.all_said, "thinking": said.all_thinking}
         wanted = [part for name, part in texts.items() if of in (name, "both") and part]
         shares = [language_share(asked, part) for part in wanted]
         return sum(shares) / len(shares) if shares else 1.0

@@ -27,13 +27,17 @@ class TemplateChat:
     What stands between a sampled turn and the next one is taken from the template itself: a short
     conversation is rendered, and what follows its assistant's words is the extension.
 
+    `tools_in_thinking`: the policy calls tools while it thinks, and there alone. A turn that ends
+    inside the thinking is gone on with by the next one, after the tools' results; after `</think>`
+    comes the answer. DeepSeek-V3.2 (2025), Appendix B, Table 8.
     Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, tools_in_thinking: bool = False) -> None:
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format: Format = format_of(tokenizer, self.encoder)
+        self.tools_in_thinking = tools_in_thinking
         controls = self.encoder.controls
         ends = {text for text in (*self.format.ends, tokenizer.eos_token) if text in controls}
         self.ends: dict[str, int] = {text: controls[text] for text in ends}
@@ -65,10 +69,14 @@ class TemplateChat:
             raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
         closed = ids[-1] in self._ids_of_ends
         turn = self._last_turn(ids)
-        inside = thinking_open(turn, opened=self.opened(thinking=thinking))
-        if inside and closed:
-            return None  # the format closes thinking before a turn ends: that cannot be made up for
-        if any(role in USER_ROLES for role in roles) and self.has_thought(ids):
+        users = any(role in USER_ROLES for role in roles)
+        if self.tools_in_thinking:  # an earlier turn may have opened it
+            inside = (users or not closed) and thinking_open(self.decode(ids), opened=False)
+        else:
+            inside = thinking_open(turn, opened=self.opened(thinking=thinking))
+            if inside and closed:
+                return None  # the format closes it before a turn ends: that cannot be made up for
+        if users and (inside or self.has_thought(ids)):
             return None
         if not closed and self._between_messages(turn):
             return None
@@ -82,13 +90,20 @@ class TemplateChat:
         return [*ids, *self.encoder.encode(sampled_end + after, marks)[1:]]
 
     def parse(
-        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+        self,
+        sampled: Sequence[int],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        turn: int,
+        inside: bool = False,
     ) -> Parsed:
         """See `Chat.parse`."""
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._ids_of_ends
         text, marks = self._decode(sampled[:-1] if closed else sampled)
-        read = self.format.read(text, tools, opened=self.opened(thinking=thinking))
+        opened = inside or self.opened(thinking=thinking)
+        read = self.format.read(text, tools, opened=opened, inside=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
         for item in read.items:
             call_id = f"call_{turn}_{len(calls)}"
@@ -105,6 +120,7 @@ class TemplateChat:
             reasoning=marks.remove(read.reasoning),
             closed=closed,
             calls=tuple(calls),
+            inside=self.tools_in_thinking and thinking_open(text, opened=opened),
         )
 
     def text(
@@ -152,7 +168,10 @@ class TemplateChat:
         text, _ = self._decode(ids)
         header = self.header
         spoken = text.split(header)[1:] if header else [text]
-        return any(self.format.read(part, (), opened=False).reasoning.strip() for part in spoken)
+        return any(
+            self.format.read(part, (), opened=False, inside=False).reasoning.strip()
+            for part in spoken
+        )
 
     @cached_property
     def header(self) -> str:

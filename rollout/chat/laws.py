@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from keel.rl.turns import Message, ToolSpec
+from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.encoding import free_marks
 from keel.rollout.chat.parsing import THINK_END, THINK_START
 from keel.rollout.chat.render import call_message
 
@@ -44,6 +45,44 @@ def check_prefix_law(
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
             _check_conversation(chat, tools, calls, thinking=thinking)
         _check_controls(chat, tools, thinking=thinking)
+
+
+def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
+    """Prove that a call which stands in the thinking is read as one, that a result is put after it
+    as after any other, that the thinking then goes on, and that a call after it is none. `chat`:
+    one with `tools_in_thinking`, for which the prefix law holds.
+
+    Raises:
+        ValueError: it does not hold; names the template, the case and the cure.
+    """
+    cure = "Leave agents.tools_in_thinking off, or choose a model whose template marks thinking"
+    messages: list[Message] = [{"role": "user", "content": "Which?"}]
+    said = _words(0, 1, tools, thinking=True)
+    after = _answers(said)
+    ids = chat.opening(messages, tools, thinking=True)
+    ended = turn_ids(chat, messages, said, after, tools, thinking=True)
+    text = chat.decode(ended)
+    if THINK_END not in text:
+        raise _failure(chat, True, f"it has no {THINK_END} that a call could stand before", cure)
+    inside = chat.encoder.encode(text.replace(THINK_END, ""), free_marks(text))
+    parsed = chat.parse(inside, tools, thinking=True, turn=0)
+    expected = said["tool_calls"][0]["function"]
+    read = [
+        (call.name, dict(call.arguments)) for call in parsed.calls if isinstance(call, ToolCall)
+    ]
+    if read != [(expected["name"], expected["arguments"])] or not parsed.inside:
+        raise _failure(chat, True, "a call in the thinking is not read as one", cure)
+    first, second = ([*ids, *turn] for turn in (inside, ended))
+    extended, usual = (chat.extend(turn, after, thinking=True) for turn in (first, second))
+    if extended is None or usual is None or extended != [*first, *usual[len(second) :]]:
+        raise _failure(chat, True, "it does not go on after a tool's result in the thinking", cure)
+    rest = chat.encoder.encode(f"Thought1z{THINK_END}Said1z", free_marks(()))
+    parsed = chat.parse(rest, tools, thinking=True, turn=1, inside=True)
+    if (parsed.reasoning, parsed.content, parsed.inside) != ("Thought1z", "Said1z", False):
+        raise _failure(chat, True, "it does not tell the thinking from the answer after it", cure)
+    outside = chat.parse(ended, tools, thinking=True, turn=0).calls
+    if [type(call) for call in outside] != [Malformed]:
+        raise _failure(chat, True, "a call after the thinking is read as one", cure)
 
 
 def turn_ids(

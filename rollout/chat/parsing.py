@@ -59,14 +59,26 @@ def read_tagged(
     *,
     find_calls: FindCalls,
     opened: bool,
+    inside: bool,
 ) -> Read:
-    """A turn whose thinking stands between `<think>` and `</think>`; calls in there do not count.
+    """A turn whose thinking stands between `<think>` and `</think>`.
 
-    `opened`: the prompt has opened the thinking.
+    `opened`: the prompt, or an earlier turn, has opened the thinking. `inside`: calls in the
+    thinking count, and no others.
     """
     reasoning, content = split_thinking(text, opened=opened)
-    content, items = find_calls(content, tools)
-    return Read(content.strip(), reasoning.strip(), items)
+    items: Sequence[Item] = ()
+    if inside:
+        reasoning, items = find_calls(reasoning, tools)
+    content, after = find_calls(content, tools)
+    if inside:
+        after = [item if isinstance(item, Broken) else _outside(item) for item in after]
+    return Read(content.strip(), reasoning.strip(), [*items, *after])
+
+
+def _outside(call: Written) -> Broken:
+    why = "tools are called while thinking, between <think> and </think>, and not outside of it"
+    return Broken(f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}", why)
 
 
 def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:
@@ -221,9 +233,9 @@ def no_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     return text, []
 
 
-def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool) -> Read:
+def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool) -> Read:
     """gpt-oss: messages with a channel and, for a call, a recipient. Calls from the `analysis`
-    channel, which is thinking, do not count."""
+    channel count only with `inside`."""
     reasoning: list[str] = []
     content: list[str] = []
     items: list[Item] = []
@@ -235,7 +247,7 @@ def read_harmony(text: str, tools: Sequence[ToolSpec], *, opened: bool) -> Read:
             continue
         channel = re.search(r"<\|channel\|>\s*(\w+)", head)
         to = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
-        if to and (not channel or channel[1] != "analysis"):
+        if to and (inside or not channel or channel[1] != "analysis"):
             items.append(_checked(to[1].removeprefix("functions."), body))
         elif channel and channel[1] == "analysis":
             reasoning.append(body)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from keel.model.source import written_by_code
 from keel.rl.turns import Message
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks
 
@@ -40,14 +41,20 @@ def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[
     return {"id": call_id, "type": "function", "function": function}
 
 
+def name_of(tokenizer: Any) -> str:
+    """What writes a tokenizer's chats, for people."""
+    coded = written_by_code(tokenizer)
+    return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
+
+
 class Renderer:
     """A model's template, and what was found out about it."""
 
     def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._code = "｜DSML｜" in encoder.controls and not tokenizer.chat_template
-        self.name = "DeepSeek-V3.2's encoding" if self._code else "the tokenizer's chat template"
+        self._code = written_by_code(tokenizer)
+        self.name = name_of(tokenizer)
         if not self._code and not tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template, and prompts are chats. Name the tokenizer of "
@@ -77,7 +84,7 @@ class Renderer:
         if self._tools_by_hand and offered:
             shielded, offered = _with_tools(shielded, offered), ()
         if self._code:
-            return _deepseek_v32(shielded, offered, thinking=thinking)
+            return deepseek_v32(shielded, offered, thinking=thinking)
         try:
             return self._tokenizer.apply_chat_template(
                 shielded,
@@ -171,18 +178,22 @@ def _with_tools(
     return [{**first, "content": f"{first['content']}\n\n{section}"}, *rest]
 
 
-def _deepseek_v32(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, thinking: bool
+def deepseek_v32(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, thinking: bool
 ) -> str:
-    """By the code that DeepSeek publishes with the model: it has no Jinja template."""
+    """By the code that DeepSeek publishes with the model: it has no Jinja template.
+
+    Raises:
+        ValueError: it refuses these messages, or is not there.
+    """
     renamed = [
         {("reasoning" if key == "reasoning_content" else key): v for key, v in message.items()}
         for message in messages
     ]
     if tools and renamed[0]["role"] == "system":
-        renamed[0]["tools"] = tools
+        renamed[0]["tools"] = list(tools)
     elif tools:
-        renamed.insert(0, {"role": "system", "tools": tools})
+        renamed.insert(0, {"role": "system", "tools": list(tools)})
     # Thinking that has to go is gone already (`retained`); its own rule drops a developer's
     # messages, too.
     mode = "thinking" if thinking else "chat"

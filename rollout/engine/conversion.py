@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from keel.model.source import written_by_code
 from keel.rl.seeds import seed_of
 from keel.rl.types import NO_ROUTE, FinishReason, KeptSets, Prompt, Segment, Trajectory
+from keel.rollout.chat.render import deepseek_v32
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -20,6 +22,8 @@ _THINK_BLOCK = re.compile(f"{THINK_START}(.*?){THINK_END}", re.DOTALL)
 
 class Tokenizer(Protocol):
     """What is used of a transformers tokenizer."""
+
+    chat_template: Any
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -36,14 +40,20 @@ class RenderedPrompt:
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
-    """Through the chat template, up to where the policy speaks."""
-    text = tokenizer.apply_chat_template(
-        [dict(message) for message in prompt.messages],
-        tools=[dict(tool) for tool in prompt.tools] or None,
-        add_generation_prompt=True,
-        enable_thinking=prompt.thinking,
-        tokenize=False,
-    )
+    """Through the chat template, or the code that stands for one, up to where the policy speaks."""
+    messages = [dict(message) for message in prompt.messages]
+    tools = [dict(tool) for tool in prompt.tools]
+    if written_by_code(tokenizer):
+        text = deepseek_v32(messages, tools, thinking=prompt.thinking)
+    else:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            add_generation_prompt=True,
+            enable_thinking=prompt.thinking,
+            thinking=prompt.thinking,  # DeepSeek-V3.1's word for it
+            tokenize=False,
+        )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise ValueError(f"prompt {prompt.prompt_id}: the chat template renders it to nothing")

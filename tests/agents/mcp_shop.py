@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -34,6 +35,8 @@ def go_wrong(how: str) -> str:
         time.sleep(1000)
     if how == "garbage":
         os.write(1, b"Welcome!\n")
+    if how == "refuse":
+        raise MCPError(code=-32602, message="not on Sundays")
     if how == "large":
         return "x" * (9 << 20)
     return "fine"

@@ -14,7 +14,14 @@ import numpy as np
 
 from keel.agents.context import ContextManager
 from keel.agents.episode import Budget, Episode
-from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
+from keel.agents.types import (
+    Environment,
+    EnvironmentLost,
+    Opening,
+    ToolResult,
+    Transcript,
+    Unscored,
+)
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import Prompt, Trajectory, Verdict
@@ -156,16 +163,18 @@ NO_CONTEXT = ContextManager(method="none", window=600, most=0)
 
 def play(
     policy: Policy,
-    environment: Sums,
+    environment: Environment,
     *,
     budget: Budget = BUDGET,
     context: ContextManager = NO_CONTEXT,
     thinking: bool = False,
+    form: TemplateChat | None = None,
+    crash_is_failure: bool = False,
 ) -> Trajectory | str:
     episode = Episode(
         environment=environment,
         task=replace(TASK, thinking=thinking),
-        chat=chat(),
+        chat=form or chat(),
         sample=policy.sample,
         budget=budget,
         context=context,
@@ -173,6 +182,7 @@ def play(
         sibling=0,
         seed=5,
         environment_seed=7,
+        crash_is_failure=crash_is_failure,
     )
     return asyncio.run(asyncio.wait_for(episode.run(), 20))
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keel
@@ -85,6 +85,7 @@ def joined(parts: tuple[Term, str, Term]) -> Term:
     return f"({left} {op} {right})", {"+": one + two, "-": one - two, "*": one * two}[op]
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.integers(-99, 99).map(lambda n: (str(n), n)),

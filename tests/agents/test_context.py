@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.agents.context import (
@@ -94,6 +94,7 @@ def test_a_context_too_long_for_a_summary_is_shortened_first() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@settings(deadline=None)
 @given(
     data=st.data(),
     opening=st.integers(1, 120),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, spoken
@@ -40,7 +40,13 @@ class FakeChat:
         return [*ids, *[5, 6] * len(messages)] if self.goes_on else None
 
     def parse(
-        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, thinking: bool, turn: int
+        self,
+        sampled: Sequence[int],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        turn: int,
+        inside: bool = False,
     ) -> Parsed:
         return Parsed(content=f"turn {turn}", reasoning="", closed=True)
 
@@ -93,6 +99,7 @@ TURNS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(turns=TURNS, kept=st.booleans(), routes=st.booleans())
 def test_every_token_is_trained_once_and_every_row_is_of_its_turn(
     turns: Any, kept: bool, routes: bool

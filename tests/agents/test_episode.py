@@ -34,6 +34,7 @@ def test_calls_are_run_and_answered_until_the_policy_says_its_last_word() -> Non
     assert trajectory.finish_reason == "stop" and len(trajectory.segments) == 1
     roles = [message["role"] for message in trajectory.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert trajectory.opening == 1
     usage = trajectory.usage
     assert usage is not None and (usage.turns, usage.calls, usage.failed_calls) == (3, 2, 0)
     assert usage.sampling_s == 3 and 0 < usage.cached_tokens <= usage.repeated_tokens
@@ -120,6 +121,25 @@ def test_a_lost_environment_leaves_its_trajectory_out_with_the_reason(method: st
     reason = play(says("@add 1, 2", "42"), sums)
     assert reason == f"environment, at {method}: ended with SIGSEGV"
     assert sums.log[-1] == "close"
+
+
+@pytest.mark.parametrize("method", ["call", "reply"])
+def test_an_environment_that_the_policy_brings_down_may_count_as_a_failure(method: str) -> None:
+    sums = Sums(fails=method)
+    trajectory = done(play(says("@add 1, 2", "42"), sums, crash_is_failure=True))
+    assert trajectory.finish_reason == "crash" and sums.log[-1] == "close"
+    assert trajectory.verdict == Verdict(
+        parts={"correct": 0.0}, facts={"crash": f"environment, at {method}: ended with SIGSEGV"}
+    )
+    assert trajectory.messages[-1]["role"] == "assistant" and trajectory.sampled_tokens > 0
+
+
+def test_one_that_goes_down_by_itself_never_does() -> None:
+    assert play(says("42"), Sums(fails="open"), crash_is_failure=True) == (
+        "environment, at open: ended with SIGSEGV"
+    )
+    unscored = Sums(grade=Unscored(reason="tests did not run"))
+    assert isinstance(play(says("42"), unscored, crash_is_failure=True), str)
 
 
 def test_a_grader_that_fails_is_never_a_zero() -> None:

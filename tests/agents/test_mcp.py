@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from keel.agents.host.client import Deadlines
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost, Opening, Unscored
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, run, transcript, use
+from tests.agents.episodes import HERE, TASK, held, more, run, transcript, use
 
 pytestmark = pytest.mark.e2e
 
@@ -45,6 +48,9 @@ async def shop(environment: McpEpisode, opening: Opening) -> None:
     result = await use(environment, "buy", count=1)
     assert result.failed and "'name' is a required property" in result.text
     assert (await use(environment, "sell")).failed
+    # A refusal of the protocol's, not of the tool's, is an answer of a server that is there.
+    result = await use(environment, "go_wrong", how="refuse")
+    assert result.failed and result.text == "go_wrong: not on Sundays"
     assert await environment.reply({"role": "assistant", "content": "bye"}) is None
     assert await environment.verdict(transcript()) == Verdict(parts={})
 
@@ -106,32 +112,89 @@ def test_a_server_that_cannot_be_reached(settings: dict[str, Any], fault: str, w
     run(play())
 
 
-def test_a_server_over_http() -> None:
+def test_a_server_that_is_killed_between_calls() -> None:
+    async def play() -> None:
+        before = held()
+        async with served() as (environment, _):
+            (pid,) = more(held(), before)["children"]
+            os.kill(int(pid), signal.SIGKILL)
+            with pytest.raises(EnvironmentLost, match="was ended by SIGKILL") as caught:
+                await use(environment, "buy", name="apple")
+            assert caught.value.fault == "crash"
+            assert isinstance(await environment.verdict(transcript()), Unscored)
+
+    run(play())
+
+
+@contextmanager
+def over_http() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The shop's address and process, ready."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     server = subprocess.Popen(
         [sys.executable, str(HERE / "mcp_shop.py"), "http", str(port)], stderr=subprocess.DEVNULL
     )
-
-    async def play() -> None:
+    try:
         for _ in range(200):
             try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.close()
+                socket.create_connection(("127.0.0.1", port)).close()
                 break
             except OSError:
-                await asyncio.sleep(0.1)
-        async with served(command=(), url=f"http://127.0.0.1:{port}/mcp") as (environment, opening):
-            await shop(environment, opening)
-            with pytest.raises(EnvironmentLost, match=r"within 0\.5 s"):
-                await use(environment, "go_wrong", 0.5, how="hang")
-
-    try:
-        run(play())
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp", server
     finally:
         server.kill()
         server.wait(timeout=20)
+
+
+def test_a_server_over_http_that_crashes_during_a_call() -> None:
+    async def play(url: str) -> None:
+        async with served(command=(), url=url) as (environment, opening):
+            await shop(environment, opening)
+            with pytest.raises(EnvironmentLost, match=r"within 0\.5 s"):
+                await use(environment, "go_wrong", 0.5, how="hang")
+        async with served(command=(), url=url) as (environment, _):
+            with pytest.raises(EnvironmentLost, match=url) as caught:
+                await use(environment, "go_wrong", how="crash")
+            assert (caught.value.fault, caught.value.during) == ("crash", "call")
+            assert isinstance(await environment.verdict(transcript()), Unscored)
+
+    with over_http() as (url, _):
+        run(play(url))
+
+
+def test_a_server_over_http_that_is_killed_between_calls() -> None:
+    """Two episodes on it; when the second goes on, a proxy has noticed."""
+
+    async def play(url: str, server: subprocess.Popen[bytes]) -> None:
+        settings: dict[str, Any] = {"command": (), "url": url}
+        async with served(**settings) as (one, _), served(**settings) as (other, _):
+            for environment in (one, other):
+                assert (await use(environment, "buy", name="apple", count=0)).text == "3 left"
+            server.kill()
+            server.wait(timeout=20)
+            with pytest.raises(EnvironmentLost) as caught:
+                await use(one, "buy", name="apple")
+            assert (caught.value.fault, caught.value.during) == ("crash", "call")
+            proxy = await asyncio.start_server(
+                bad_gateway, "127.0.0.1", int(url.rpartition(":")[2].partition("/")[0])
+            )
+            async with proxy:
+                with pytest.raises(EnvironmentLost, match="error response") as caught:
+                    await use(other, "buy", name="apple")
+            assert caught.value.fault == "crash"
+
+    with over_http() as (url, server):
+        run(play(url, server))
+
+
+async def bad_gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What stands in front of a server that is gone."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    await writer.drain()
+    writer.close()
 
 
 def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

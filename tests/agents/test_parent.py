@@ -180,9 +180,12 @@ def test_where_the_parent_ends_there_is_another() -> None:
     async def play() -> None:
         given = counter()
         async with parent_for(given) as parent:
-            async with opened(given, parent) as environment:
+            async with opened(given, parent) as environment, opened(given, parent) as sibling:
                 with pytest.raises(EnvironmentLost):
                     await use(environment, "end", how="parent")
+                with pytest.raises(EnvironmentLost, match="forked from has ended") as caught:
+                    await use(sibling, "look")
+                assert caught.value.during == "parent"  # at no call of its policy's
             with pytest.raises(EnvironmentLost):
                 async with opened(given, parent):
                     raise AssertionError("it opened")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,11 @@ class World:
 
 @contextmanager
 def running(
-    policy: Policy, world: World | None = None, *, most_open: int = 64
+    policy: Policy,
+    world: World | None = None,
+    *,
+    most_open: int = 64,
+    crash_is_failure: Collection[str] = (),
 ) -> Iterator[EpisodeRunner]:
     with EpisodeRunner(
         {"sums": world or World()},
@@ -45,6 +49,7 @@ def running(
         context=NO_CONTEXT,
         seed=1,
         most_open=most_open,
+        crash_is_failure=crash_is_failure,
     ) as runner:
         yield runner
     assert not any(t.name == "keel-agents" for t in threading.enumerate())
@@ -97,6 +102,24 @@ def test_what_has_no_trajectory_is_dropped_with_its_reason_and_its_siblings_stay
         "environment, at call",
         "the environment has no verdict",
     ]
+
+
+@pytest.mark.parametrize("failure", [False, True])
+def test_an_environment_that_goes_down_with_many_is_said_once(failure: bool) -> None:
+    fails = iter(["call", "", "open", "", *["call"] * 8])
+    said: list[str] = []
+    zero = ["sums"] if failure else []
+    world = World(lambda: Sums(fails=next(fails)))
+    with running(says("@add 40, 2", "42"), world, crash_is_failure=zero) as runner:
+        runner.say = said.append
+        for crashes in (1, 4, 4):
+            group = runner.submit(TASK, group_size=4, purpose="train").result(20)
+            reasons = [t.finish_reason for t in group.trajectories]
+            assert reasons.count("crash") == (crashes if failure else 0)
+            assert len(said) == (crashes == 4), "one of four is not many"
+    assert "4 of 4 episodes of prompt s/1" in said[0] and "ended with SIGSEGV" in said[0]
+    knob = "data.sources[sums].environment.on_crash: zero"
+    assert ("count as failures" in said[0], knob in said[0]) == (failure, not failure)
 
 
 def test_what_an_engine_says_is_what_the_group_fails_with() -> None:

@@ -45,6 +45,19 @@ def config(*sources: SourceConfig, stop: tuple[str, ...] = (), **agents: Any) ->
         ({"system": "Be kind."}, r"system .* opens the conversation itself"),
         ({"source": "reasoning_gym", "task": "chain_sum"}, "environment .* belongs to"),
         ({"environment": EnvironmentConfig(url="http://x")}, "an MCP server .* grades none"),
+        (
+            {"system_template": "tools-in-thinking", "thinking": False},
+            r"sources\[shop\].system_template .*asks the policy to think; set thinking: true",
+        ),
+        (
+            {
+                "source": "reasoning_gym",
+                "task": "chain_sum",
+                "environment": EnvironmentConfig(),
+                "system_template": "tools",
+            },
+            "no tools without an environment",
+        ),
     ],
 )
 def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:
@@ -60,6 +73,7 @@ def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str)
         ({"url": "http://x", "arguments": {"a": 1}}, "belongs to target"),
         ({"target": "a:B", "memory_mib": 8}, "memory_mib = 8: must be at least 64"),
         ({"target": "a:B", "open_s": 0.0}, "open_s = 0"),
+        ({"url": "http://x", "on_crash": "zero"}, "on_crash .* share the server behind url"),
     ],
 )
 def test_an_environment_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:
@@ -75,11 +89,24 @@ def test_an_environment_is_refused_with_the_knob(fields: dict[str, Any], message
         ({"window": -1}, "agents.window = -1"),
         ({"context": "summary"}, "agents.summary_tokens = 1024: must be less than half"),
         ({"stop": ("x",)}, "rollout.sampling.stop"),
+        ({"max_thinking_calls": 0}, "agents.max_thinking_calls = 0"),
     ],
 )
 def test_budgets_that_allow_nothing_are_refused(agents: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**agents)
+
+
+def test_tools_in_the_thinking_want_thinking_and_their_prompt_wants_them() -> None:
+    asked = source(system_template="tools-in-thinking")
+    with pytest.raises(ConfigError, match=r"system_template .* agents.tools_in_thinking"):
+        config(asked)
+    assert config(asked, SUMS, tools_in_thinking=True).agents.max_thinking_calls == 20
+    with pytest.raises(ConfigError, match=r"sources\[shop\].thinking = False: must be true"):
+        config(source(thinking=False), tools_in_thinking=True)
+    shown = source(environment=replace(SHOP, demonstrations="shop:shown"))
+    with pytest.raises(ConfigError, match=r"demonstrations .* shows calls after the thinking"):
+        config(shown, tools_in_thinking=True)
 
 
 def test_the_window_is_what_engines_and_trainer_are_planned_for() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError, DataConfig, SourceConfig
+from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.procedural import load_reasoning_gym
 from keel.rl.types import Prompt
@@ -46,6 +47,13 @@ def test_a_task_becomes_prompts() -> None:
     assert prompt.reward["kind"] == "reasoning_gym"
     assert prompt.reward["entry"]["question"] == question(prompt)
     json.dumps(dict(prompt.reward))
+
+
+def test_a_system_template_stands_before_the_sources_own_words() -> None:
+    dataset = load(gym(system="Be brief.", system_template="reasoning", holdout=1))
+    system, _ = dataset.heldout["sums"][0].messages
+    template = system_prompt("reasoning")
+    assert system == {"role": "system", "content": f"{template}\n\nBe brief."}
 
 
 # One-digit sums of two terms repeat themselves a lot.

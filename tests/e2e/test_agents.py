@@ -1,67 +1,167 @@
-"""A policy with tools from end to end: trained, written down, resumed."""
+"""A policy with tools from end to end: trained and written down while an engine dies, stopped in
+the middle of its episodes in both ways, and resumed."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
+from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
+STEPS = 200
+"""More than are done."""
 
 
-def train(folder: Path, *overrides: str) -> tuple[str, list[dict[str, Any]]]:
-    """What was said, and the metrics of each step."""
-    command = [
-        *("train", "agent-trip"),
-        f"run.dir={folder / 'run'}",
-        f"model.embedded.cache_dir={folder / 'cache'}",
-        "model.embedded.cold_start.steps=120",  # enough for calls that can be read
-        "run.checkpoint_every=1",
-        "data.sources[trip].size=64",
-        "data.sources[trip].holdout=8",
-        "rollout.engines=1",
-        "algorithm.prompts_per_step=4",
-        "algorithm.group_size=4",
-        *overrides,
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "keel.trainer.cli", *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return done.stdout, [json.loads(line) for line in lines]
-
-
-def test_a_policy_with_tools_is_trained_and_resumed(tmp_path: Path) -> None:
+def recipe(folder: Path) -> list[str]:
     isolation = "bubblewrap"
     try:
         environment_wrap(isolation)
     except IsolationError:  # tests/rewards/sandbox has what is said then
         isolation = "none-i-trust-the-environments"
-    knob = f"data.sources[trip].environment.isolation={isolation}"
-    said, steps = train(tmp_path, "run.steps=2", knob)
+    return [
+        "agent-trip",
+        f"run.dir={folder / 'run'}",
+        f"run.steps={STEPS}",
+        f"model.embedded.cache_dir={folder / 'cache'}",
+        "model.embedded.cold_start.steps=120",  # enough for calls that can be read
+        "run.checkpoint_every=1",
+        "data.sources[trip].size=64",
+        "data.sources[trip].holdout=8",
+        f"data.sources[trip].environment.isolation={isolation}",
+        "rollout.engines=1",
+        "algorithm.prompts_per_step=4",
+        "algorithm.group_size=4",
+    ]
+
+
+class Watched:
+    """All processes that a run ever had below it."""
+
+    def __init__(self, run: Running) -> None:
+        self.run = run
+        self.seen: dict[psutil.Process, str] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def environments(self) -> list[psutil.Process]:
+        """Those of episodes that are open."""
+        hosts = [p for p, words in list(self.seen.items()) if "agents/inside/start.py" in words]
+        return [process for process in hosts if process.is_running()]
+
+    def left(self) -> list[str]:
+        """What still runs, once the run has ended."""
+        self._ended.set()
+        self._thread.join()
+        _, alive = psutil.wait_procs(list(self.seen), timeout=30)
+        return [self.seen[process] for process in alive]
+
+    def _watch(self) -> None:
+        top = psutil.Process(self.run.process.pid)
+        while not self._ended.wait(0.2):
+            with suppress(psutil.NoSuchProcess):
+                for process in top.children(recursive=True):
+                    if process not in self.seen:
+                        self.seen[process] = " ".join(process.cmdline())
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files, with a short name: sockets are put there."""
+    with tempfile.TemporaryDirectory(prefix="ka", ignore_cleanup_errors=True) as folder:
+        for name in ("TMPDIR", "RAY_TMPDIR"):
+            monkeypatch.setenv(name, folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[[], Watched]]:
+    started: list[Watched] = []
+
+    def begin() -> Watched:
+        run = Running(recipe(tmp_path), tmp_path / f"log{len(started)}.txt")
+        started.append(Watched(run))
+        return started[-1]
+
+    yield begin
+    for watched in started:
+        if watched.run.process.poll() is None:
+            watched.run.process.kill()
+            watched.run.process.wait(timeout=30)
+
+
+def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
+    tmp_path: Path, scratch: Path, start: Callable[[], Watched]
+) -> None:
+    folder = tmp_path / "run"
+
+    def steps() -> list[dict[str, Any]]:
+        return metrics(folder)
+
+    def reach(count: int, run: Running) -> None:
+        wait_until(lambda: len(steps()) >= count or run.process.poll() is not None, f"{count}")
+        assert run.process.poll() is None, run.said()
+
+    def nothing_left(watched: Watched) -> None:
+        assert watched.left() == []
+        # Ray keeps the logs of its sessions, and vLLM the file that its group met at.
+        assert not [p for p in scratch.iterdir() if not p.name.startswith(("ray", "vllm_dist_"))]
+
+    # Its engine is killed in the middle of episodes: that costs turns, and the run goes on.
+    watched = start()
+    reach(2, watched.run)
+    opened = wait_until(watched.environments, "open episodes")
+    (victim,) = watched.run.engine_pids()
+    os.kill(victim, signal.SIGKILL)
+    again = "rollout engine 0 is started again"
+    wait_until(lambda: again in watched.run.said(), again)
+    assert any(process.is_running() for process in opened), "episodes ended with their engine"
+    reach(len(steps()) + 1, watched.run)
+    # SIGTERM in the middle of others: the step ends, and with it all that is open.
+    wait_until(watched.environments, "open episodes")
+    watched.run.process.send_signal(signal.SIGTERM)
+    said = watched.run.finish()
+    nothing_left(watched)
+    done = steps()
+    reached = done[-1]["step"]
     assert "trip, its environment: opens in" in said and "get_all_hotels_by_city" in said
-    assert [step["step"] for step in steps] == [0, 1, 2]
-    for step in steps[1:]:
-        assert step["agents/turns_mean"] >= 1 and step["agents/calls_mean"] > 0
-        assert step["rollout/dropped_completions"] == step["reward/error"] == 0
-        assert step["routing/fallback_fraction"] == 0
-        assert step.get("mismatch/logp_abs", 0.0) < 1e-4
-    assert {"reward/correct", "reward/progress", "eval/trip/pass@1"} <= steps[-1].keys()
-    text = (tmp_path / "run" / "trajectories" / "step_000002.txt").read_text()
+    assert f"stopped after step {reached} of {STEPS}; to go on: keel train agent-trip" in said
+    assert "eval/trip/pass@1" in done[0]
+    text = (folder / "trajectories" / f"step_{reached:06d}.txt").read_text()
     assert "[call " in text and " calls (" in text and "the environment says: " in text
-    _, steps = train(tmp_path, "run.steps=3", knob)
-    assert [step["step"] for step in steps] == [0, 1, 2, 3]
-    assert steps[3]["agents/turns_mean"] >= 1
+
+    # Resumed; then Ctrl-C twice, which stops it at once.
+    watched = start()
+    reach(len(done) + 1, watched.run)
+    wait_until(watched.environments, "open episodes")
+    for _ in range(2):
+        watched.run.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "Press Ctrl-C again" in watched.run.said(), "the first to be heard")
+    assert watched.run.process.wait(timeout=DEADLINE_S) == 130, watched.run.said()
+    nothing_left(watched)
+    done = steps()
+    assert [step["step"] for step in done] == list(range(len(done)))
+    saved = max((folder / "checkpoints").iterdir())
+    assert json.loads((saved / "state.json").read_text())["step"] >= reached + 1
+
+    for step in done[1:]:
+        assert step["agents/turns_mean"] >= 1 and step["agents/calls_mean"] > 0
+        assert step["rollout/dropped_completions"] == step["agents/crashes"] == 0
+        assert step["reward/error"] == 0 and {"reward/correct", "reward/progress"} <= step.keys()
+    learned = [step for step in done if "loss" in step]  # not all groups were of one reward
+    assert learned
+    for step in learned:
+        assert step["routing/fallback_fraction"] == 0 and step["mismatch/logp_abs"] < 1e-4

@@ -83,10 +83,13 @@ class Running:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
+    def said(self) -> str:
+        return self._log.read_text()
+
     def finish(self) -> str:
         code = self.process.wait(timeout=DEADLINE_S)
-        assert code == 0, self._log.read_text()
-        return self._log.read_text()
+        assert code == 0, self.said()
+        return self.said()
 
     def engine_pids(self) -> list[int]:
         children = psutil.Process(self.process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""README's lines for a Ray cluster, as they stand there, after a run on this machine alone."""
+"""README's lines for a Ray cluster, as they stand there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = (
     "algorithm.prompts_per_step=2",
     "algorithm.group_size=4",
 )
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]  # two runs and a cluster each
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]  # a cluster and a run
 
 
 def block_with(line: str) -> str:
@@ -49,8 +49,8 @@ def free_port() -> int:
 
 class Shell:
     """A user's shell with an empty home. Its `keel` trains a little only, or checks where it should
-    train (`trains`), its `make` has nothing to install, and its `ray` keeps away from other
-    clusters of this machine: ports and folder of its own."""
+    train (`trains`), and its `ray` keeps away from other clusters of this machine: ports and folder
+    of its own."""
 
     def __init__(self, place: Path, temporary: str, models: Path, *, trains: bool) -> None:
         self.home, self._work = place / "home", place / "work"
@@ -65,7 +65,6 @@ class Shell:
             ports += f" --{more}-port={free_port()}"
         for name, body in {
             "keel": f'{trained}{real}/keel" "$@" {small}',
-            "make": 'exec keel train "$1" run.dir=runs/local',
             "ray": f"""case "$1 $2" in
                 "start --head") {real}/ray" "$@" {ports} --temp-dir={temporary};;
                 "job submit") shift 2
@@ -132,11 +131,7 @@ def shell_in(place: Path, models: Path, *, trains: bool) -> Iterator[Shell]:
 def test_the_lines_of_the_readme(tmp_path: Path, models: Path) -> None:
     with shell_in(tmp_path, models, trains=True) as shell:
         path = shell.home / ".ray" / "auth_token"
-        # A run on this machine leaves no token; what it does with an old one: test_local_ray.py
-        (local,) = [li for li in README.read_text().splitlines() if li.startswith("make quick")]
-        shell.run(local)
-        assert shell.steps("runs/local") == [0, 1, 2]
-        assert not path.exists()
+        # A run on this machine alone leaves no token: tests/trainer/cluster/test_local_ray.py
         said = shell.run(block_with("ray start --head"))
         assert "step 2/2" in said
         assert "held-out spelling/pass@1" in said

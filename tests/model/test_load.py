@@ -184,3 +184,12 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has no chat template.*model\.tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_deepseek_v32_needs_no_chat_template(tmp_path: Path) -> None:
+    """Its chats are written by code (tests/rollout/chat): one of its tokens tells its tokenizer."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_tokens(["｜DSML｜"])
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None

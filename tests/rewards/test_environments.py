@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from keel.rewards.checks import check_spec
 from keel.rewards.compose import check_weights
+from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
-from keel.rl.types import ENVIRONMENT, Group, Verdict
+from keel.rl.types import ENVIRONMENT, Group, Trajectory, Verdict
 from tests.rewards.groups import PROMPT, trajectory
 
 AGENTIC = replace(PROMPT, environment="shop", reward={"kind": ENVIRONMENT})
@@ -72,6 +74,94 @@ def test_the_language_asked_for_is_that_of_the_environments_opening() -> None:
     with scorer(correct=1.0, language_answer=0.5) as judge:
         (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(one,))])
     assert scored.parts_G[0]["language_answer"] < 0.5
+
+
+GERMAN = {"role": "user", "content": "Wo ist das nächste Hotel, und was kostet es heute Nacht?"}
+CALL = {"id": "c", "type": "function", "function": {"name": "ask", "arguments": {}}}
+
+
+def turns(*said: dict[str, Any], tokens: int = 1) -> Trajectory:
+    """Of several turns, each answered by a tool that speaks English."""
+    messages: list[Any] = [GERMAN]
+    for turn in said:
+        messages += [{"role": "assistant", **turn, "tool_calls": [CALL]}]
+        messages += [{"role": "tool", "content": ENGLISH, "tool_call_id": "c", "name": "ask"}]
+    one = trajectory(0, "", tokens=tokens)
+    return replace(one, messages=tuple(messages), opening=1, verdict=Verdict(parts={"correct": 1}))
+
+
+ENGLISH = "The hotel is near the station, and a night there is not at all cheap."
+DEUTSCH = "Das nächste Hotel ist gleich am Bahnhof, und eine Nacht dort ist nicht billig."
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "thinking"),
+    [
+        ([{"content": DEUTSCH}, {"content": DEUTSCH}], 1.0, 1.0),
+        ([{"content": ENGLISH}, {"content": DEUTSCH}], 0.5, 1.0),
+        ([{"content": DEUTSCH}, {"content": ENGLISH}], 0.5, 1.0),
+        ([{"content": "", "reasoning_content": ENGLISH}, {"content": DEUTSCH}], 1.0, 0.0),
+        (
+            [
+                {"content": "", "reasoning_content": DEUTSCH},
+                {"content": "", "reasoning_content": ENGLISH},
+                {"content": DEUTSCH},
+            ],
+            1.0,
+            0.5,
+        ),
+    ],
+)
+def test_language_is_that_of_all_that_was_sampled(
+    said: list[dict[str, Any]], answer: float, thinking: float
+) -> None:
+    """In every turn: what tools said in between is no fault of the policy's."""
+    with scorer(correct=1.0, language_answer=0.5, language_thinking=0.5) as judge:
+        (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(turns(*said),))])
+    assert scored.parts_G[0]["language_answer"] == pytest.approx(answer, abs=0.05)
+    assert scored.parts_G[0]["language_thinking"] == pytest.approx(thinking, abs=0.05)
+
+
+def test_what_an_environment_shows_as_the_policys_is_not_sampled() -> None:
+    """An opening may hold turns that somebody else took."""
+    one = turns({"content": DEUTSCH})
+    shown = ({"role": "user", "content": ENGLISH}, {"role": "assistant", "content": ENGLISH})
+    one = replace(one, messages=(*shown, *one.messages), opening=3)
+    with scorer(correct=1.0, language=0.5) as judge:
+        (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(one,))])
+    assert scored.parts_G[0]["language"] == 1.0
+
+
+def test_length_is_that_of_all_that_was_sampled() -> None:
+    """In every segment, and without what stands between."""
+    long, short = turns({"content": DEUTSCH}, tokens=60), turns({"content": DEUTSCH}, tokens=20)
+    between = replace(short.segments[0], trainable_T=np.arange(21) > 15)
+    several = replace(long, segments=(*short.segments, between, between), sibling=1)
+    assert several.sampled_tokens == 30 and several.total_tokens == 63
+    rule = LengthRule(linear=0.1, limit=100)
+    weights = {"maths": {"correct": 1.0}}
+    with Scorer(weights, workers=0, environments=["maths"], lengths={"maths": rule}) as judge:
+        (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(long, several))])
+    assert [parts["length_cost"] for parts in scored.parts_G] == pytest.approx([0.06, 0.03])
+    assert scored.rewards_G.tolist() == pytest.approx([1 - 0.015, 1 + 0.015])
+
+
+@pytest.mark.parametrize("truncated", ["keep", "zero", "drop"])
+def test_an_environment_brought_down_is_worth_the_least_there_is(
+    truncated: Literal["keep", "zero", "drop"],
+) -> None:
+    """Also where failing costs more than nothing, and whatever becomes of what was cut off."""
+    group = graded(AGENTIC, {"correct": 1.0, "cost": 0.2}, {"correct": 0.0, "cost": 1.0}, {})
+    *others, last = group.trajectories
+    crash = replace(last, finish_reason="crash", verdict=Verdict(parts={"correct": 0.0}))
+    group = replace(group, trajectories=(*others, crash))
+    weights = {"maths": {"correct": 1.0, "cost": -0.5}}
+    rule = LengthRule(truncated=truncated)
+    with Scorer(weights, workers=0, environments=["maths"], lengths={"maths": rule}) as judge:
+        (scored,) = judge.score([group])
+    assert scored.rewards_G.tolist() == pytest.approx([0.9, -0.5, -0.5])
+    assert scored.parts_G[2] == {"correct": 0.0, "cost": 1.0, "error": 0.0}
+    assert not scored.left_out
 
 
 def test_a_group_that_lost_all_its_episodes_is_an_empty_one() -> None:

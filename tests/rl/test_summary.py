@@ -132,6 +132,17 @@ def test_there_is_no_share_of_nothing() -> None:
     ]
 
 
+def test_environments_that_were_lost_are_counted_left_out_or_not() -> None:
+    reasons = ("environment, at call: ended by SIGSEGV", "late")
+    unscored = "the environment has no verdict: environment, at verdict: hung"
+    group = scored([trajectory(segment(0, 3), finish="crash")], [0.0], dropped=(*reasons, unscored))
+    assert "agents/crashes" not in summarize([group], version=0)
+    prompt = replace(group.group.prompt, environment="shop")
+    group = replace(group, group=replace(group.group, prompt=prompt))
+    assert summarize([group], version=0)["agents/crashes"] == Sum(3)
+    assert summarize([], version=0, discarded=[group, group])["agents/crashes"] == Sum(6)
+
+
 def test_domains_stand_apart_where_there_are_several() -> None:
     def group(domain: str, reward: float, tokens: int):
         return scored([trajectory(segment(0, tokens))], [reward], domain=domain)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +17,7 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
+    EmbeddedConfig,
     EnvironmentConfig,
     ModelConfig,
     RolloutConfig,
@@ -22,7 +26,15 @@ from keel.configs.schema import (
 )
 from keel.data.dataset import load_dataset
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.trainer.agents import check_chat, check_environments, demonstrate, made_from
+from keel.trainer.agents import (
+    check_chat,
+    check_environments,
+    demonstrate,
+    episode_runner,
+    made_from,
+    system_prompt_of,
+)
+from tests.rollout.chat.families import tokenizer_of
 
 SHOP = Path(__file__).parents[1] / "agents"
 OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
@@ -38,7 +50,7 @@ def config(*, window: int = 400, thinking: bool = False, **environment: Any) -> 
         thinking=thinking,
     )
     return Config(
-        model=ModelConfig(dtype="float32"),
+        model=ModelConfig(dtype="float32", embedded=EmbeddedConfig(max_context=2000)),
         data=DataConfig(sources=(source,), max_prompt_tokens=64),
         rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=20)),
         agents=AgentsConfig(window=window),
@@ -53,6 +65,35 @@ def checked(recipe: Config) -> dict[str, str]:
 def test_what_an_environment_is_like_is_said_before_a_run() -> None:
     ((name, note),) = checked(config()).items()
     assert name == "shop, its environment" and "tools: " in note and "tokens" in note
+
+
+def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
+    plain = config(window=2000, thinking=True)
+    (source,) = plain.data.sources
+    asked = replace(source, system_template="tools-in-thinking")
+    recipe = replace(
+        plain,
+        data=replace(plain.data, sources=(asked,)),
+        agents=replace(plain.agents, tools_in_thinking=True, max_thinking_calls=7),
+    )
+    chat = check_chat(recipe, build_tokenizer())
+    assert chat is not None and chat.tools_in_thinking
+    ((_, note),) = checked(recipe).items()
+    ((_, without),) = checked(plain).items()
+    tokens, fewer = (int(re.findall(r"with (\d+) tokens", said)[0]) for said in (note, without))
+    assert tokens > fewer + 50
+    runner = episode_runner(recipe, chat, lambda request, purpose: Future())
+    with runner:
+        assert runner._budget.calls == 7
+    told = system_prompt_of(recipe, asked)(["python"])
+    assert "Up to 7 calls" in told and "60 seconds" in told, "agents.call_s ends a cell"
+
+
+def test_a_template_without_thinking_marks_is_refused_with_the_knob() -> None:
+    plain = config(thinking=True)
+    recipe = replace(plain, agents=replace(plain.agents, tools_in_thinking=True))
+    with pytest.raises(ConfigError, match=r"model\.path .*agents\.tools_in_thinking"):
+        check_chat(recipe, tokenizer_of("hermes"))
 
 
 @pytest.mark.parametrize(

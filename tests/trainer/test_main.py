@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean
@@ -27,6 +27,9 @@ from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.words import closing_words
+from tests.rollout.chat.families import tokenizer_of
+
+ROOT = Path(__file__).parents[2]
 
 FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
 """Making and measuring the thousands of prompts of the recipe takes seconds."""
@@ -199,6 +202,39 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
         capsys, "check", str(recipe), "rollout.sampling.max_tokens=9", "algorithm.keep_routing=no"
     )
     assert (code, "mixture of experts" in err) == (2, True), err
+
+
+def test_a_model_without_a_template_whose_chats_code_writes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """DeepSeek-V3.2: for prompts of one turn as in an environment."""
+    tokenizer = tokenizer_of("deepseek-v3.2")
+    tokenizer.save_pretrained(tmp_path)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(tmp_path)
+    save_file({"nothing": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    shop: dict[str, Any] = {"target": "shop:Shop", "folder": str(ROOT / "tests" / "agents")}
+    shop |= {"isolation": "none-i-trust-the-environments"}
+    sources = [
+        {"name": "sums", "source": "jsonl", "path": str(tmp_path / "sums.jsonl")},
+        {"name": "shop", "source": "environment", "size": 4, "environment": shop},
+    ]
+    recipe: dict[str, Any] = {
+        "model": {"path": str(tmp_path)},
+        "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+        "agents": {"window": 2000},
+    }
+    path = tmp_path / "mine.yaml"
+    for chosen, calls in (
+        (sources[:1], ""),
+        (sources, "; calls are read as in the format deepseek-v3.2"),
+    ):
+        path.write_text(json.dumps({**recipe, "data": {"sources": chosen}}))
+        code, out, err = run(capsys, "check", str(path))
+        assert code == 0, err
+        lacking = "since the tokenizer has no chat template"
+        assert f"chats: written by DeepSeek-V3.2's encoding, {lacking}{calls}\n" in out
 
 
 @pytest.fixture(scope="module")

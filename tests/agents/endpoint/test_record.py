@@ -86,6 +86,24 @@ def test_twelve_turns_are_one_segment() -> None:
     assert roles.count("assistant") == 12
 
 
+def test_tools_inside_the_thinking_leave_it_open_for_the_next_turn() -> None:
+    policy = Policy(['<think>\nhm\n@city "Rome"', 'more\n@city "Oslo"', "so\n</think>\n\nDone."])
+    chat = chat_of("embedded", tools_in_thinking=True)
+
+    async def work() -> tuple[Messages, Finished]:
+        recorded = recording(policy, chat=chat, thinking=True)
+        messages = [user("Where to?")]
+        await loop(recorded, messages, 3)
+        return messages, await recorded.finish()
+
+    messages, finished = play(work())
+    check_law(policy, finished)
+    assert len(finished.segments) == 1
+    called = [len(m.get("tool_calls", ())) for m in messages if m["role"] == "assistant"]
+    assert called == [1, 1, 0] and messages[-2]["content"] == "Done."
+    assert (finished.usage.calls, finished.usage.malformed_calls) == (2, 0)
+
+
 def test_thinking_stays_while_tools_answer_and_a_user_begins_a_segment() -> None:
     policy = Policy(script)
 

@@ -304,5 +304,5 @@ def tokenizer_of(name: str) -> Any:
 
 
 @cache
-def chat_of(name: str) -> TemplateChat:
-    return TemplateChat(tokenizer_of(name))
+def chat_of(name: str, *, tools_in_thinking: bool = False) -> TemplateChat:
+    return TemplateChat(tokenizer_of(name), tools_in_thinking=tools_in_thinking)

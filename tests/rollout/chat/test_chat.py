@@ -125,6 +125,8 @@ def test_thinking_that_the_policy_never_closed_ends_the_segment() -> None:
     ids = [*chat.opening(USER, [CITY], thinking=True), *encode("<think>\nhm<|im_end|>")]
     answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0"}
     assert chat.extend(ids, [answer], thinking=True) is None
+    inside = chat_of("qwen3", tools_in_thinking=True).extend(ids, [answer], thinking=True)
+    assert inside is not None and inside[: len(ids)] == ids
 
 
 def test_an_end_that_the_template_would_not_write_ends_the_segment() -> None:

@@ -74,7 +74,7 @@ def test_every_control_text_at_once(name: str) -> None:
         ), place
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "deepseek-v3.2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_harmless_prompts_have_the_ids_they_always_had(name: str) -> None:
     for thinking in (True, False):
         for content in ("1 + 1 =", " two\nlines }\n", "é→", ""):
@@ -83,8 +83,6 @@ def test_harmless_prompts_have_the_ids_they_always_had(name: str) -> None:
                 {"role": "user", "content": content},
             )
             prompt = Prompt(prompt_id="a", domain="b", messages=messages, thinking=thinking)
-            if name == "deepseek-v3.1" and thinking:
-                continue  # it reads `thinking`, which prompts of one turn are not given
             rendered = render_prompt(tokenizer_of(name), prompt).token_ids
             assert chat_of(name).opening(messages, [], thinking=thinking) == rendered
 

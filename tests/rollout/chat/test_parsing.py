@@ -30,11 +30,14 @@ ENDS = {
 }
 
 
-def parse(name: str, text: str, *, thinking: bool = False, cut: bool = False) -> Parsed:
+def parse(
+    name: str, text: str, *, thinking: bool = False, inside: bool = False, cut: bool = False
+) -> Parsed:
     """A turn of this text, its control texts as control tokens, ended unless `cut`."""
     end = "" if cut else ENDS.get(name, "<|im_end|>")
     ids = tokenizer_of(name).encode(text + end, add_special_tokens=False)
-    return chat_of(name).parse(ids, [CITY, CODE], thinking=thinking, turn=3)
+    chat = chat_of(name, tools_in_thinking=inside)
+    return chat.parse(ids, [CITY, CODE], thinking=thinking, turn=3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,19 +168,21 @@ def test_one_broken_call_spoils_no_other() -> None:
         ("deepseek-v3.2", f'<{DSML}invoke name="city"></{DSML}invoke>'),
     ],
 )
-def test_calls_in_the_thinking_do_not_count(name: str, call: str) -> None:
+def test_calls_in_the_thinking_are_none_unless_asked_for(name: str, call: str) -> None:
     text = f"I could {call} and </think>\n\nNo."
     text = text if chat_of(name).opened(thinking=True) else f"<think>{text}"
     parsed = parse(name, text, thinking=True)
     assert (parsed.content, parsed.calls) == ("No.", ())
     assert "I could" in parsed.reasoning
+    assert len(parse(name, text, thinking=True, inside=True).calls) == 1
     never_closed = parse(name, text.replace("</think>", ""), thinking=True)
     assert (never_closed.content, never_closed.calls) == ("", ())
 
 
-def test_a_harmony_call_from_the_analysis_does_not_count() -> None:
+def test_a_harmony_call_from_the_analysis_is_none_unless_asked_for() -> None:
     text = '<|channel|>analysis to=functions.city<|message|>{"days": 1}'
     assert parse("harmony", text).calls == ()
+    assert len(parse("harmony", text, inside=True).calls) == 1
     both = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
     parsed = parse("harmony", both)
     assert (parsed.reasoning, parsed.content) == ("hm", "Yes")

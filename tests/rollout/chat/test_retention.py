@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rollout.chat.render import _deepseek_code, retained
@@ -28,6 +28,7 @@ def renamed(messages: list[Any], old: str, new: str) -> list[dict[str, Any]]:
     return [{(new if key == old else key): v for key, v in m.items()} for m in messages]
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(ASSISTANT, OTHERS), max_size=12))
 def test_thinking_goes_as_deepseeks_own_code_says(messages: list[dict[str, Any]]) -> None:
     oracle = _deepseek_code().drop_thinking_messages(

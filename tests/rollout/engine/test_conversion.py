@@ -24,8 +24,13 @@ from tests.rl.rollouts import prompt
 class FakeTokenizer:
     """One id a character; remembers what it was asked for."""
 
+    chat_template = "its own"
+
     def __init__(self, suffix: str = "") -> None:
         self.suffix, self.options = suffix, {}
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
         self.options = options
@@ -47,6 +52,7 @@ def test_a_prompt_goes_through_the_chat_template() -> None:
         "tools": [{"name": "add"}],
         "add_generation_prompt": True,
         "enable_thinking": False,
+        "thinking": False,
         "tokenize": False,
     }
 

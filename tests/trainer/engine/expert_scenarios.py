@@ -211,9 +211,9 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             for s in (1, 2, 3)
         },
         **{f"qwen3_moe, asleep, stage {s}": training(s, sleep=True) for s in (1, 3)},
-        "qwen3_moe, compiled, stage 1": training(1, compile=True),
         **{f"skipping, stage {s}": skipping(s) for s in (0, 2)},
         **{f"weights of {f}": starting(f) for f in ("deepseek_v2", "mixtral", "qwen2_moe")},
+        "qwen3_moe, compiled, stage 1": training(1, compile=True),
     },
     4: {
         "qwen3_moe, 4 ranks, stage 0": training(0),

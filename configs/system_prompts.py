@@ -1,0 +1,64 @@
+"""System prompts that a recipe chooses by name: `data.sources[].system_template`.
+
+They ask for what those of DeepSeek-V3.2's cold start ask for (2025, section 3.2.2 and Appendix B,
+Tables 6 to 8), in words of our own. The lists of tools and the form of a call, which stand in the
+paper's, come from the model's chat template: it puts them after these words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+SystemTemplate = Literal["none", "reasoning", "tools", "tools-in-thinking"]
+PYTHON = "python"
+"""The tool of `keel.agents.environments.interpreter`."""
+
+_REASONING = (
+    "Reason before you answer. Your reply begins with <think>. Between it and </think> you think: "
+    "you try ideas out, check them and correct yourself. After </think> comes the final answer, "
+    "complete and without the reasoning."
+)
+_TOOLS = (
+    "You have tools. Use them wherever they can tell you what you would otherwise have to guess, "
+    "and write each call in exactly the form that is given with them. When you have what you need, "
+    "answer without a call."
+)
+_IN_THINKING = (
+    "You have tools, and you call them while you think. Your reply begins with <think>. Call a "
+    "tool early, as soon as it can help, in exactly the form that is given; its result comes back "
+    "into your thinking, where you go on. Up to {calls} calls are run. Rather compute or look "
+    "something up than argue in words, and keep the thinking short.\n\n"
+    "When you are sure, close the thinking with </think> and present the solution to a reader who "
+    "has seen nothing of it: in Markdown, with formulas in LaTeX, and without any call."
+)
+_PYTHON = (
+    f"The tool {PYTHON} is an interpreter (Jupyter) that keeps its state: variables and imports "
+    "stay from call to call. A call may run for {seconds:g} seconds. The user sees neither your "
+    "code nor what it prints, so say in the answer what they need to know of it."
+)
+
+
+def system_prompt(
+    template: SystemTemplate, *, tools: Sequence[str] = (), calls: int = 20, seconds: float = 120.0
+) -> str:
+    """The text; empty for "none". tools: names of those on offer, among which `python` has a
+    paragraph of its own; calls: that are run inside the thinking, at most; seconds: of one cell."""
+    wanted = {
+        "none": "",
+        "reasoning": _REASONING,
+        "tools": _TOOLS,
+        "tools-in-thinking": _IN_THINKING.format(calls=calls),
+    }[template]
+    more = _PYTHON.format(seconds=seconds) if PYTHON in tools and "tools" in template else ""
+    return "\n\n".join(filter(None, (wanted, more)))
+
+
+def with_system(text: str, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """`messages` with a system message of `text`, before what a system message of theirs says."""
+    if not text:
+        return tuple(messages)
+    if messages and messages[0].get("role") == "system":
+        own = f"{text}\n\n{messages[0].get('content') or ''}".strip()
+        return ({**messages[0], "content": own}, *messages[1:])
+    return ({"role": "system", "content": text}, *messages)
