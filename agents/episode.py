@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
+from keel.agents.budget import Budget, with_turn
 from keel.agents.context import AskFirst, ContextManager
 from keel.agents.conversation import MALFORMED, Conversation
 from keel.agents.types import Environment, EnvironmentLost, Transcript, Unscored
 from keel.rl.turns import Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
-from keel.rl.types import LOST, FinishReason, Prompt, Trajectory, Usage, Verdict
+from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 """An engine, some engine."""
@@ -38,31 +38,7 @@ class EngineRefused(RuntimeError):
         self.error = error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What an episode may take."""
-
-    turns: int
-    turn_tokens: int
-    """Sampled in one turn; a turn that is cut there ends the episode."""
-    tokens: int
-    """Sampled in all turns."""
-    window: int
-    """Tokens of a context with what is sampled after it."""
-    deadline_s: float = inf
-    """Seconds of the engine's time and of tools."""
-    call_s: float = 60.0
-    """Of one tool call."""
-    calls: float = inf
-    """Tool calls that are run; later ones are answered with an error."""
-
-    def __post_init__(self) -> None:
-        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s", "calls"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Episode:
     """Single use: `run` it."""
 
@@ -94,12 +70,10 @@ class Episode:
         except EngineRefused as refused:
             raise refused.error from refused
         except EnvironmentLost as error:
-            said = self._conversation
-            if not self.crash_is_failure or said is None or not lost_to_the_policy(str(error)):
+            if not self.crash_is_failure or not lost_to_the_policy(str(error)):
                 return str(error)
-            return self._trajectory(
-                said, "crash", Verdict(parts={"correct": 0.0}, facts={"crash": str(error)})
-            )
+            crash = Verdict(parts={"correct": 0.0}, facts={"crash": str(error)})
+            return self._trajectory("crash", crash)
         except (ValueError, OSError) as error:  # one conversation is none that can go on
             return f"the conversation broke: {error}"
         finally:
@@ -127,22 +101,31 @@ class Episode:
             reason = await self._turn(conversation)
         if not conversation.sampled_tokens:
             return NOTHING_SAID
-        transcript = Transcript(messages=tuple(conversation.transcript), finish_reason=reason)
+        return await self._graded(reason)
+
+    def _so_far(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
+        """Its segments, its messages, and how many of these are the opening."""
+        said = self._conversation
+        assert said is not None, "an environment is lost over what the policy did before it spoke"
+        return said.segments(), said.transcript, len(said.opening)
+
+    async def _graded(self, reason: FinishReason) -> Trajectory | str:
+        _, said, _ = self._so_far()
+        transcript = Transcript(messages=tuple(said), finish_reason=reason)
         verdict = await self.environment.verdict(transcript)
         if isinstance(verdict, Unscored):
             return f"the environment has no verdict: {verdict.reason}"
-        return self._trajectory(conversation, reason, verdict)
+        return self._trajectory(reason, verdict)
 
-    def _trajectory(
-        self, conversation: Conversation, reason: FinishReason, verdict: Verdict
-    ) -> Trajectory:
+    def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
+        segments, said, opening = self._so_far()
         return Trajectory(
             prompt_id=self.task.prompt_id,
             sibling=self.sibling,
-            segments=conversation.segments(),
+            segments=segments,
             finish_reason=reason,
-            messages=tuple(conversation.transcript),
-            opening=len(conversation.opening),
+            messages=tuple(said),
+            opening=opening,
             verdict=verdict,
             usage=self.usage,
         )
@@ -192,31 +175,18 @@ class Episode:
         self, conversation: Conversation, at_most: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
         """One turn: its calls and its message, or why the episode ends with it."""
-        budget, usage = self.budget, self.usage
-        if usage.turns >= budget.turns:
-            return "turns"
-        if (left_s := self._left_s()) <= 0:
-            return "deadline"
-        limits: dict[FinishReason, int] = {
-            "length": min(budget.tokens - conversation.sampled_tokens, budget.turn_tokens),
-            "window": budget.window - len(conversation.ids),
-        }
-        nearest = min(limits, key=lambda name: limits[name])
-        if limits[nearest] < 1:
-            return nearest
-        room = min(limits[nearest], at_most or limits[nearest])
-        request = conversation.request(max_tokens=room, seed=self.seed, deadline_s=left_s)
-        try:
-            result = await self.sample(request)
-        except ValueError as error:
-            raise EngineRefused(error) from error
-        self.usage = replace(
-            usage,
-            turns=usage.turns + 1,
-            repeated_tokens=usage.repeated_tokens + request.routes_from,
-            cached_tokens=usage.cached_tokens + min(result.cached_tokens, request.routes_from),
-            sampling_s=usage.sampling_s + result.sampling_s,
+        nearest, room = self.budget.room(
+            self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
+        if room < 1:
+            return nearest
+        request = conversation.request(
+            max_tokens=min(room, at_most or room),
+            seed=self.seed,
+            deadline_s=self.budget.left_s(self.usage),
+        )
+        result = await self._sampled(request)
+        self.usage = with_turn(self.usage, result, repeated=request.routes_from)
         if not len(result.token_ids_N):
             return "deadline"
         parsed = conversation.append(result)
@@ -226,6 +196,12 @@ class Episode:
             # An end that the chat format does not know, or a limit.
             return "stop" if result.finish_reason == "stop" else nearest
         return parsed.calls, conversation.view[-1]
+
+    async def _sampled(self, request: TurnRequest) -> TurnResult:
+        try:
+            return await self.sample(request)
+        except ValueError as error:
+            raise EngineRefused(error) from error
 
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
@@ -242,7 +218,7 @@ class Episode:
                 failed, done, name = True, False, call.name
                 text = f"Nothing was run: {self.budget.calls} calls have been, and no more will be."
             else:
-                if self._left_s() <= 0:
+                if self.budget.left_s(self.usage) <= 0:
                     return answers, "deadline"
                 self._run_calls += 1
                 began = time.monotonic()
@@ -261,6 +237,3 @@ class Episode:
             if done:
                 return answers, "stop"
         return answers, None
-
-    def _left_s(self) -> float:
-        return self.budget.deadline_s - self.usage.sampling_s - self.usage.tools_s

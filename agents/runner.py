@@ -12,10 +12,15 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, get_args
 
+from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
-from keel.agents.episode import Budget, Episode, lost_to_the_policy
+from keel.agents.endpoint.driven import DrivenEpisode
+from keel.agents.endpoint.program import AgentProgram
+from keel.agents.endpoint.server import Endpoint
+from keel.agents.episode import Episode, lost_to_the_policy
 from keel.agents.host.room import make_room
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
@@ -27,8 +32,10 @@ MANY_LOST = 0.5
 """Share of a group whose environments are lost over what the policy did: worth a word."""
 MOST_SAID = 500
 """Characters of the reason that is said."""
+STARTING = 8
+"""Programs that are being started at once: more would take each other's time."""
 CLOSING_S = 30.0
-"""Longest wait for open episodes to end."""
+"""Longest wait for open episodes to end, and for the programs' endpoint to begin."""
 
 
 class Turns(Protocol):
@@ -51,6 +58,7 @@ class EpisodeRunner:
         self,
         environments: Mapping[str, Callable[[], Environment]],
         *,
+        programs: Mapping[str, AgentProgram] | None = None,
         chat: Chat,
         turns: Turns,
         budget: Budget,
@@ -60,14 +68,18 @@ class EpisodeRunner:
         crash_is_failure: Collection[str] = (),
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """environments: of `Prompt.environment`, makes one for an episode; seed: of the run;
-        most_open: episodes at once, for training and as many for evaluation, which the loop waits
-        for; the others wait; crash_is_failure: environments for which `Episode` has it; closing: of
-        what environments share, at the end. Raises ValueError where the machine does not allow so
-        many open files or processes."""
-        make_room(len(PURPOSES) * most_open)
+        """environments: of `Prompt.environment`, makes one for an episode; programs: of the same,
+        what drives its episodes, where that is not Keel; seed: of the run; most_open: episodes at
+        once, for training and as many for evaluation, which the loop waits for; the others wait;
+        crash_is_failure: environments for which `Episode` has it; closing: of what environments
+        share, at the end. Raises ValueError where the machine does not allow so many open files or
+        processes."""
+        make_room(len(PURPOSES) * most_open, programs=bool(programs))
         self._environments, self._chat, self._turns = environments, chat, turns
         self._budget, self._context, self._seed = budget, context, seed
+        self._programs = programs or {}
+        self._starting = asyncio.Semaphore(STARTING)
+        self._endpoint: Endpoint | None = None
         self._closing = closing
         self._version = 0
         self._gate = threading.Lock()
@@ -83,6 +95,13 @@ class EpisodeRunner:
         self._groups: set[asyncio.Task[Group]] = set()
         self._thread = threading.Thread(target=self._run, name="keel-agents", daemon=True)
         self._thread.start()
+        if self._programs:
+            try:
+                begun = asyncio.run_coroutine_threadsafe(Endpoint().__aenter__(), self._loop)
+                self._endpoint = begun.result(CLOSING_S)
+            except BaseException:
+                self.close()
+                raise
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
         """`group_size` episodes of a prompt. Cancelling the future ends them. An episode without a
@@ -144,6 +163,8 @@ class EpisodeRunner:
         for group in (groups := list(self._groups)):
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
+        if self._endpoint is not None:
+            await self._endpoint.__aexit__()
         # Environments that are still closing have deadlines of their own.
         await asyncio.gather(
             *asyncio.all_tasks(self._loop) - {asyncio.current_task()}, return_exceptions=True
@@ -180,7 +201,7 @@ class EpisodeRunner:
             return await asyncio.wrap_future(self._turns(request, purpose))
 
         async with self._room[purpose]:
-            episode = Episode(
+            episode = self._driver(prompt)(
                 environment=self._environments[prompt.environment](),
                 task=prompt,
                 chat=self._chat,
@@ -194,6 +215,14 @@ class EpisodeRunner:
                 crash_is_failure=prompt.environment in self._crash_is_failure,
             )
             return await episode.run()
+
+    def _driver(self, prompt: Prompt) -> Callable[..., Episode]:
+        if (program := self._programs.get(prompt.environment)) is None:
+            return Episode
+        assert self._endpoint is not None
+        return partial(
+            DrivenEpisode, program=program, endpoint=self._endpoint, starting=self._starting
+        )
 
     def _warn(self, prompt: Prompt, results: Sequence[Trajectory | str]) -> None:
         """Once for each environment that goes down with many of its siblings."""

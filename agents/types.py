@@ -87,3 +87,22 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Safe to call more than once, and after any failure."""
         ...
+
+
+class NoEnvironment:
+    """A task as it stands: no tools, no user, no verdict. Of programs that bring all of that."""
+
+    async def open(self, task: Prompt, *, seed: int) -> Opening:
+        return Opening(messages=task.messages)
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        return ToolResult(text=f"there is no tool {call.name}", failed=True)
+
+    async def reply(self, said: Message) -> Message | None:
+        return None
+
+    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
+        return Verdict(parts={})
+
+    async def close(self) -> None:
+        pass

@@ -36,8 +36,8 @@ import torch
 from benchmarks.common import look
 from benchmarks.common.look import RESULT, TOOL_S
 from benchmarks.common.revision import commit
+from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
-from keel.agents.episode import Budget
 from keel.agents.host.client import Hosted, Program
 from keel.agents.runner import EpisodeRunner
 from keel.agents.types import Opening, ToolResult, Transcript

@@ -149,6 +149,13 @@ class Config:
             "context before it",
         )
         require(
+            agents.context == "none"
+            or any(s.environment.given and not s.environment.program for s in self.data.sources),
+            "agents.context",
+            agents.context,
+            "must be none: an agent program manages its context itself",
+        )
+        require(
             agents.context != "summary" or agents.summary_tokens < self.window // 2,
             "agents.summary_tokens",
             agents.summary_tokens,

@@ -102,6 +102,7 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,
+        environment=source.name if source.environment.given else "",
     )
     return Item(prompt=prompt, origin=origin)
 

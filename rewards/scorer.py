@@ -33,7 +33,16 @@ from keel.rewards.workers.pool import Verdict, WorkerPool
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric, Sum
-from keel.rl.types import CUT_OFF, ENVIRONMENT, Group, Prompt, Purpose, ScoredGroup, Trajectory
+from keel.rl.types import (
+    CUT_OFF,
+    ENVIRONMENT,
+    PROGRAM,
+    Group,
+    Prompt,
+    Purpose,
+    ScoredGroup,
+    Trajectory,
+)
 
 LENGTH, LENGTH_COST = "length", "length_cost"
 """Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
@@ -160,7 +169,6 @@ class Scorer:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id} {error}") from error
         others: dict[str, Future[list[Verdict]]] = {}
-        texts: list[str] = []
         for name in weights:
             if is_function(name):
                 spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
@@ -169,7 +177,8 @@ class Scorer:
                 spec = {"kind": "language", "prompt": asked, "of": LANGUAGE_PARTS[name]}
             else:
                 continue
-            texts = texts or [_text_of(trajectory).dumps() for trajectory in group.trajectories]
+            sampled = name in LANGUAGE_PARTS
+            texts = [_text_of(t, sampled=sampled).dumps() for t in group.trajectories]
             others[name] = self._pool.submit(spec, texts)
         rule: Sequence[Future[list[Verdict]]] = ()
         judge: Sequence[Future[Judged | Failed]] = ()
@@ -340,9 +349,17 @@ def _with_length(
     ]
 
 
-def _text_of(trajectory: Trajectory) -> TextTrajectory:
+def _programs(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant" and message.get("name") == PROGRAM
+
+
+def _text_of(trajectory: Trajectory, *, sampled: bool) -> TextTrajectory:
+    """sampled: without what an agent program said for the policy."""
+    messages = trajectory.messages
+    if sampled:
+        messages = tuple(m for m in messages if not _programs(m))
     return TextTrajectory(
-        messages=trajectory.messages,
+        messages=messages,
         finish_reason="length" if trajectory.cut else "stop",
         sampled_tokens=trajectory.sampled_tokens,
         opening=trajectory.opening,

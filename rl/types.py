@@ -32,6 +32,8 @@ Purpose = Literal["train", "eval"]
 """What trajectories are sampled and scored for."""
 ENVIRONMENT = "environment"
 """Kind of reward spec of a prompt whose environment's verdict is the reward."""
+PROGRAM = "program"
+"""`name` of an assistant's message that an agent program gave as its answer: nobody sampled it."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
 LOST = "environment, at "

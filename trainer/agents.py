@@ -11,9 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
+from keel.agents.endpoint.probe import try_program
+from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.environments.interpreter import CELL_S
-from keel.agents.episode import Budget
 from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap, not_wrapped
@@ -22,14 +24,16 @@ from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
 from keel.agents.runner import PURPOSES, EpisodeRunner, Turns, environment_seed
 from keel.agents.told import SystemPrompt, Told
-from keel.agents.types import Environment
+from keel.agents.types import Environment, NoEnvironment
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.model.embedded.conversations import Demonstration
-from keel.rewards.sandbox.environments import environment_wrap
+from keel.rewards.sandbox.environments import Network, environment_wrap
+from keel.rewards.sandbox.runtime import runtime
+from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law
+from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law, turn_ids
 
 SHOWN = 8
 """Tools that are named before a run."""
@@ -63,7 +67,8 @@ def check_environments(
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
-            make_room(len(PURPOSES) * config.agents.max_open)
+            driven = any(source.environment.program for source in config.data.sources)
+            make_room(len(PURPOSES) * config.agents.max_open, programs=driven)
         except ValueError as error:
             raise ConfigError(f"agents.max_open = {config.agents.max_open}: {error}") from error
     for source in config.data.sources:
@@ -74,19 +79,29 @@ def check_environments(
             *dataset.heldout.get(source.name, ()),
         )
         task = prompts[0]
-        opened = probe(
-            made_from(config, source),
+        try:
+            notes |= asyncio.run(_looked_at(config, source, task, chat))
+        except ValueError as error:
+            raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+    return notes
+
+
+async def _looked_at(
+    config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat | None
+) -> dict[str, str]:
+    """Raises ValueError."""
+    notes: dict[str, str] = {}
+    seed = environment_seed(config.run.seed, task)
+    if (made := made_from(config, source)) is not None:
+        found = await probe(
+            made,
             task=task,
-            seed=environment_seed(config.run.seed, task),
+            seed=seed,
             chat=chat,
             window=config.window,
             thinking=source.thinking,
             prompt=system_prompt_of(config, source),
         )
-        try:
-            found = asyncio.run(opened)
-        except ValueError as error:
-            raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
         names = [tool.name for tool in found.tools]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         later = f", then {found.forked_s:.2f} s each, forked" if found.forked_s else ""
@@ -95,14 +110,39 @@ def check_environments(
             f"opens in {found.seconds:.1f} s{later}, with {found.opening_tokens} tokens; tools: "
             f"{', '.join(names[:SHOWN]) or 'none'}{more}"
         )
+    if (driver := agent_program(config, source)) is not None:
+        assert chat is not None
+        tried = await try_program(
+            driver,
+            maker(config, source)(),
+            task=task,
+            seed=seed,
+            chat=chat,
+            speak=partial(spoken_ids, chat, thinking=source.thinking),
+            budget=budget(config),
+        )
+        notes[f"{source.name}, its program"] = (
+            f"asked a model by script for {tried.turns} turns, the first after "
+            f"{tried.opening_tokens} tokens, and {tried.ended} ({tried.seconds:.1f} s)"
+        )
     return notes
 
 
-def made_from(config: Config, source: SourceConfig) -> Program | McpServer:
-    """What the episodes of a source are made from. Raises ConfigError, also where this machine
-    cannot isolate them."""
+def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
+    """What a policy samples that says `text`."""
+    asked = [{"role": "user", "content": "?"}]
+    thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats want it
+    said = {"role": "assistant", **thought, "content": text}
+    return turn_ids(chat, asked, said, asked, (), thinking=thinking)
+
+
+def made_from(config: Config, source: SourceConfig) -> Program | McpServer | None:
+    """What the episodes of a source are made from; None where a program stands alone. Raises
+    ConfigError, also where this machine cannot isolate them."""
+    given = source.environment
+    if given.alone:
+        return None
     try:
-        given = source.environment
         return program(config, source) if given.target else mcp_server(config, source)
     except ValueError as error:
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
@@ -110,35 +150,19 @@ def made_from(config: Config, source: SourceConfig) -> Program | McpServer:
 
 def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeRunner:
     """Started. Raises ConfigError for an environment that cannot be one."""
-    agents, sampling = config.agents, config.rollout.sampling
+    agents = config.agents
     starting = asyncio.Semaphore(STARTING)
-    environments: dict[str, Callable[[], Environment]] = {}
+    given = [source for source in config.data.sources if source.environment.given]
+    programs = {source.name: agent_program(config, source) for source in given}
     parents: list[Parent] = []
-    for source in config.data.sources:
-        if not source.environment.given:
-            continue
-        made, prompt = made_from(config, source), system_prompt_of(config, source)
-        if isinstance(made, McpServer):
-            inside = partial(McpEpisode, made, starting=starting)
-        else:
-            parent = parent_of(made)
-            inside = partial(Hosted, made, starting=starting, parent=parent)
-            parents += [parent] if parent is not None else []
-        environments[source.name] = partial(_told, inside, prompt)
+    environments = {source.name: maker(config, source, starting, parents) for source in given}
     return EpisodeRunner(
         environments,
+        programs={name: found for name, found in programs.items() if found is not None},
         closing=[parent.close for parent in parents],
         chat=chat,
         turns=turns,
-        budget=Budget(
-            turns=agents.max_turns,
-            turn_tokens=sampling.max_tokens,
-            tokens=agents.max_sampled_tokens or sys.maxsize,
-            window=config.window,
-            deadline_s=config.rollout.deadline_s,
-            call_s=agents.call_s,
-            calls=agents.max_thinking_calls if agents.tools_in_thinking else math.inf,
-        ),
+        budget=budget(config),
         context=ContextManager(
             method=agents.context,
             window=config.window,
@@ -150,6 +174,18 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
         crash_is_failure=[
             source.name for source in config.data.sources if source.environment.on_crash == "zero"
         ],
+    )
+
+
+def budget(config: Config) -> Budget:
+    return Budget(
+        turns=config.agents.max_turns,
+        turn_tokens=config.rollout.sampling.max_tokens,
+        tokens=config.agents.max_sampled_tokens or sys.maxsize,
+        window=config.window,
+        deadline_s=config.rollout.deadline_s,
+        call_s=config.agents.call_s,
+        calls=config.agents.max_thinking_calls if config.agents.tools_in_thinking else math.inf,
     )
 
 
@@ -165,8 +201,23 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
     return make(count, seed=config.run.seed, arguments=environment.arguments)
 
 
-def _told(inside: Callable[[], Environment], prompt: SystemPrompt) -> Environment:
-    return Told(inside(), prompt)
+def maker(
+    config: Config,
+    source: SourceConfig,
+    starting: asyncio.Semaphore | None = None,
+    parents: list[Parent] | None = None,
+) -> Callable[[], Environment]:
+    """Makes an environment for each episode. parents: what forks them is added; None: they are
+    started. Raises as `made_from`."""
+    made, prompt = made_from(config, source), system_prompt_of(config, source)
+    if made is None:
+        return lambda: Told(NoEnvironment(), prompt)
+    if not isinstance(made, Program):
+        return lambda: Told(McpEpisode(made, starting=starting), prompt)
+    parent = parent_of(made) if parents is not None else None
+    if parents is not None and parent is not None:
+        parents.append(parent)
+    return lambda: Told(Hosted(made, starting=starting, parent=parent), prompt)
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
@@ -198,6 +249,32 @@ def program(config: Config, source: SourceConfig) -> Program:
     )
 
 
+def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
+    """What drives the episodes of a source; None: Keel does. Raises ConfigError."""
+    given = source.environment
+    if not given.program:
+        return None
+    python, folder = given.python or sys.executable, Path(given.folder or ".").absolute()
+    try:
+        command = command_of(given.program, python=python, folder=folder)
+        isolated = wrap(config, source, network="loopback" if given.network == "none" else "host")
+        own = runtime(command[0]).paths if isolated is not not_wrapped else ()
+        return AgentProgram(
+            command=command,
+            open_s=given.open_s,
+            python=python,
+            folder=folder,
+            env=given.env,
+            memory_mib=given.memory_mib,
+            wrap=isolated,
+            readable=(*own, *readable(given)),
+            tells_reward=given.tells_reward,
+            judges=not given.target,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+
+
 def mcp_server(config: Config, source: SourceConfig) -> McpServer:
     given = source.environment
     return McpServer(
@@ -215,14 +292,14 @@ def readable(given: EnvironmentConfig) -> tuple[Path, ...]:
     return tuple(map(Path, given.readable))
 
 
-def wrap(config: Config, source: SourceConfig) -> Wrap:
-    """Raises ValueError where this machine cannot isolate it."""
+def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
+    """Raises ValueError where this machine cannot isolate it. network: None, as the recipe says."""
     given, run = source.environment, Path(config.run.dir)
     return (
         environment_wrap(
             given.isolation,
             memory_mib=given.memory_mib,
-            network=given.network,
+            network=network or given.network,
             hidden=(run,),
             knob=f"data.sources[{source.name}].environment.isolation",
         )

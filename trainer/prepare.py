@@ -202,8 +202,9 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
         }
         notes += [f"{number:,} {what}" for what, number in counted.items() if number]
         environment = source.environment
-        of = environment.target or environment.url or " ".join(environment.command)
-        what = " in ".join(filter(None, [source.task or source.path, of]))
+        what = " in ".join(filter(None, [source.task or source.path, environment.said]))
+        if environment.program:
+            what = ", driven by ".join(filter(None, [what, environment.program]))
         lines.append(
             f"{source.name} ({what}): {', '.join(notes)}; weight {source.weight:g}, domain "
             f"{source.domain_name}, β {source.kl_coef:g}"

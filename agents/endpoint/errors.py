@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from keel.agents.budget import Budget
+from keel.rl.types import FinishReason
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -32,3 +35,21 @@ class Refused(Exception):
 def wrong(param: str, message: str) -> Refused:
     """A field that cannot be taken as it is."""
     return Refused(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def spent(budget: Budget, limit: FinishReason, context: int = 0) -> Refused:
+    """What a client gets once a limit is met. It never asks again: with 429 and 5xx its own
+    libraries would. `context`: tokens of what it has sent."""
+    if limit == "window":  # in OpenAI's words, by which programs know that they may shorten it
+        return Refused(
+            400,
+            f"This model's maximum context length is {budget.window} tokens. However, your "
+            f"messages resulted in {context} tokens; one at least must be left to sample",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    what, code = {
+        "turns": (f"{budget.turns} turns", "turns_spent"),
+        "deadline": (f"{budget.deadline_s:g} s", "time_spent"),
+    }.get(limit, (f"{budget.tokens} sampled tokens", "tokens_spent"))
+    return Refused(403, f"the trajectory's budget of {what} is spent", code=code)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import os
+import re
+import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -16,15 +18,16 @@ from typing import Any, cast
 
 import keel
 from keel.agents.endpoint.server import Address
-from keel.agents.host.client import ENVIRONMENT, verdict_of
+from keel.agents.host.client import ENVIRONMENT, READABLE, START, verdict_of
 from keel.agents.host.process import LineProcess, Wrap, line_of, not_wrapped
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 
 DRIVE = (Path(keel.__file__).parent / "agents" / "inside" / "drive.py").resolve()
-OURS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY")
+OURS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "KEEL_MCP_URL")
 SENDING_S = 60.0
 """For the process to start and take what it is to run."""
+_FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +35,10 @@ class AgentProgram:
     """What is run, the same for every trajectory."""
 
     command: Sequence[str]
-    """Command line. `{prompt}` in it becomes the task's last user message, `{prompt_file}` the path
-    of a file that holds it."""
-    deadline_s: float
-    """Seconds until it is ended, with all it has started."""
+    """Command line (`command_of`). `{prompt}` in it becomes the task's last user message,
+    `{prompt_file}` the path of a file that holds it."""
+    open_s: float = 60.0
+    """Seconds until its first request."""
     python: str = sys.executable
     """An interpreter (3.9 or later) that watches over it; a sandbox must have it. The program's own
     is the one that `command` names."""
@@ -59,33 +62,70 @@ class AgentProgram:
     def __post_init__(self) -> None:
         if not self.command:
             raise ValueError("agent program: command is empty")
-        if not 0 < self.deadline_s < math.inf:
-            raise ValueError(f"agent program: deadline_s = {self.deadline_s} must be positive")
         if own := [name for name in self.env if name in OURS]:
             raise ValueError(f"agent program: env sets {own[0]}, which names its trajectory")
         if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"agent program {self.command[0]}: there is no folder {self.folder}")
+            raise ValueError(f"agent program {self.name}: there is no folder {self.folder}")
+
+    @property
+    def name(self) -> str:
+        return self.command[-1] if str(START) in self.command else self.command[0]
+
+
+def command_of(program: str, *, python: str, folder: Path) -> list[str]:
+    """The command line of a recipe's `program`: a command line itself, whose first word is looked
+    for in `folder`, beside the interpreter `python` and on the PATH; or `module:function`, which
+    that interpreter calls. Raises ValueError where there is nothing of that name."""
+    if _FUNCTION.fullmatch(program):
+        return [python, str(START), "call", program]
+    first, *rest = shlex.split(program)
+    beside = Path(shutil.which(python) or python).parent
+    path = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
+    found = str(folder / first) if os.sep in first else shutil.which(first, path=path)
+    if found is None or not os.access(found, os.X_OK) or Path(found).is_dir():
+        where = found or path
+        raise ValueError(
+            f"agent program: there is no command {first} ({where}); name it by its path, or the "
+            "interpreter beside which it is installed (python)"
+        )
+    return [os.path.abspath(found), *rest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a program ended."""
+    """How a program ended, and what it said of its trajectory."""
 
-    verdict: Verdict | Unscored | None
-    """None: it ended well and gave none, or is not asked; the recipe's reward has the word."""
-    words: str
+    failed: str = ""
+    """Why it did not end well; empty where it exited with status 0."""
+    words: str = ""
     """The last that it printed."""
     took_s: float
     timed_out: bool = False
-    """It was ended at its deadline."""
+    """It was ended because its time was up."""
+    verdict: Verdict | Unscored | None = None
+    """None: it gave none, or is not asked."""
+    answer: str | None = None
+    """Its last word on the task, where it gave one."""
+
+    def why(self, program: AgentProgram) -> str:
+        said = f"; its last words: {self.words}" if self.words else ""
+        return f"agent program {program.name} {self.failed or 'ended'}{said}"
 
 
-async def run_program(program: AgentProgram, task: Prompt, address: Address, *, seed: int) -> Ended:
-    """Run a program to its end or its deadline. All its processes are gone afterwards.
+async def run_program(
+    program: AgentProgram,
+    task: Prompt,
+    address: Address,
+    *,
+    seed: int,
+    until: Coroutine[Any, Any, str],
+) -> Ended:
+    """Run a program to its end, or until `until` returns why its time is up. All its processes are
+    gone afterwards.
 
-    Its verdict is what it writes to the file `KEEL_VERDICT`, or else the last line that it prints
-    if that is an object with `parts`: `{"parts": {"correct": 1.0}, "facts": {…}}`. One that does
-    not exit with status 0, is not started or does not end in time is Unscored, whatever it said.
+    What it says is what it writes to the file `KEEL_VERDICT`, or else the last line that it prints
+    if that is such an object: `{"parts": {"correct": 1.0}, "facts": {…}}`, its own verdict;
+    `{"answer": "…"}`, for whoever grades; or both.
     """
     started = monotonic()
     wrapped = program.wrap is not not_wrapped
@@ -107,8 +147,8 @@ async def run_program(program: AgentProgram, task: Prompt, address: Address, *, 
         "memory_mib": program.memory_mib,
     }
     process: LineProcess | None = None
-    timed_out = False
-    verdict: Verdict | Unscored | None
+    late = asyncio.ensure_future(until)
+    answer: dict[str, Any] | str | None = None
     try:
         line = line_of(request)
         process = await LineProcess.start(
@@ -116,67 +156,77 @@ async def run_program(program: AgentProgram, task: Prompt, address: Address, *, 
             env={"TMPDIR": scratch} if scratch else {},
             folder=folder,
             wrap=program.wrap,
-            readable=(DRIVE, folder, address.socket.parent, *program.readable),
+            readable=(DRIVE, *READABLE, folder, address.socket, *program.readable),
         )
         async with asyncio.timeout(SENDING_S):
             await process.send(line)
-        async with asyncio.timeout(program.deadline_s):
-            answer = await process.receive()
-        words = await _end(process)
-        verdict = _verdict(program, answer, words)
-    except (TimeoutError, EOFError, OSError, ValueError, EnvironmentLost) as error:
-        words = await _end(process) if process is not None else ""
-        timed_out = isinstance(error, TimeoutError)
-        why = (
-            f"did not end within {program.deadline_s:g} s"
-            if timed_out
-            else f"could not be run: {error or 'the process that watches over it ended'}"
-        )
-        verdict = _unscored(program, why, words)
+        heard = asyncio.ensure_future(process.receive())
+        try:
+            await asyncio.wait({heard, late}, return_when=asyncio.FIRST_COMPLETED)
+            answer = heard.result() if heard.done() else None
+        finally:
+            heard.cancel()
+        failed = late.result() if answer is None else _failure(answer)
+    except EOFError:  # with all that was in the sandbox: its memory was too much, as a rule
+        assert process is not None
+        answer, failed = "", (await process.lost("exit", "run", "")).detail
+    except (TimeoutError, OSError, ValueError, EnvironmentLost) as error:
+        answer, failed = "", f"could not be run: {error}"
     finally:
-        if process is not None:
-            await process.end()
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return Ended(verdict=verdict, words=words, took_s=monotonic() - started, timed_out=timed_out)
+        late.cancel()
+        # To its end even where this is cancelled meanwhile.
+        await asyncio.shield(asyncio.ensure_future(_tidy(process, scratch)))
+    verdict, said = _given(answer, judges=program.judges)
+    return Ended(
+        failed=failed,
+        words=process.words if process is not None else "",
+        took_s=monotonic() - started,
+        timed_out=answer is None,
+        verdict=verdict,
+        answer=said,
+    )
 
 
-async def _end(process: LineProcess) -> str:
-    await process.end()
-    return process.words
+async def _tidy(process: LineProcess | None, scratch: str) -> None:
+    if process is not None:
+        await process.end()
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _verdict(
-    program: AgentProgram, answer: dict[str, Any] | str, words: str
-) -> Verdict | Unscored | None:
+def _failure(answer: dict[str, Any] | str) -> str:
     if isinstance(answer, str) or "cannot" in answer:
         said = answer if isinstance(answer, str) else str(answer["cannot"])
-        return _unscored(program, said, words)
+        return f"could not be run: {said[:500]}"
     code = answer.get("exit")
-    if code != 0:
-        ended = f"was ended by signal {-code}" if isinstance(code, int) and code < 0 else ""
-        return _unscored(program, ended or f"exited with status {code}", words)
-    if not program.judges:
-        return None
-    written, last = answer.get("verdict"), str(answer.get("last", ""))
-    text = written if isinstance(written, str) else last
+    if isinstance(code, int) and code < 0:
+        return f"was ended by signal {-code}"
+    return "" if code == 0 else f"exited with status {code}"
+
+
+def _given(
+    answer: dict[str, Any] | str | None, *, judges: bool
+) -> tuple[Verdict | Unscored | None, str | None]:
+    """The verdict and the answer that a program gave."""
+    if not isinstance(answer, dict):
+        return None, None
+    written = answer.get("verdict")
     try:
-        given = json.loads(text)
+        given = json.loads(written if isinstance(written, str) else str(answer.get("last", "")))
     except (ValueError, RecursionError):
         given = None
-    if not isinstance(given, dict) or "parts" not in given:
-        if written is None:
-            return None
-        return _unscored(program, f"wrote no verdict to KEEL_VERDICT but {text[:200]!r}", words)
+    found = cast(dict[str, Any], given) if isinstance(given, dict) else {}
+    said = str(found["answer"]) if "answer" in found else None
+    if not judges or ("parts" not in found and (written is None or said is not None)):
+        return None, said
+    if "parts" not in found:
+        return Unscored(
+            reason=f"it wrote no verdict to KEEL_VERDICT but {str(written)[:200]!r}"
+        ), said
     try:
-        return verdict_of(cast(dict[str, Any], given))
+        return verdict_of(found), said
     except ValueError as error:
-        return _unscored(program, str(error), words)
-
-
-def _unscored(program: AgentProgram, why: str, words: str) -> Unscored:
-    said = f"; its last words: {words}" if words else ""
-    return Unscored(reason=f"agent program {program.command[0]}: {why}{said}")
+        return Unscored(reason=str(error)), said
 
 
 def _prompt_of(task: Prompt) -> str:

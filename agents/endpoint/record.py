@@ -13,20 +13,23 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
+from math import inf
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keel.agents.budget import Budget, with_turn
 from keel.agents.conversation import SegmentRecord
-from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.errors import Refused, spent
 from keel.agents.endpoint.lookup import Turn, Turns
 from keel.agents.endpoint.matching import chain, key_of_tools, link
 from keel.agents.endpoint.replies import Reply, handed_out
 from keel.agents.endpoint.requests import Asked
-from keel.agents.endpoint.types import Budgets, Counts, Finished
+from keel.agents.endpoint.types import Counts, Finished
 from keel.agents.schemas import arguments_of
 from keel.rl.turns import (
     Chat,
@@ -40,6 +43,8 @@ from keel.rl.turns import (
 from keel.rl.types import FinishReason, Usage
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
+TURN_S = 600.0
+"""As long as OpenAI's own clients wait."""
 ENDING_S = 10.0
 """Longest wait at the end for turns that are being sampled to be given up."""
 
@@ -47,7 +52,8 @@ ENDING_S = 10.0
 class Recording:
     """One trajectory. For one event loop; any number of requests at once.
 
-    name: unique in the run. sample: one turn of the policy. seed: of the trajectory.
+    name: unique in the run. sample: one turn of the policy. seed: of the trajectory. turn_s: of a
+    turn, with its wait for an engine; then the client gets 503.
     """
 
     def __init__(
@@ -59,12 +65,16 @@ class Recording:
         sample: Sample,
         thinking: bool,
         seed: int,
-        budgets: Budgets,
+        budget: Budget,
+        turn_s: float = TURN_S,
     ) -> None:
+        if not 0 < turn_s < inf:
+            raise ValueError(f"endpoint: turn_s = {turn_s} must be positive and finite")
         self.name = name
         self.counts = Counts()
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
-        self._thinking, self._seed, self._budgets = thinking, seed, budgets
+        self._thinking, self._seed = thinking, seed
+        self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
         self._turns = Turns(chat, thinking=thinking)
         self._contexts: dict[str, int] = {}
@@ -81,9 +91,17 @@ class Recording:
         """Keys of messages that stand in the transcript."""
         self._usage = Usage(turns=0)
         self._ended: FinishReason = "stop"
+        self.refusal = ""
+        """Why the last request that was refused was."""
+        self.over = False
+        """The task is: there are no more turns."""
         self._failure = ""
         self._closed = False
         self._idle_since: float | None = None
+        """Since when the program has had its own time. None: while turns are sampled, and before
+        the first one."""
+        self.begun = asyncio.Event()
+        """Set with the first turn that is sampled."""
 
     async def turn(self, asked: Asked) -> Reply:
         """Answer a request. Raises Refused; cancelled, it leaves nothing behind."""
@@ -94,8 +112,10 @@ class Recording:
         try:
             return await self._turn(asked, keys, tools_key, request_key)
         except Refused as refused:
-            self._count("failed" if refused.status >= 500 else "refused")
-            self._unanswered[request_key] += refused.status >= 500
+            failed = refused.status >= 500
+            self._count("failed" if failed else "refused")
+            self._unanswered[request_key] += failed
+            self.refusal = self.refusal if failed else refused.message
             raise
         except asyncio.CancelledError:
             self._count("given_up")
@@ -106,8 +126,33 @@ class Recording:
         """Its client went before it got it. It gets it when it asks again."""
         self._turns.lose(reply)
 
+    async def overdue(self, open_s: float) -> str:
+        """Returns when the program's time is up, and says what took too long: its first request
+        (`open_s`), or all its turns and its own time between them (`Budget.deadline_s`)."""
+        if self._budget.deadline_s == inf:
+            raise ValueError("endpoint: deadline_s must be finite: every wait has a deadline")
+        began = monotonic()
+        while True:
+            if self._idle_since is not None:
+                left, what = self._budget.left_s(self._with_idle()), "end"
+                most = self._budget.deadline_s
+            else:
+                left, what, most = began + open_s - monotonic(), "ask for a turn", open_s
+            if self._sampling:  # which has a deadline of its own
+                left = inf
+            if left <= 0:
+                if self._idle_since is not None:
+                    self._ended = "deadline"
+                return f"did not {what} within {most:g} s"
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left if left < inf else None):
+                    await self._changed.wait()
+
     async def finish(self) -> Finished:
         """Give up what is being sampled, and close. Safe to call more than once."""
+        self._usage = self._with_idle()
+        self._idle_since = None
         self._closed = True
         self._changed.set()
         pending = list(self._sampling)
@@ -124,6 +169,7 @@ class Recording:
             finish_reason=self._ended,
             counts=self.counts,
             failure=self._failure,
+            refusal=self.refusal,
         )
 
     async def _turn(
@@ -155,7 +201,8 @@ class Recording:
                 self.name,
                 max_tokens=limit,
                 seed=self._seed_of(context_key),
-                deadline_s=self._budgets.deadline_s,
+                deadline_s=self._budget.left_s(self._with_idle()),
+                stop_ids=self._chat.stop_ids,
             ),
             token_ids_T=ids_T,
         )
@@ -163,6 +210,8 @@ class Recording:
         self._growing.add(record)
         try:
             result = await self._sampled(request, context_key, limit)
+            if not len(result.token_ids_N):
+                raise self._spent("deadline")
             if extends:
                 record.extend(ids)
             try:
@@ -186,7 +235,7 @@ class Recording:
         cut = result.finish_reason != "stop"
         reply = Reply(
             reply_id=f"chatcmpl-{secrets.token_hex(12)}",
-            message=handed_out(parsed, cut=cut, may_call=asked.may_call),
+            message=handed_out(parsed, cut=cut, may_call=asked.may_call and parsed.closed),
             cut=cut,
             prompt_tokens=len(ids),
             completion_tokens=len(result.token_ids_N),
@@ -204,7 +253,7 @@ class Recording:
         self._tell(asked.messages, keys, reply.message)
         self._turns.add(turn, keys[-1])
         self._use(parsed, reply, result, repeated, tools)
-        full = len(record.ids) >= self._budgets.window
+        full = len(record.ids) >= self._budget.window
         self._ended = (
             "window" if full and result.finish_reason == "length" else result.finish_reason
         )
@@ -212,55 +261,44 @@ class Recording:
 
     async def _admit(self, context: int, wanted: int | None) -> int:
         """Tokens that a turn after such a context may sample."""
-        budgets = self._budgets
-        if context >= budgets.window:
-            self._ended = "window"
-            raise Refused(
-                400,
-                f"This model's maximum context length is {budgets.window} tokens. However, your "
-                f"messages resulted in {context} tokens; one at least must be left to sample",
-                param="messages",
-                code="context_length_exceeded",
-            )
         try:
-            async with asyncio.timeout(budgets.turn_s):
+            async with asyncio.timeout(self._turn_s):
                 while True:
                     self._check_open()
-                    turns = budgets.turns - self._usage.turns - len(self._sampling)
-                    rest = budgets.tokens - self._sampled_tokens - sum(self._sampling.values())
-                    if turns > 0 and rest > 0:
-                        break
-                    if not self._sampling:
-                        raise self._spent(turns)
+                    usage = self._with_idle()
+                    limit, room = self._budget.room(
+                        replace(usage, turns=usage.turns + len(self._sampling)),
+                        context=context,
+                        sampled=self._sampled_tokens + sum(self._sampling.values()),
+                    )
+                    if room > 0:
+                        return min(room, wanted or room)
+                    if not self._sampling or limit in ("window", "deadline"):
+                        raise self._spent(limit, context)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
             raise self._failed(
-                f"turns at once had the whole budget for {budgets.turn_s:g} s"
+                f"turns at once had the whole budget for {self._turn_s:g} s"
             ) from error
-        limits = (budgets.turn_tokens, wanted, budgets.window - context, rest)
-        return min(limit for limit in limits if limit is not None)
 
     async def _sampled(self, request: TurnRequest, context_key: str, limit: int) -> TurnResult:
         """One turn of the policy, within its time."""
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
         self._contexts[context_key] = self._contexts.get(context_key, 0) + 1
-        if self._idle_since is not None:
-            waited = monotonic() - self._idle_since
-            self._usage = replace(self._usage, tools_s=self._usage.tools_s + waited)
-            self._idle_since = None
+        self._usage = self._with_idle()
+        self._idle_since = None
+        self.begun.set()
         try:
-            async with asyncio.timeout(self._budgets.turn_s):
+            async with asyncio.timeout(self._turn_s):
                 return await task
         except BaseException as error:
             self._contexts[context_key] -= 1
             if isinstance(error, asyncio.CancelledError) and self._closed:
                 raise self._over() from error
             if isinstance(error, TimeoutError):
-                raise self._failed(
-                    f"a turn did not end within {self._budgets.turn_s:g} s"
-                ) from error
+                raise self._failed(f"a turn did not end within {self._turn_s:g} s") from error
             if isinstance(error, Exception):
                 raise self._failed(f"{type(error).__name__}: {error}") from error
             raise
@@ -270,6 +308,13 @@ class Recording:
             self._changed.set()
             if not self._sampling:
                 self._idle_since = monotonic()
+
+    def _with_idle(self) -> Usage:
+        """The usage with the program's own time until now."""
+        if self._idle_since is None:
+            return self._usage
+        spent_s = monotonic() - self._idle_since
+        return replace(self._usage, tools_s=self._usage.tools_s + spent_s)
 
     def _seed_of(self, context_key: str) -> int:
         """Of the context and how often it was sampled from: the same for a turn that failed and is
@@ -311,16 +356,12 @@ class Recording:
             not isinstance(call, Malformed) and bool(arguments_of(tools).complaint(call))
             for call in calls
         )
-        usage = self._usage
+        usage = with_turn(self._usage, result, repeated=repeated)
         self._usage = replace(
             usage,
-            turns=usage.turns + 1,
             calls=usage.calls + len(calls),
             failed_calls=usage.failed_calls + broken + malformed,
             malformed_calls=usage.malformed_calls + malformed,
-            repeated_tokens=usage.repeated_tokens + repeated,
-            cached_tokens=usage.cached_tokens + result.cached_tokens,
-            sampling_s=usage.sampling_s + result.sampling_s,
         )
 
     @property
@@ -330,20 +371,15 @@ class Recording:
     def _check_open(self) -> None:
         if self._closed:
             raise self._over()
+        if self.over:
+            raise Refused(403, "the environment has ended the task", code="task_over")
 
     def _over(self) -> Refused:
         return Refused(404, "this trajectory is over", code="trajectory_over")
 
-    def _spent(self, turns: int) -> Refused:
-        """Never asked for again by a client: its own libraries do that with 429 and 5xx."""
-        self._ended = "length" if turns > 0 else "turns"
-        what = (
-            f"{self._budgets.tokens} sampled tokens"
-            if turns > 0
-            else f"{self._budgets.turns} turns"
-        )
-        code = "tokens_spent" if turns > 0 else "turns_spent"
-        return Refused(403, f"the trajectory's budget of {what} is spent", code=code)
+    def _spent(self, limit: FinishReason, context: int = 0) -> Refused:
+        self._ended = limit
+        return spent(self._budget, limit, context)
 
     def _failed(self, why: str) -> Refused:
         self._failure = why

@@ -17,6 +17,7 @@ from keel.agents.endpoint import replies
 from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.record import Finished, Recording
 from keel.agents.endpoint.requests import Asked, Warnings, asked_of
+from keel.agents.endpoint.tools import Tools
 
 MOST_BYTES = 64 << 20
 """Of one request."""
@@ -36,6 +37,8 @@ class Address:
     api_key: str
     socket: Path
     """The same server as a unix socket, for a sandbox that has no network."""
+    tools_url: str = ""
+    """Where an MCP client finds the environment's tools. Empty: there are none."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -44,6 +47,7 @@ class Address:
             "OPENAI_API_BASE": self.base_url,  # LiteLLM and older clients
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": replies.MODEL,
+            **({"KEEL_MCP_URL": self.tools_url} if self.tools_url else {}),
         }
 
 
@@ -56,7 +60,7 @@ class Endpoint:
     def __init__(self, *, port: int = 0) -> None:
         """port: 0 lets the system choose."""
         self._port = port
-        self._open: dict[str, tuple[str, Recording]] = {}
+        self._open: dict[str, tuple[str, Recording, Tools | None]] = {}
         self._warnings = Warnings()
         self._runner: web.AppRunner | None = None
         self._folder = ""
@@ -66,6 +70,8 @@ class Endpoint:
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._model)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
+        app.router.add_post("/t/{name}/mcp/{key}", self._tools)
+        app.router.add_route("*", "/t/{name}/mcp/{key}", _no_stream)
         app.router.add_route("*", "/{path:.*}", _unknown)
         # A client that goes away cancels its turn.
         self._runner = web.AppRunner(
@@ -93,37 +99,59 @@ class Endpoint:
             await self._runner.cleanup()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def add(self, recording: Recording) -> Address:
-        """Open the endpoint of a trajectory. Raises ValueError for a name that is open."""
-        if any(open_.name == recording.name for _, open_ in self._open.values()):
+    def add(self, recording: Recording, tools: Tools | None = None) -> Address:
+        """Open the endpoint of a trajectory, and its tools. Raises ValueError for a name that is
+        open."""
+        if any(open_.name == recording.name for _, open_, _ in self._open.values()):
             raise ValueError(f"endpoint: {recording.name} is open already")
         place, key = secrets.token_urlsafe(12), f"keel-{secrets.token_urlsafe(24)}"
-        self._open[place] = (key, recording)
+        self._open[place] = (key, recording, tools)
+        here = f"http://127.0.0.1:{self._port}/t/{place}"
         return Address(
-            base_url=f"http://127.0.0.1:{self._port}/t/{place}/v1",
+            base_url=f"{here}/v1",
             api_key=key,
             socket=Path(self._folder) / SOCKET,
+            tools_url=f"{here}/mcp/{key}" if tools is not None else "",
         )
 
     async def finish(self, name: str) -> Finished:
         """Close the endpoint of the trajectory `name`. Raises KeyError where there is none."""
-        for place, (_, recording) in self._open.items():
+        for place, (_, recording, _) in self._open.items():
             if name in (place, recording.name):
                 del self._open[place]
                 return await recording.finish()
         raise KeyError(name)
 
     def _recording(self, request: web.Request) -> Recording:
-        key, recording = self._open.get(request.match_info["name"], ("", None))
-        if recording is None:
-            raise Refused(404, "there is no such trajectory, or it is over", code="trajectory_over")
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode(), key.encode())
-        if scheme.lower() != "bearer" or not same:
+        return self._found(request, given.strip() if scheme.lower() == "bearer" else "")[0]
+
+    def _found(self, request: web.Request, given: str) -> tuple[Recording, Tools | None]:
+        place = request.match_info["name"]
+        if place not in self._open:
+            raise Refused(404, "there is no such trajectory, or it is over", code="trajectory_over")
+        key, recording, tools = self._open[place]
+        if not hmac.compare_digest(given.encode(), key.encode()):
             raise Refused(
                 401, "wrong API key: send OPENAI_API_KEY as a bearer token", code="invalid_api_key"
             )
-        return recording
+        return recording, tools
+
+    async def _tools(self, request: web.Request) -> web.StreamResponse:
+        """The key is part of the URL: MCP clients have a URL alone."""
+        recording, tools = self._found(request, request.match_info["key"])
+        if tools is None:
+            raise Refused(404, "there are no tools", code="unknown_url")
+        async with asyncio.timeout(READ_S):
+            body = await request.read()
+        try:
+            answer = await tools.answer(body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"no JSON-RPC message: {error}") from error
+        recording.over = tools.done or tools.lost is not None
+        if answer is None:
+            return web.Response(status=202)
+        return web.json_response(answer)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._recording(request)
@@ -142,7 +170,11 @@ class Endpoint:
             raise Refused(408, f"the request did not come within {READ_S:g} s") from error
         # OpenAI's own clients count.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        asked = asked_of(body, self._warnings, is_retry=is_retry)
+        try:
+            asked = asked_of(body, self._warnings, is_retry=is_retry)
+        except Refused as refused:
+            recording.refusal = refused.message
+            raise
         reply = await recording.turn(asked)
         try:
             for _ in range(ROUNDS):  # a client that went meanwhile is heard of now
@@ -183,6 +215,10 @@ async def _in_their_format(request: web.Request, handler: Handler) -> web.Stream
     except web.HTTPRequestEntityTooLarge:
         refused = Refused(413, f"a request may have {MOST_BYTES >> 20} MiB", code="too_large")
         return web.json_response(refused.body(), status=413)
+
+
+async def _no_stream(request: web.Request) -> web.StreamResponse:
+    raise web.HTTPMethodNotAllowed(request.method, ["POST"])
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:

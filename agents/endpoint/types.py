@@ -1,38 +1,11 @@
-"""What a trajectory that a program drives may take, and what is left of it."""
+"""What is left of a trajectory that a program drove."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from keel.rl.turns import Message
 from keel.rl.types import FinishReason, Segment, Usage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """Of one trajectory."""
-
-    window: int
-    """Tokens of a context with what is sampled after it."""
-    tokens: int
-    """Sampled tokens, over all turns."""
-    turns: int
-    turn_tokens: int | None = None
-    """Sampled tokens of one turn. None: as many as are left. What a turn may take is set aside
-    while it is sampled, so a program that asks for several turns at once wants a limit here."""
-    turn_s: float = 600.0
-    """Seconds that a turn may take, waiting for an engine included. Then the client gets 503."""
-    deadline_s: float = inf
-    """Seconds of the engine's time until a turn is cut where it is."""
-
-    def __post_init__(self) -> None:
-        for name in ("window", "tokens", "turns", "turn_tokens", "turn_s", "deadline_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"endpoint: {name} = {value} must be positive")
-        if self.turn_s == inf:
-            raise ValueError("endpoint: turn_s must be finite: every wait has a deadline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +44,5 @@ class Finished:
     counts: Counts
     failure: str = ""
     """Why the last turn that failed did. Empty: none did."""
+    refusal: str = ""
+    """Why the last request that was refused was."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 FILES_EACH = 3
 """Descriptors that an open episode holds here: its channel, its standard error, its process."""
+FILES_DRIVEN = 8
+"""More, of one that a program drives: its own process, and its connections."""
 FILES_ELSE = 512
 """For the rest of this process, and for processes that are being started."""
 PROCESSES_EACH = 3
@@ -16,19 +18,20 @@ PROCESSES_ELSE = 256
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def make_room(episodes: int) -> None:
-    """Raise this process's limit of open files to what `episodes` at once need.
+def make_room(episodes: int, *, programs: bool = False) -> None:
+    """Raise this process's limit of open files to what `episodes` at once need. `programs`: whether
+    programs drive some of them.
 
     Raises ValueError where the machine does not let it, and where it allows too few processes.
     """
-    processes = PROCESSES_EACH * episodes + PROCESSES_ELSE
+    processes = PROCESSES_EACH * (1 + programs) * episodes + PROCESSES_ELSE
     most, whose, cure = most_processes()
     if processes > most:
         raise ValueError(
             f"{episodes} episodes at once need {processes} processes, and {whose} allows {most}; "
             f"raise it ({cure}) or open fewer"
         )
-    wanted = FILES_EACH * episodes + FILES_ELSE
+    wanted = (FILES_EACH + FILES_DRIVEN * programs) * episodes + FILES_ELSE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

@@ -31,7 +31,7 @@ MOST_LINE = 1 << 20
 """Bytes of the last line, and of a verdict, that are looked at."""
 MOST_IN_ENV = 100_000
 """Bytes of KEEL_TASK: the system takes 131071 of one variable."""
-URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
+URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "KEEL_MCP_URL")
 
 
 def end_with_parent() -> None:
@@ -134,7 +134,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
                 "cannot": f"no socket can be opened here ({error}): the sandbox of a driven "
                 "program must let it open sockets; without a network they reach the endpoint alone"
             }
-        for name in URLS:
+        for name in [name for name in URLS if name in env]:
             path = request["env"][name].split("/", 3)[3]
             env[name] = f"http://127.0.0.1:{port}/{path}"
     words = {"{prompt}": request["prompt"], "{prompt_file}": paths["prompt"]}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import require
+from keel.configs.sections.base import ConfigError, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """What the policy works in: a program of Keel's or your own (`target`), or an MCP server
-    (`command` or `url`)."""
+    """What the policy works in: an environment of Keel's or your own (`target`), or an MCP server
+    (`command` or `url`); and who drives it, where that is a `program` of yours and not Keel."""
 
     target: str = ""
     """`my_env:Shop`, `my_tools` (a module of functions) or `path/to/file.py:Shop`."""
@@ -26,11 +27,21 @@ class EnvironmentConfig:
     """An MCP server over stdio, one process an episode; `{seed}` in it is the task's."""
     url: str = ""
     """An MCP server over HTTP, shared by all episodes."""
+    program: str = ""
+    """An agent program with a loop of its own, which asks the policy for its turns through an
+    endpoint like OpenAI's: a command line, in which `{prompt}` is the task's last user message, or
+    `my_agent:solve` or `path/to/file.py:solve`, a Python function. With an environment beside it,
+    that opens the task and grades; else the program grades, or the prompt's answer, tests or
+    criteria do: docs/agents-endpoint.md."""
+    tells_reward: bool = False
+    """program: whether it is told what the reward is computed from (a reference answer). The policy
+    can read it wherever the program lets it run commands."""
     demonstrations: str = ""
     """`module:function` that scripts conversations in it, for the cold start of the embedded model:
     `keel.agents.environments.demonstrations`."""
     python: str = ""
-    """Its interpreter, 3.9 or later, which needs nothing of Keel's; empty: Keel's own."""
+    """Its interpreter, 3.9 or later, which needs nothing of Keel's; empty: Keel's own. A program's
+    command is looked for beside it, too."""
     folder: str = ""
     """Where it runs and where its modules are looked for first; empty: here."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -52,20 +63,30 @@ class EnvironmentConfig:
     did: left out; or worth the least that its rewards allow. zero is for an environment that
     nothing else brings down: with drop, a policy that crashes it evades a bad reward."""
     open_s: float = 60.0
-    """Seconds to start it and set a task up."""
+    """Seconds to start it and set a task up; for a program, until it asks for its first turn."""
     reply_s: float = 30.0
     """Seconds for the user's next message."""
     verdict_s: float = 60.0
     """Seconds to grade."""
 
     @property
+    def alone(self) -> bool:
+        """Whether there is no environment beside a program."""
+        return not (self.target or self.command or self.url)
+
+    @property
     def given(self) -> bool:
-        return bool(self.target or self.command or self.url)
+        return bool(self.program) or not self.alone
 
     @property
     def grades(self) -> bool:
         """Whether it may have a verdict: an MCP server has none."""
-        return bool(self.target)
+        return bool(self.target or self.program)
+
+    @property
+    def said(self) -> str:
+        """The environment, as people call it."""
+        return self.target or self.url or " ".join(self.command)
 
     def __post_init__(self) -> None:
         knob = "data.sources[].environment"
@@ -81,6 +102,22 @@ class EnvironmentConfig:
             f"{knob}.target",
             self.target,
             "write module:name or path/to/file.py:name",
+        )
+        try:
+            words = shlex.split(self.program)
+        except ValueError as error:
+            raise ConfigError(f"{knob}.program = {self.program!r}: {error}") from error
+        require(
+            bool(words) or not self.program,
+            f"{knob}.program",
+            self.program,
+            "name a command line, or module:function",
+        )
+        require(
+            not self.tells_reward or bool(self.program),
+            f"{knob}.tells_reward",
+            self.tells_reward,
+            "belongs to program",
         )
         require(
             not self.arguments or bool(self.target),

@@ -72,7 +72,7 @@ class SourceConfig:
     there is looked up in what came with Keel."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """What the policy works in, over many turns (`agents`). With source: jsonl each line is a task
-    for it; with reasoning_gym there is none."""
+    for it; with reasoning_gym there may be a `program`, and nothing else."""
     size: int = 0
     """reasoning_gym, environment: number of prompts. jsonl: read at most this many lines (0:
     all)."""
@@ -108,17 +108,18 @@ class SourceConfig:
             require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 prompt")
             require(not self.path, f"{knob}.path", self.path, "belongs to source: jsonl")
             require(
-                not self.environment.given,
+                self.environment.alone,
                 f"{knob}.environment",
-                self.environment.target or self.environment.url or list(self.environment.command),
-                "belongs to source: environment or jsonl",
+                self.environment.said,
+                "belongs to source: environment or jsonl; of an environment's keys a program alone "
+                "may answer these tasks",
             )
         elif self.source == "environment":
             require(
                 self.environment.given,
                 f"{knob}.environment",
                 "",
-                "name one: environment: {target: module:Class}",
+                "name one: environment: {target: module:Class}, or {program: …}",
             )
             require(
                 self.environment.grades,

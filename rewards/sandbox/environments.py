@@ -40,7 +40,8 @@ from keel.rewards.sandbox.runtime import runtime
 from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
 EnvironmentIsolation = Literal["bubblewrap", "none-i-trust-the-environments"]
-Network = Literal["none", "host"]
+Network = Literal["none", "loopback", "host"]
+"""loopback: sockets, on a network of the sandbox's own that leads nowhere."""
 
 OPEN_FILES = 1024
 PROBE_S = 30.0
@@ -109,7 +110,8 @@ class EnvironmentSandbox:
         if not self.mounts:
             return None
         return {
-            "own_network": self.network == "none",
+            "own_network": self.network != "host",
+            "loopback": self.network == "loopback",
             "files_mib": self.files_mib,
             "processes": self.processes,
             "filter": base64.b64encode(self._rules()).decode(),
@@ -128,7 +130,7 @@ class EnvironmentSandbox:
         return partial(KEEPER.release, pid)
 
     def _rules(self, *permitted: str) -> bytes:
-        sockets = NETWORK if self.network == "host" else LOCAL
+        sockets = LOCAL if self.network == "none" else NETWORK
         return seccomp_filter(platform.machine(), sockets=sockets, permitted=permitted)
 
     @contextmanager
@@ -233,10 +235,11 @@ def environment_wrap(
     where none is wanted.
 
     memory_mib: resident memory of all processes of an episode together, and address space of each;
-    None: no limit. network: host is the machine's own, its local services included. processes: with
-    threads. files_mib: of the private /tmp and of /dev/shm, which are memory too. writable: folders
-    of this machine that it may change, all episodes the same. hidden: folders that it must not see,
-    though they may lie in one that it reads. knob: what sets `isolation`, for messages.
+    None: no limit. network: host is the machine's own, its local services included; loopback one of
+    the sandbox's own. processes: with threads. files_mib: of the private /tmp and of /dev/shm,
+    which are memory too. writable: folders of this machine that it may change, all episodes the
+    same. hidden: folders that it must not see, though they may lie in one that it reads. knob: what
+    sets `isolation`, for messages.
 
     Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
     """
@@ -334,6 +337,13 @@ for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PAC
         socket.socket(family, socket.SOCK_RAW if family > 10 else socket.SOCK_STREAM).close()
         if family > 10 or os.environ["KEEL_NETWORK"] == "none":
             ways.append("opens sockets of " + str(family))
+    except OSError:
+        pass
+if os.environ["KEEL_NETWORK"] == "loopback":
+    socket.create_server(("127.0.0.1", 0)).close()
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("192.0.2.1", 9))
+        ways.append("has a way to other machines")
     except OSError:
         pass
 try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from keel.configs.schema import (
     SamplingConfig,
     SourceConfig,
 )
+from keel.data.dataset import load_dataset
 
 SHOP = EnvironmentConfig(target="shop:Shop")
 SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -58,6 +60,14 @@ def config(*sources: SourceConfig, stop: tuple[str, ...] = (), **agents: Any) ->
             },
             "no tools without an environment",
         ),
+        (
+            {
+                "source": "reasoning_gym",
+                "task": "chain_sum",
+                "environment": EnvironmentConfig(program="a.py:f", target="shop:Shop"),
+            },
+            "environment = 'shop:Shop': .* a program alone",
+        ),
     ],
 )
 def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:
@@ -74,6 +84,9 @@ def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str)
         ({"target": "a:B", "memory_mib": 8}, "memory_mib = 8: must be at least 64"),
         ({"target": "a:B", "open_s": 0.0}, "open_s = 0"),
         ({"url": "http://x", "on_crash": "zero"}, "on_crash .* share the server behind url"),
+        ({"program": "agent 'x"}, "program = .*No closing quotation"),
+        ({"program": "  "}, "program = .*name a command line"),
+        ({"target": "a:B", "tells_reward": True}, "tells_reward = True: belongs to program"),
     ],
 )
 def test_an_environment_is_refused_with_the_knob(fields: dict[str, Any], message: str) -> None:
@@ -130,3 +143,28 @@ def test_groups_may_take_as_long_as_their_environments() -> None:
     crowded = config(max_open=1000)  # one engine with room for 128
     few = config(max_open=100)
     assert crowded.group_deadline_s == few.group_deadline_s + 7 * few.rollout.deadline_s
+
+
+@pytest.mark.parametrize("kind", ["reasoning_gym", "jsonl", "environment"])
+def test_a_program_answers_prompts_of_every_source(kind: Any, tmp_path: Path) -> None:
+    lines = tmp_path / "x.jsonl"
+    lines.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "Judge yourself."}\n')
+    fields = {
+        "reasoning_gym": {"task": "chain_sum"},
+        "jsonl": {"path": str(lines)},
+        "environment": {},
+    }[kind]
+    driven = source(source=kind, environment=EnvironmentConfig(program="my_agent:f"), **fields)
+    found = config(driven)
+    assert found.with_agents and found.data.domains_with_environments == {"shop"}
+    prompts = load_dataset(found.data, seed=0).train.sources["shop"]
+    assert {prompt.environment for prompt in prompts} == {"shop"}
+    kinds = {"environment": {"environment"}, "jsonl": {"answer", "environment"}}
+    assert {p.reward["kind"] for p in prompts} == kinds.get(kind, {"reasoning_gym"})
+
+
+def test_context_management_of_a_program_is_its_own() -> None:
+    driven = source(name="driven", environment=EnvironmentConfig(program="my_agent:f"))
+    with pytest.raises(ConfigError, match=r"agents\.context = 'discard-all': must be none"):
+        config(driven, context="discard-all")
+    assert config(driven, source(), context="discard-all").with_agents

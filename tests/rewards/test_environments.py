@@ -12,7 +12,7 @@ from keel.rewards.checks import check_spec
 from keel.rewards.compose import check_weights
 from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
-from keel.rl.types import ENVIRONMENT, Group, Trajectory, Verdict
+from keel.rl.types import ENVIRONMENT, PROGRAM, Group, Trajectory, Verdict
 from tests.rewards.groups import PROMPT, trajectory
 
 AGENTIC = replace(PROMPT, environment="shop", reward={"kind": ENVIRONMENT})
@@ -175,3 +175,27 @@ def test_parts_of_an_environments_own_name_are_known_there_only() -> None:
     check_weights({"shop": {"progress": 1.0}}, ["shop"])
     with pytest.raises(ValueError, match="no reward 'progress'"):
         check_weights({"shop": {"progress": 1.0}})
+
+
+def test_a_programs_answer_is_graded_and_is_no_text_of_the_policys() -> None:
+    prompt = replace(
+        PROMPT,
+        environment="shop",
+        messages=({"role": "user", "content": "What is one and two, and why is it so?"},),
+    )
+    said = {"role": "assistant", "content": "The sum of one and two is three, as we all know."}
+    (found,) = graded(prompt, {}).trajectories
+    answers = ("3", "Die Summe von eins und zwei ist drei, wie wir alle wissen.")
+    group = Group(
+        prompt=prompt,
+        trajectories=tuple(
+            replace(found, sibling=i, messages=(*prompt.messages, said, answer))
+            for i, answer in enumerate(
+                {"role": "assistant", "content": text, "name": PROGRAM} for text in answers
+            )
+        ),
+    )
+    with scorer(correct=1.0, language=0.5) as judge:
+        (scored,) = judge.score([group])
+    assert [part["correct"] for part in scored.parts_G] == [1.0, 0.0]
+    assert [part["language"] for part in scored.parts_G] == [1.0, 1.0]

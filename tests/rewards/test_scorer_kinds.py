@@ -155,4 +155,4 @@ def test_no_reward_knows_which_limit_an_answer_was_cut_at() -> None:
     with Scorer({"maths": {"correct": 1.0, "format": 1.0}}, workers=0) as scorer:
         (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=tuple(cuts))])
     assert scored.parts_G[0] == scored.parts_G[1] and scored.parts_G[0]["format"] == 0
-    assert {_text_of(cut).finish_reason for cut in cuts} == {"length"}
+    assert {_text_of(cut, sampled=True).finish_reason for cut in cuts} == {"length"}

@@ -27,6 +27,7 @@ from keel.configs.schema import (
 from keel.data.dataset import load_dataset
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.agents import (
+    agent_program,
     check_chat,
     check_environments,
     demonstrate,
@@ -135,6 +136,69 @@ def test_a_program_and_a_server_get_what_the_recipe_says() -> None:
     lines = SourceConfig(name="shop", source="jsonl", path="x.jsonl", environment=given)
     server = made_from(recipe, lines)
     assert isinstance(server, McpServer) and server.command == ("server", "{seed}")
+
+
+def driven(folder: Path, code: str, **more: Any) -> Config:
+    (folder / "my_agent.py").write_text(
+        "import os\nfrom http.client import HTTPConnection\n" + code
+    )
+    return config(
+        **{"target": "", "program": "my_agent:solve", "folder": str(folder), "open_s": 20.0, **more}
+    )
+
+
+ASKS = """
+def solve(task, prompt):
+    host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+    link = HTTPConnection(host)
+    body = '{"messages": [{"role": "user", "content": "%s"}]}' % prompt.split()[0]
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    link.request("POST", f"/{path}/chat/completions", body, key)
+    assert link.getresponse().status == 200
+    return %s
+"""
+
+
+def test_a_program_is_tried_before_a_run(tmp_path: Path) -> None:
+    ((name, note),) = checked(driven(tmp_path, ASKS.replace("%s\n", "1.0\n"))).items()
+    assert name == "shop, its program" and "for 1 turns" in note and "ended well" in note
+
+
+def test_an_environment_beside_a_program_is_tried_too(tmp_path: Path) -> None:
+    recipe = driven(tmp_path, ASKS.replace("%s\n", "'apple'\n"), target=f"{SHOP / 'shop.py'}:Shop")
+    assert list(checked(recipe)) == ["shop, its environment", "shop, its program"]
+
+
+@pytest.mark.parametrize(
+    ("code", "program", "message"),
+    [
+        ("import nowhere_at_all\n", "my_agent:solve", "-m pip install nowhere_at_all"),
+        ("", "my_agent:solve", "has no 'solve'"),
+        ("def solve(task): pass\n", "my_agent:solve", "without a turn of the policy"),
+        (ASKS.replace("%s\n", "None\n"), "my_agent:solve", "gave no verdict .*KEEL_VERDICT"),
+        ("", "no-such-agent {prompt}", "there is no command no-such-agent"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_said_with_its_cure(
+    tmp_path: Path, code: str, program: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)sources\[shop\].environment: .*{message}"):
+        checked(driven(tmp_path, code, program=program))
+
+
+def test_a_program_gets_what_the_recipe_says(tmp_path: Path) -> None:
+    recipe = driven(tmp_path, "", open_s=7.0, env={"A": "b"}, tells_reward=True)
+    found = agent_program(recipe, recipe.data.sources[0])
+    assert found is not None and (found.open_s, found.env, found.folder) == (
+        7.0,
+        {"A": "b"},
+        tmp_path,
+    )
+    assert found.tells_reward and found.judges and found.command[-1] == "my_agent:solve"
+    alone, both = config(), config(program="my_agent:solve")
+    assert agent_program(alone, alone.data.sources[0]) is None
+    found = agent_program(both, both.data.sources[0])
+    assert found is not None and not found.judges  # the environment does
 
 
 def test_without_environments_nothing_is_looked_at() -> None:

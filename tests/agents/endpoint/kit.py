@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
+from keel.agents.budget import Budget
 from keel.agents.endpoint.record import Recording
 from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.requests import Warnings, asked_of
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.agents.endpoint.types import Budgets, Finished
+from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
 
 Messages = list[dict[str, Any]]
 CHAT = chat_of("embedded")
-BUDGETS = Budgets(window=6000, tokens=4000, turns=60, turn_tokens=300, turn_s=20.0)
+BUDGET = Budget(window=6000, tokens=4000, turns=60, turn_tokens=300)
 TOOLS = [CITY.as_json()]
 
 
@@ -59,6 +60,7 @@ class Policy:
         """By the number that is the log-probability: (turn, token)."""
         self.hold: asyncio.Event | None = None
         self.fail: Exception | None = None
+        self.silent = False
 
     async def __call__(self, request: TurnRequest) -> TurnResult:
         self.requests.append(request)
@@ -74,7 +76,7 @@ class Policy:
         )
         sampled = ids_of(said + "<|im_end|>", self.family)
         cut = len(sampled) > request.max_tokens
-        sampled = sampled[: request.max_tokens]
+        sampled = [] if self.silent else sampled[: request.max_tokens]
         self.turns.append((context, sampled))
         first = len(self.numbers)
         self.numbers |= {first + i: (turn, i) for i in range(len(sampled))}
@@ -111,9 +113,14 @@ def check_law(policy: Policy, finished: Finished) -> None:
 
 
 def recording(
-    policy: Any, *, name: str = "p/0", thinking: bool = False, chat: Any = CHAT, **more: Any
+    policy: Any,
+    *,
+    name: str = "p/0",
+    thinking: bool = False,
+    chat: Any = CHAT,
+    turn_s: float = 20.0,
+    **more: Any,
 ) -> Recording:
-    budgets = replace(BUDGETS, **more)
     return Recording(
         name=name,
         prompt_id="p",
@@ -121,7 +128,8 @@ def recording(
         sample=policy,
         thinking=thinking,
         seed=3,
-        budgets=budgets,
+        budget=replace(BUDGET, **more),
+        turn_s=turn_s,
     )
 
 

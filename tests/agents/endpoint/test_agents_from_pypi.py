@@ -17,16 +17,19 @@ import pytest
 
 from keel.agents.endpoint.program import AgentProgram, Ended, run_program
 from keel.agents.endpoint.server import Endpoint
+from keel.agents.endpoint.tools import Tools
 from keel.agents.endpoint.types import Finished
+from keel.agents.types import Environment, NoEnvironment
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import CHAT, Policy, check_law, ids_of, recording
 from tests.agents.episodes import run
+from tests.agents.scripted import ADD, Sums
 
 pytestmark = pytest.mark.e2e
 PACKAGES = {
     "mini-swe-agent": "minisweagent",
     "openai-agents": "agents",
-    "pydantic-ai-slim[openai]": "pydantic_ai",
+    "pydantic-ai-slim[openai,mcp]": "pydantic_ai",
     "smolagents[openai]": "smolagents",
 }
 TASK = Prompt(
@@ -55,6 +58,7 @@ def drive(
     said: Any,
     folder: Path,
     again: int = 0,
+    environment: Environment | None = None,
     **env: str,
 ) -> tuple[Ended, Finished]:
     """A program's whole run. Whatever it does to its messages, the law holds. again: contexts in
@@ -62,18 +66,18 @@ def drive(
     found = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120)
     if found.returncode:
         pytest.skip(f"{module} is not installed for {python}")
-    policy = Policy(said)
+    policy, environment = Policy(said), environment or NoEnvironment()
     if isinstance(command, str):
         (folder / "agent.py").write_text(command)
         command = [python, "agent.py"]
-    program = AgentProgram(
-        command=command, deadline_s=120.0, folder=folder, env={"HOME": str(folder), **env}
-    )
+    program = AgentProgram(command=command, folder=folder, env={"HOME": str(folder), **env})
 
     async def work() -> tuple[Ended, Finished]:
         async with Endpoint() as endpoint:
-            recorded = recording(policy, window=60_000, tokens=20_000)
-            ended = await run_program(program, TASK, endpoint.add(recorded), seed=5)
+            recorded = recording(policy, window=60_000, tokens=20_000, deadline_s=120.0)
+            late = recorded.overdue(program.open_s)
+            address = endpoint.add(recorded, Tools(environment, [ADD], call_s=20.0))
+            ended = await run_program(program, TASK, address, seed=5, until=late)
             return ended, await endpoint.finish("p/0")
 
     ended, finished = run(work())
@@ -259,3 +263,41 @@ def test_smolagents(python: str, tmp_path: Path) -> None:
     assert ended.verdict == Verdict(parts={"correct": 1.0}), (ended, finished.messages)
     assert finished.usage.turns == 3
     assert (finished.counts.rendered, len(finished.segments)) == (3, 3)
+
+
+MCP = {
+    "agents": """
+from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from agents.mcp import MCPServerStreamableHttp
+from openai import AsyncOpenAI
+set_tracing_disabled(True)
+
+async def main():
+    async with MCPServerStreamableHttp(params={"url": os.environ["KEEL_MCP_URL"]}) as server:
+        model = OpenAIChatCompletionsModel(model="m", openai_client=AsyncOpenAI())
+        found = await Runner.run(Agent(name="a", mcp_servers=[server], model=model), "40 + 2?")
+        return found.final_output
+""",
+    "pydantic_ai.mcp": """
+from pydantic_ai import Agent
+from pydantic_ai.mcp import MCPToolset
+
+async def main():
+    agent = Agent("openai-chat:policy", toolsets=[MCPToolset(os.environ["KEEL_MCP_URL"])])
+    return (await agent.run("40 + 2?")).output
+""",
+}
+
+
+@pytest.mark.parametrize("module", MCP)
+def test_an_environments_tools_by_their_own_mcp_clients(
+    python: str, module: str, tmp_path: Path
+) -> None:
+    environment = Sums()
+    code = f"import asyncio, json, os\n{MCP[module]}\n"
+    code += "print(json.dumps({'answer': asyncio.run(main())}))"
+    said = ["@add 40, 2", "It is 42."]
+    ended, finished = drive(python, module, code, said, tmp_path, environment=environment)
+    assert ended.answer == "It is 42.", ended
+    assert environment.log == ["call add {'a': 40, 'b': 2}"]
+    assert (finished.counts.extended, finished.counts.rendered) == (1, 1)

@@ -7,8 +7,18 @@ import asyncio
 import pytest
 
 from keel.agents.endpoint.errors import Refused
-from keel.agents.endpoint.types import Budgets, Finished
-from tests.agents.endpoint.kit import TOOLS, Policy, as_sent, ask, check_law, play, recording, user
+from keel.agents.endpoint.types import Finished
+from tests.agents.endpoint.kit import (
+    CHAT,
+    TOOLS,
+    Policy,
+    as_sent,
+    ask,
+    check_law,
+    play,
+    recording,
+    user,
+)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +102,73 @@ def test_a_turn_has_a_deadline() -> None:
 @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"turn_tokens": -1}, {"turn_s": float("inf")}])
 def test_budgets_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Budgets(**{"window": 9, "tokens": 9, "turns": 9, **wrong})  # type: ignore[arg-type]
+        recording(Policy(["word"]), **wrong)
+
+
+def test_time_between_turns_counts_and_an_engines_too() -> None:
+    """0.5 s of the engine's, and 0.2 of its own: the third turn finds no time left."""
+    policy = Policy(["word"])
+
+    async def work() -> Finished:
+        recorded = recording(policy, deadline_s=1.1)
+        late = asyncio.create_task(recorded.overdue(60.0))
+        messages = [user("a")]
+        for _ in range(2):
+            messages += [as_sent(await ask(recorded, messages)), user("b")]
+            await asyncio.sleep(0.06)
+        assert await late == "did not end within 1.1 s"
+        with pytest.raises(Refused, match=r"1\.1 s is spent") as refused:
+            await ask(recorded, messages)
+        assert (refused.value.status, refused.value.code) == (403, "time_spent")
+        return await recorded.finish()
+
+    finished = play(work())
+    assert (finished.finish_reason, finished.usage.turns) == ("deadline", 2)
+    assert [round(request.deadline_s, 1) for request in policy.requests] == [1.1, 0.5]
+    assert finished.usage.sampling_s == 1.0 and 0.1 < finished.usage.tools_s < 0.5
+
+
+def test_time_to_the_first_turn_is_its_own() -> None:
+    async def work() -> Finished:
+        recorded = recording(Policy(["word"]), deadline_s=0.01)
+        assert await recorded.overdue(0.05) == "did not ask for a turn within 0.05 s"
+        return await recorded.finish()
+
+    assert play(work()).finish_reason == "stop"
+
+
+def test_a_program_needs_a_deadline() -> None:
+    with pytest.raises(ValueError, match="deadline_s must be finite"):
+        play(recording(Policy(["word"])).overdue(1.0))
+
+
+def test_a_turn_that_ran_out_of_time_before_its_first_token_is_none() -> None:
+    policy = Policy(["word"])
+    policy.silent = True
+
+    async def work() -> Finished:
+        recorded = recording(policy, deadline_s=9.0)
+        with pytest.raises(Refused, match="9 s is spent"):
+            await ask(recorded, [user("a")])
+        return await recorded.finish()
+
+    finished = play(work())
+    assert finished.segments == () and finished.finish_reason == "deadline"
+
+
+def test_cached_tokens_are_of_what_this_trajectory_had_computed() -> None:
+    """A sibling's opening is cached, too, and is no turn repeated."""
+    policy = Policy(["word"])
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        await ask(recorded, [user("a")])
+        return await recorded.finish()
+
+    assert play(work()).usage.cached_tokens == 0
+
+
+def test_a_turn_ends_where_the_chat_format_says_so() -> None:
+    policy = Policy(["word"])
+    play(ask(recording(policy), [user("a")]))
+    assert policy.requests[0].stop_ids == CHAT.stop_ids != ()

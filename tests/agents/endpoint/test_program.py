@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-import shutil
+import socket
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.agents.endpoint.program import AgentProgram, Ended, run_program
+from keel.agents.endpoint.program import AgentProgram, Ended, command_of, run_program
 from keel.agents.endpoint.server import Endpoint
+from keel.agents.endpoint.tools import Tools
 from keel.agents.endpoint.types import Finished
-from keel.agents.host.process import Bare, Launch
-from keel.agents.types import Unscored
-from keel.rewards.sandbox.sandbox import Python
+from keel.agents.inside.call import call
+from keel.agents.inside.errors import Refused, told
+from keel.agents.types import NoEnvironment, Unscored
+from keel.rewards.sandbox.runtime import runtime
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import Policy, check_law, recording
 from tests.agents.episodes import alive, run
+from tests.agents.sandboxes import wrap_of
+from tests.agents.scripted import ADD
 
 TASK = Prompt(
     prompt_id="p",
@@ -49,17 +53,25 @@ print("said", said["content"])
 
 
 def drive(
-    code: str, *arguments: str, task: Prompt = TASK, policy: Policy | None = None, **more: Any
+    code: str,
+    *arguments: str,
+    task: Prompt = TASK,
+    policy: Policy | None = None,
+    within_s: float = 20.0,
+    **more: Any,
 ) -> tuple[Ended, Finished]:
     """Run `python -c code arguments` to its end."""
-    program = AgentProgram(
-        **{"command": [sys.executable, "-c", code, *arguments], "deadline_s": 20.0, **more}
-    )
+    program = AgentProgram(**{"command": [sys.executable, "-c", code, *arguments], **more})
+
+    async def late() -> str:
+        await asyncio.sleep(within_s)
+        return f"did not end within {within_s:g} s"
 
     async def work() -> tuple[Ended, Finished]:
         async with Endpoint() as endpoint:
-            address = endpoint.add(recording(policy or Policy(["a", "b", "c"])))
-            ended = await run_program(program, task, address, seed=5)
+            tools = Tools(NoEnvironment(), [ADD], call_s=5.0)
+            address = endpoint.add(recording(policy or Policy(["a", "b", "c"])), tools)
+            ended = await run_program(program, task, address, seed=5, until=late())
             return ended, await endpoint.finish("p/0")
 
     return run(work())
@@ -118,39 +130,121 @@ GOOD = 'print(\'{"parts": {"correct": 1.0}}\')'
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (f"{GOOD}\nraise ValueError('out of cheese')", "status 1.*out of cheese"),
-        (f"{GOOD}\nimport os\nos.kill(os.getpid(), 11)", "signal 11"),
-        (f"{GOOD}\nimport time\ntime.sleep(60)", "did not end within 1 s"),
+        (f"{GOOD}\nraise ValueError('out of cheese')", "exited with status 1.*out of cheese"),
+        (f"{GOOD}\nimport os\nos.kill(os.getpid(), 11)", "was ended by signal 11"),
+        (f"{GOOD}\nimport time\ntime.sleep(60)", "did not end within 1 s.*correct"),
+    ],
+)
+def test_how_a_program_failed_is_said_with_its_last_words(code: str, reason: str) -> None:
+    ended, _ = drive(code, within_s=1.0 if "sleep" in code else 20.0)
+    assert re.search(f"(?s){reason}", ended.why(AgentProgram(command=["a"])))
+    assert ended.timed_out is ("sleep" in code)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
         ('print(\'{"parts": {"correct": 7}}\')', "must be a number from 0 to 1"),
         ("import os\nopen(os.environ['KEEL_VERDICT'], 'w').write('yes')", "wrote no verdict"),
     ],
 )
-def test_a_program_that_fails_has_no_score(code: str, reason: str) -> None:
-    ended, _ = drive(code, deadline_s=1.0 if "sleep" in code else 20.0)
-    assert isinstance(ended.verdict, Unscored)
-    assert re.search(f"(?s){reason}", ended.verdict.reason)
-    assert ended.timed_out is ("sleep" in code)
+def test_a_verdict_that_is_none(code: str, reason: str) -> None:
+    ended, _ = drive(code)
+    assert isinstance(ended.verdict, Unscored) and re.search(reason, ended.verdict.reason)
+    assert not ended.failed
 
 
 def test_a_program_that_says_nothing_leaves_it_to_the_recipe() -> None:
     assert drive("print('done', 3)")[0].verdict is None
     assert drive("print(3)")[0].verdict is None
     assert drive(GOOD, judges=False)[0].verdict is None
+    ended, _ = drive("print('{\"answer\": 42}')")
+    assert (ended.verdict, ended.answer) == (None, "42")
 
 
 def test_a_program_that_is_not_there() -> None:
     ended, _ = drive("", command=["no-such-agent", "{prompt}"])
-    assert (
-        isinstance(ended.verdict, Unscored) and "cannot run no-such-agent" in ended.verdict.reason
-    )
+    assert "could not be run: cannot run no-such-agent" in ended.failed
     ended, _ = drive("", python="/no/such/python")
-    assert isinstance(ended.verdict, Unscored) and "/no/such/python" in ended.verdict.reason
+    assert "could not be run" in ended.failed and "/no/such/python" in ended.failed
     with pytest.raises(ValueError, match="command is empty"):
-        AgentProgram(command=[], deadline_s=1.0)
+        AgentProgram(command=[])
     with pytest.raises(ValueError, match="OPENAI_API_KEY"):
-        AgentProgram(command=["a"], deadline_s=1.0, env={"OPENAI_API_KEY": "mine"})
-    with pytest.raises(ValueError, match="deadline_s"):
-        AgentProgram(command=["a"], deadline_s=float("inf"))
+        AgentProgram(command=["a"], env={"OPENAI_API_KEY": "mine"})
+
+
+def test_what_a_recipe_names_is_a_command_or_a_function(tmp_path: Path) -> None:
+    def command(program: str) -> list[str]:
+        return command_of(program, python=sys.executable, folder=tmp_path)
+
+    (tmp_path / "agent.sh").write_text("#!/bin/sh\n")
+    assert command("sh -c 'a b' {prompt}")[1:] == ["-c", "a b", "{prompt}"]
+    assert Path(command("sh")[0]).is_absolute()
+    assert command(f"{Path(sys.executable).name} x.py")[0] == sys.executable  # beside `python`
+    for missing in ("no-such-agent", "./agent.sh", "/tmp"):
+        with pytest.raises(ValueError, match=f"no command {missing} .*name it by its path"):
+            command(missing)
+    (tmp_path / "agent.sh").chmod(0o755)
+    assert command("./agent.sh -v") == [str(tmp_path / "agent.sh"), "-v"]
+    assert command("my/agent.py:solve")[-2:] == ["call", "my/agent.py:solve"]
+
+
+FUNCTIONS = """
+import os
+from urllib.request import urlopen
+def answers(task): return task["messages"][0]["content"] + "!"
+def scores(prompt, seed, more=1): return {"correct": 1.0, "seed": seed / 10}, {"prompt": prompt}
+async def counts(whatever): return whatever["prompt_id"] == "p"
+def silent(): pass
+def breaks(task): raise KeyError("no such key")
+def lacks(task): import a_package_that_nobody_has
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("answers", {"answer": "s!"}),
+        ("scores", {"parts": {"correct": 1.0, "seed": 0.5}, "facts": {"prompt": "Say {a}!"}}),
+        ("counts", {"parts": {"correct": 1.0}, "facts": {}}),
+        ("silent", None),
+        ("breaks", "KeyError: 'no such key'"),
+        ("lacks", "No module named 'a_package_that_nobody_has'"),
+        ("number", "number is no function"),
+        ("nothing", "has no 'nothing'; it has os, urlopen, answers"),
+    ],
+)
+def test_what_a_function_is_told_and_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: Any
+) -> None:
+    (tmp_path / "my_agent.py").write_text(FUNCTIONS)
+    (tmp_path / "task").write_text(
+        json.dumps({"prompt_id": "p", "messages": [dict(m) for m in TASK.messages]})
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    for key, value in {"TASK_FILE": "task", "VERDICT": "verdict", "SEED": "5"}.items():
+        monkeypatch.setenv(f"KEEL_{key}", value)
+    if isinstance(said, str):
+        with pytest.raises((Refused, KeyError, ImportError)) as caught:
+            call(f"my_agent.py:{name}")
+        assert said in told(caught.value)
+    else:
+        call(f"my_agent.py:{name}")
+        found = tmp_path / "verdict"
+        assert (json.loads(found.read_text()) if found.exists() else None) == said
+
+
+def test_a_function_is_called_in_its_own_process(tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text(FUNCTIONS)
+
+    def ended(name: str) -> Ended:
+        command = command_of(f"my_agent:{name}", python=sys.executable, folder=tmp_path)
+        return drive("", command=command, folder=tmp_path)[0]
+
+    assert ended("answers").answer == "s!"
+    assert "has no 'nothing'" in (gone := ended("nothing")).words and gone.failed
 
 
 @pytest.mark.parametrize("end", ["", "import time; time.sleep(60)"])
@@ -166,8 +260,8 @@ def test_nothing_that_it_started_is_left(end: str, tmp_path: Path) -> None:
         "    os._exit(0)\n"
         f"os.wait()\n{end}\n"
     )
-    ended, _ = drive(code, deadline_s=1.5)
-    assert isinstance(ended.verdict, Unscored) is bool(end)
+    ended, _ = drive(code, within_s=1.5)
+    assert bool(ended.failed) is bool(end)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     until = time.monotonic() + 5
     while any(map(alive, pids)) and time.monotonic() < until:
@@ -175,32 +269,72 @@ def test_nothing_that_it_started_is_left(end: str, tmp_path: Path) -> None:
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
-@contextmanager
-def without_a_network(command: Sequence[str], *, readable: Sequence[Path]) -> Iterator[Launch]:
-    """As the wiring would: namespaces of its own, and no environment variable of ours."""
-    python = Python.current()
-    words = ["bwrap", "--die-with-parent", "--unshare-all", "--new-session", "--clearenv"]
-    words += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    for name in ("bin", "lib", "lib64"):
-        words += ["--symlink", f"usr/{name}", f"/{name}"]
-    for folder in (*python.folders, *readable):
-        words += ["--ro-bind", str(folder), str(folder)]
-    yield Bare([*words, "--chdir", "/tmp", "--", python.executable, *command[1:]])
+def test_one_that_is_given_up_while_it_is_ended_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine failed, say, and then a sibling's, which cancels it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = AgentProgram(command=[sys.executable, "-c", "import time; time.sleep(60)"])
+
+    async def work() -> None:
+        ending = asyncio.Event()
+
+        async def late() -> str:
+            while not list(tmp_path.glob("keel-*/keel-*/*")):  # it has begun
+                await asyncio.sleep(0.01)
+            ending.set()
+            return "was ended"
+
+        async with Endpoint() as endpoint:
+            address = endpoint.add(recording(Policy(["a"])))
+            task = asyncio.create_task(run_program(program, TASK, address, seed=5, until=late()))
+            await ending.wait()
+            for _ in range(4):  # until it waits for the end of the processes
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with asyncio.timeout(10):
+            while list(tmp_path.iterdir()):
+                await asyncio.sleep(0.01)
+
+    run(work())
 
 
 @pytest.mark.e2e
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed")
 def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> None:
     policy = Policy(["one", "two", "three"])
     spy = (
         "import socket\n"
-        "others = [line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]]\n"
-        "print(json.dumps({'parts': {'correct': 1}, 'facts': {'devices': others}}))"
+        "found = {}\n"
+        "for name, at in {'machine': sys.argv[1], 'world': '192.0.2.1:80'}.items():\n"
+        "    try:\n"
+        "        socket.create_connection((at.split(':')[0], int(at.split(':')[-1])), 5)\n"
+        "    except OSError as error:\n"
+        "        found[name] = type(error).__name__\n"
+        'ping = b\'{"id": 7, "method": "ping"}\'\n'
+        "answer = urllib.request.urlopen(os.environ['KEEL_MCP_URL'], ping)\n"
+        "found['tools'] = json.load(answer)['id']\n"
+        "print(json.dumps({'parts': {'correct': 1}, 'facts': found}))"
     )
-    executable = Python.current().executable
-    ended, finished = drive(
-        "", command=[executable, "-c", LOOP + spy], wrap=without_a_network, policy=policy
-    )
-    assert ended.verdict == Verdict(parts={"correct": 1.0}, facts={"devices": ["lo"]}), ended
+    with socket.create_server(("127.0.0.1", 0)) as other:  # a service of this machine's
+        ended, finished = drive(
+            LOOP + spy,
+            f"127.0.0.1:{other.getsockname()[1]}",
+            wrap=wrap_of(network="loopback"),
+            readable=runtime(sys.executable).paths,
+            policy=policy,
+        )
+    facts = {"machine": "ConnectionRefusedError", "world": "OSError", "tools": 7}
+    assert ended.verdict == Verdict(parts={"correct": 1.0}, facts=facts), ended
     check_law(policy, finished)
     assert finished.usage.turns == 3
+
+
+@pytest.mark.e2e
+def test_a_function_in_the_sandbox(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "my_agent.py").write_text(FUNCTIONS)
+    command = command_of("my_agent:scores", python=sys.executable, folder=tmp_path)
+    ended, _ = drive("", command=command, folder=tmp_path, wrap=wrap_of(network="loopback"))
+    assert isinstance(ended.verdict, Verdict) and ended.verdict.parts["seed"] == 0.5, ended

@@ -278,7 +278,7 @@ def test_a_client_that_goes_away_cancels_its_turn() -> None:
 
 
 def endpoint_counts(endpoint: Endpoint) -> Any:
-    ((_, recorded),) = endpoint._open.values()
+    ((_, recorded, _),) = endpoint._open.values()
     return recorded.counts
 
 

@@ -117,7 +117,7 @@ def test_where_nothing_can_be_mounted_it_goes_without(stand_in) -> None:
     ("wrong", "message"),
     [
         ({"isolation": "none"}, r"isolation = 'none': there are bubblewrap, none-i-trust-the-env"),
-        ({"network": "some"}, "network = 'some': there are none, host"),
+        ({"network": "some"}, "network = 'some': there are none, loopback, host"),
         ({"processes": 0}, "processes = 0 must be at least 1"),
         ({"files_mib": 0}, "files_mib = 0 must be at least 1"),
         ({"memory_mib": 32}, "memory_mib = 32 must be at least 64"),

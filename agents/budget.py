@@ -1,0 +1,62 @@
+"""What a trajectory may take and has taken: the same whether Keel drives it or a program does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from keel.rl.turns import TurnResult
+from keel.rl.types import FinishReason, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Of one trajectory."""
+
+    turns: int
+    turn_tokens: int
+    """Sampled in one turn. A turn that is cut there ends an episode that Keel drives; a program is
+    told so."""
+    tokens: int
+    """Sampled in all turns."""
+    window: int
+    """Tokens of a context with what is sampled after it."""
+    deadline_s: float = inf
+    """Seconds of the engine's time and of tools; of a program, of its own time between turns."""
+    call_s: float = 60.0
+    """Of one call of an environment's tool."""
+    calls: float = inf
+    """Calls that are run, of an episode that Keel drives; later ones are answered with an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s", "calls"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
+
+    def left_s(self, usage: Usage) -> float:
+        return self.deadline_s - usage.sampling_s - usage.tools_s
+
+    def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
+        """The limit that the next turn meets first, and how many tokens it may sample until there;
+        below 1 it is met already. `context`: tokens of it; `sampled`: in all turns so far."""
+        if usage.turns >= self.turns:
+            return "turns", 0
+        if self.left_s(usage) <= 0:
+            return "deadline", 0
+        limits: dict[FinishReason, int] = {
+            "length": min(self.tokens - sampled, self.turn_tokens),
+            "window": self.window - context,
+        }
+        nearest = min(limits, key=lambda name: limits[name])
+        return nearest, limits[nearest]
+
+
+def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
+    """After one more turn. `repeated`: tokens of its context that an earlier turn had computed."""
+    return replace(
+        usage,
+        turns=usage.turns + 1,
+        repeated_tokens=usage.repeated_tokens + repeated,
+        cached_tokens=usage.cached_tokens + min(result.cached_tokens, repeated),
+        sampling_s=usage.sampling_s + result.sampling_s,
+    )

@@ -1,0 +1,146 @@
+"""An agent program tried before a run against a model by script, so that what is wrong with it is
+said before any engine starts."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from keel.agents.budget import Budget
+from keel.agents.context import ContextManager
+from keel.agents.endpoint.driven import DrivenEpisode
+from keel.agents.endpoint.program import AgentProgram
+from keel.agents.endpoint.server import Endpoint
+from keel.agents.types import Environment
+from keel.rl.turns import Chat, TurnRequest, TurnResult
+from keel.rl.types import Prompt
+
+SAID = "\\boxed{0}"
+"""By the model, in every turn."""
+TURNS = 3
+"""That the model gives at most; a program may want more than one, and need not end by itself."""
+MOST_S = 60.0
+"""Of a program's own time between and after them."""
+MOST_SAID = 500
+"""Characters of what it printed, in a warning."""
+_MISSING = re.compile(r"No module named '([\w.]+)'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What a program's try was like."""
+
+    turns: int
+    opening_tokens: int
+    """Of its first request, tools and all."""
+    seconds: float
+    ended: str
+    """How, for people."""
+
+
+async def try_program(
+    program: AgentProgram,
+    environment: Environment,
+    *,
+    task: Prompt,
+    seed: int,
+    chat: Chat,
+    speak: Callable[[str], Sequence[int]],
+    budget: Budget,
+) -> Trial:
+    """Have it drive one episode of `task` for real. speak: the ids that a policy samples to say a
+    text, with the end of its turn.
+
+    Raises:
+        ValueError: it cannot be started, asks for no turn, cannot import something, does not end
+            well before it has had one, or leaves nobody to grade. In the program's own words, with
+            the cure.
+    """
+    contexts: list[int] = []
+
+    async def sample(request: TurnRequest) -> TurnResult:
+        contexts.append(len(request.token_ids_T))
+        ids = np.array(speak(SAID), np.int32)
+        cut = len(ids) > request.max_tokens
+        ids = ids[: request.max_tokens]
+        return TurnResult(
+            token_ids_N=ids,
+            logp_old_N=np.zeros(len(ids), np.float32),
+            version_N=np.zeros(len(ids), np.int32),
+            finish_reason="length" if cut else "stop",
+        )
+
+    turns, deadline_s = min(budget.turns, TURNS), min(budget.deadline_s, MOST_S)
+    began = time.monotonic()
+    async with Endpoint() as endpoint:
+        episode = DrivenEpisode(
+            program=program,
+            endpoint=endpoint,
+            environment=environment,
+            task=task,
+            chat=chat,
+            sample=sample,
+            budget=replace(budget, turns=turns, deadline_s=deadline_s),
+            context=ContextManager(method="none", window=budget.window, most=0),
+            name="keel check",
+            sibling=0,
+            seed=seed,
+            environment_seed=seed,
+        )
+        found = await episode.run()
+    ended = episode.ended
+    crashed = ended is not None and bool(ended.failed)
+    missing = _MISSING.search(found) if isinstance(found, str) else None
+    if isinstance(found, str) and (missing or not contexts or not crashed):
+        raise ValueError(f"task {task.prompt_id}: {found}{_cure(program, missing, episode)}")
+    if ended is None or not crashed:
+        how = "ended well"
+    elif isinstance(found, str):
+        how = (
+            f"WARNING: it {ended.failed} after the model had said {SAID!r}. What ends so in "
+            f"training is left out. Its last words: {ended.words[-MOST_SAID:]}"
+        )
+    else:
+        how = f"was stopped there ({found.finish_reason})"
+    return Trial(
+        turns=len(contexts),
+        opening_tokens=contexts[0],
+        seconds=time.monotonic() - began,
+        ended=how,
+    )
+
+
+def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenEpisode) -> str:
+    if missing is not None:
+        package = missing[1].partition(".")[0]
+        return (
+            f". Install what it lacks: {_interpreter(program.command)} -m pip install {package} "
+            "(or name a file of your own by its folder: folder, readable)"
+        )
+    finished = episode.finished
+    if finished is not None and finished.finish_reason == "window":
+        return ". Raise agents.window, or have it say less at first"
+    if episode.ended is not None and episode.ended.timed_out:
+        return ". Make it ask sooner, or raise open_s"
+    if finished is not None and finished.segments:
+        return (
+            ". Have it write {'parts': {'correct': …}} as JSON to the file KEEL_VERDICT, or give "
+            "the prompts an answer, tests or criteria"
+        )
+    return ". It must ask the policy at OPENAI_BASE_URL, with OPENAI_API_KEY"
+
+
+def _interpreter(command: Sequence[str]) -> str:
+    """Of a Python, or of a script that names one in its first line."""
+    path = Path(command[0])
+    if path.name.startswith("python"):
+        return str(path)
+    with path.open("rb") as file:
+        first = file.readline(512)
+    words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+    return words[-1] if words else "python"

@@ -1,0 +1,88 @@
+"""An environment's tools for a program that drives its episode: an MCP server of its own.
+
+The protocol's Streamable HTTP without sessions and streams, which is one JSON-RPC message there and
+one back: whoever has an MCP client uses it, and others post `tools/call`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from keel.agents.types import Environment, EnvironmentLost
+from keel.rl.turns import ToolCall, ToolSpec
+
+PROTOCOL = "2025-06-18"
+_METHOD, _PARAMS, _LOST = -32601, -32602, -32000
+"""Errors of JSON-RPC, and our own."""
+
+
+class Tools:
+    """Of one episode. `call_s`: seconds for a call."""
+
+    def __init__(
+        self, environment: Environment, tools: Sequence[ToolSpec], *, call_s: float
+    ) -> None:
+        self._environment, self._tools, self._call_s = environment, tools, call_s
+        self._calls = 0
+        self.lost: EnvironmentLost | None = None
+        """Why the episode cannot go on."""
+        self.done = False
+        """A tool has ended the episode."""
+
+    async def answer(self, body: bytes) -> dict[str, Any] | None:
+        """To one message; None to a notification. Raises ValueError for what is none."""
+        asked = json.loads(body)
+        if not isinstance(asked, dict):
+            raise ValueError("a JSON-RPC message is an object")
+        message = cast(dict[str, Any], asked)
+        if "id" not in message:
+            return None
+        found = await self._result(str(message.get("method")), message.get("params"))
+        return {"jsonrpc": "2.0", "id": message["id"], **found}
+
+    async def _result(self, method: str, params: Any) -> dict[str, Any]:
+        given = cast(dict[str, Any], params) if isinstance(params, dict) else {}
+        if method == "initialize":
+            return {
+                "result": {
+                    "protocolVersion": str(given.get("protocolVersion", PROTOCOL)),
+                    "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "keel", "version": "1"},
+                }
+            }
+        if method == "ping":
+            return {"result": {}}
+        if method == "tools/list":
+            return {"result": {"tools": [_listed(tool) for tool in self._tools]}}
+        if method != "tools/call":
+            return _error(_METHOD, f"there is no method {method}")
+        name: Any = given.get("name")
+        arguments: Any = given.get("arguments") or {}
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            return _error(_PARAMS, "tools/call wants a name and arguments by name")
+        return await self._called(name, cast(Mapping[str, Any], arguments))
+
+    async def _called(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if self.done or self.lost is not None:
+            return _error(_LOST, "the episode is over")
+        self._calls += 1
+        call = ToolCall(call_id=f"mcp_{self._calls}", name=name, arguments=arguments)
+        try:
+            found = await self._environment.call(call, timeout_s=self._call_s)
+        except EnvironmentLost as error:
+            self.lost = error
+            return _error(_LOST, str(error))
+        self.done = self.done or found.done
+        content = [{"type": "text", "text": found.text}]
+        return {"result": {"content": content, "isError": found.failed}}
+
+
+def _listed(tool: ToolSpec) -> dict[str, Any]:
+    schema = {"type": "object", **tool.parameters}
+    return {"name": tool.name, "description": tool.description, "inputSchema": schema}
+
+
+def _error(code: int, message: str) -> dict[str, Any]:
+    return {"error": {"code": code, "message": message}}

@@ -1,0 +1,109 @@
+"""What is wrong with an agent program is said before anything starts, with its cure."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.endpoint.probe import SAID, Trial, try_program
+from keel.agents.endpoint.program import AgentProgram, command_of
+from keel.agents.types import NoEnvironment
+from keel.rl.types import ENVIRONMENT
+from keel.trainer.agents import spoken_ids
+from tests.agents.endpoint.kit import BUDGET, CHAT
+from tests.agents.endpoint.test_driven import ASK, task
+from tests.agents.episodes import run
+from tests.rollout.chat.families import NAMES, chat_of
+
+
+def tried(code: str, folder: Path, **settings: Any) -> Trial:
+    (folder / "agent.py").write_text(ASK + code)
+    budget = {name: settings.pop(name) for name in ("window", "turns") if name in settings}
+    kind = settings.pop("kind", "answer")
+    program = AgentProgram(
+        **{"command": [sys.executable, "agent.py"], "folder": folder, "open_s": 20.0, **settings}
+    )
+    return run(
+        try_program(
+            program,
+            NoEnvironment(),
+            task=task("p", kind),
+            seed=3,
+            chat=CHAT,
+            speak=lambda text: spoken_ids(CHAT, text, thinking=False),
+            budget=replace(BUDGET, **budget),
+        )
+    )
+
+
+def test_a_sound_program(tmp_path: Path) -> None:
+    found = tried("assert ask() == '\\\\boxed{0}'", tmp_path)
+    opening = CHAT.opening(task("p").messages, (), thinking=False)
+    assert (found.turns, found.opening_tokens, found.ended) == (1, len(opening), "ended well")
+
+
+def test_one_that_wants_more_turns_is_stopped_and_sound(tmp_path: Path) -> None:
+    found = tried("while True: ask()", tmp_path)
+    assert (found.turns, found.ended) == (3, "was stopped there (turns)")
+
+
+def test_one_that_the_scripts_words_break_is_warned_of(tmp_path: Path) -> None:
+    found = tried("int(ask())", tmp_path)
+    assert "WARNING" in found.ended and SAID in found.ended
+    assert (
+        "it exited with status 1 after" in found.ended and "ValueError: invalid lit" in found.ended
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "why", "cure"),
+    [
+        (
+            "import a_package.part",
+            {},
+            "ModuleNotFoundError: No module named 'a_package'",
+            f". Install what it lacks: {sys.executable} -m pip install a_package (",
+        ),
+        ("ask()\nimport late", {}, "No module named 'late'", "-m pip install late"),
+        ("raise KeyError('mine')", {}, "KeyError: 'mine'", "at OPENAI_BASE_URL"),
+        ("pass", {}, "ended; without a turn of the policy", "It must ask the policy at OPENAI_"),
+        ("time.sleep(60)", {"open_s": 0.3}, "ask for a turn within 0.3 s", "or raise open_s"),
+        ("ask()", {"window": 8}, "maximum context length is 8 tokens", "Raise agents.window"),
+        ("ask()", {"kind": ENVIRONMENT}, "gave no verdict with a part `correct`", "KEEL_VERDICT"),
+        (
+            "messages.append({'role': 'tool'}); ask()",
+            {},
+            "the endpoint had refused: messages[1].tool_call_id: must be a string, is missing",
+            "",
+        ),
+    ],
+)
+def test_what_is_wrong_with_one(
+    tmp_path: Path, code: str, settings: dict[str, Any], why: str, cure: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        tried(code, tmp_path, **settings)
+    said = str(caught.value)
+    assert said.startswith(f"task p/1: agent program {sys.executable} ")
+    assert why in said and cure in said
+
+
+def test_a_script_names_its_interpreter_in_its_first_line(tmp_path: Path) -> None:
+    (tmp_path / "tool").write_text(f"#!{sys.executable}\nimport a_package_of_its_own\n")
+    (tmp_path / "tool").chmod(0o755)
+    command = command_of("./tool", python=sys.executable, folder=tmp_path)
+    with pytest.raises(ValueError, match=f"{sys.executable} -m pip install a_package_of_its_own"):
+        tried("", tmp_path, command=command)
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_script_speaks_every_format(family: str, thinking: bool) -> None:
+    chat = chat_of(family)
+    ids = spoken_ids(chat, SAID, thinking=thinking)
+    parsed = chat.parse(ids, (), thinking=thinking, turn=0)
+    assert parsed.closed and parsed.content.strip() == SAID and not parsed.calls
