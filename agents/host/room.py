@@ -26,7 +26,7 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
 
     Raises ValueError where the machine does not let it, and where it allows too few processes.
     """
-    processes = (PROCESSES_EACH + PROCESSES_DRIVEN * programs) * episodes + PROCESSES_ELSE
+    processes = PROCESSES_EACH * (1 + programs) * episodes + PROCESSES_ELSE
     most, whose, cure = most_processes()
     if processes > most:
         raise ValueError(

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import fcntl
 import os
 import resource
 import shutil
+import socket
+import struct
 from typing import Any, Optional
 
 Inner = dict[str, Any]
-"""own_network, files_mib (of /tmp and of /dev/shm), processes, filter (base64)."""
+"""own_network, loopback (whether that has one), files_mib (of /tmp and of /dev/shm), processes,
+filter (base64)."""
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8
 _SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVILEGES = 4, 22, 38
 _FILTER_MODE = 2
+_SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
 _CAPABILITIES_3 = 0x20080522
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,6 +60,9 @@ def shut(inner: Inner, uid: int, gid: int) -> None:
     terminals = b"newinstance,ptmxmode=0666,mode=620"
     _mount(b"devpts", b"/dev/pts", _NOSUID | _NOEXEC, terminals)
     _mount(b"proc", b"/proc", _NOSUID | _NODEV | _NOEXEC, None)
+    if inner["loopback"]:
+        with socket.socket() as any_one:
+            fcntl.ioctl(any_one, _SET_FLAGS, struct.pack("16sh", b"lo", _UP_AND_RUNNING))
     _checked(libc.unshare(_NEW_USER), "unshare")
     _map_user((uid, 0), (gid, 0))
     libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)

@@ -50,10 +50,14 @@ def run() -> None:
         from keel.agents.inside.parent import main  # noqa: PLC0415  (most processes do without)
 
         return main()
-    if sys.argv[1:2] == ["call"]:
-        from keel.agents.inside.call import called  # noqa: PLC0415
+    if sys.argv[1:2] == ["call"]:  # an agent program that is a function
+        from keel.agents.inside.call import call  # noqa: PLC0415
+        from keel.agents.inside.errors import Refused  # noqa: PLC0415
 
-        return called(sys.argv[2])
+        try:
+            return call(sys.argv[2])
+        except Refused as error:
+            sys.exit(str(error))
     stand_alone()
     requests = open(os.dup(0), "rb")  # noqa: SIM115
     replies = open(os.dup(1), "wb")  # noqa: SIM115

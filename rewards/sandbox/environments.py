@@ -110,7 +110,8 @@ class EnvironmentSandbox:
         if not self.mounts:
             return None
         return {
-            "own_network": self.network == "none",
+            "own_network": self.network != "host",
+            "loopback": self.network == "loopback",
             "files_mib": self.files_mib,
             "processes": self.processes,
             "filter": base64.b64encode(self._rules()).decode(),
