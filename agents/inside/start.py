@@ -1,4 +1,5 @@
 """The process that one episode's environment lives in: `python start.py`, any Python from 3.9.
+(And with `call module:function` the one of an agent program that is a function.)
 
 JSON lines over what are standard input and output at the start; what the environment prints goes to
 standard error.
@@ -18,8 +19,7 @@ standard error.
 In place of "is": "refused" (what was named cannot be an environment: why, and the cure), "raised"
 with "at" (the environment's own exception), or "memory".
 
-`python start.py parent` is the process that such processes are forked from: parent.py. `python
-start.py call TARGET` is an agent program that is a function: call.py.
+`python start.py parent` is the process that such processes are forked from: parent.py.
 """
 
 from __future__ import annotations
