@@ -287,7 +287,13 @@ class Scorer:
             if trajectory.finish_reason == "crash":  # nothing that it had done counts
                 parts[index] = worst(weights)
             elif not isinstance(found := parts[index], str):
-                check_found(found, weights)
+                try:
+                    check_found(found, weights)
+                except ValueError as error:
+                    if trajectory.verdict is None or trajectory.verdict.parts:
+                        raise
+                    # A program that was ended gives none: no reason to end the run, too.
+                    parts[index] = f"its program or environment gave no verdict: {error}"
         return parts
 
     def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:

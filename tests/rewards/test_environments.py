@@ -58,6 +58,16 @@ def test_a_part_that_is_missing_is_named(
         judge.score([graded(AGENTIC, parts)])
 
 
+def test_a_program_that_was_ended_before_its_verdict_leaves_its_siblings() -> None:
+    """It can have none at its deadline, and the prompt's answer grades all the same."""
+    prompt = replace(PROMPT, environment="shop")
+    with scorer(correct=1.0, tidy=0.5) as judge:
+        (scored,) = judge.score([graded(prompt, {"tidy": 1.0}, {})])
+    assert scored.rewards_G.tolist() == [1.5]
+    (reason,) = scored.group.dropped
+    assert "gave no verdict: no part 'tidy'" in reason
+
+
 def test_plain_prompts_of_such_a_domain_are_named_too() -> None:
     plain = Group(prompt=PROMPT, trajectories=(trajectory(0, "3"),))
     named = pytest.raises(ValueError, match=r"prompt file/1: no part 'pace'")
