@@ -110,7 +110,7 @@ class EnvironmentSandbox:
         if not self.mounts:
             return None
         return {
-            "own_network": self.network == "none",
+            "own_network": self.network != "host",
             "files_mib": self.files_mib,
             "processes": self.processes,
             "filter": base64.b64encode(self._rules()).decode(),
@@ -202,6 +202,8 @@ class EnvironmentSandbox:
                 if above in binds and path.is_dir():
                     words += ["--perms", "0555", "--tmpfs", str(path)]
                     last += ["--remount-ro", str(path)]
+                elif above in binds and path.is_file() and path == path.resolve():
+                    words += ["--ro-bind", os.devnull, str(path)]
             elif above not in binds or binds[above] != binds[path]:
                 folder = path if path.is_dir() else path.parent
                 if above not in binds:
