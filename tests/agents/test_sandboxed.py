@@ -179,6 +179,25 @@ def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch
     run(play())
 
 
+def test_a_fork_that_fails_leaves_nothing_with_its_parent(small: Wrap) -> None:
+    async def play() -> None:
+        async with parent_for(small, "forked") as parent:
+            one, other = attacker(small, parent), attacker(small, parent)
+            await one.open(TASK, seed=3)
+            assert parent is not None and one._process is not None
+            inside = Path(f"/proc/{one._process.pid}/status").read_text()
+            forker = inside.partition("PPid:")[2].split()[0]
+            children = Path(f"/proc/{forker}/task/{forker}/children")
+            before = children.read_text().split()
+            parent._inner = {**(parent._inner or {}), "processes": ""}
+            with pytest.raises(EnvironmentLost, match="cannot be forked"):
+                await other.open(TASK, seed=3)
+            assert children.read_text().split() == before
+            await one.close()
+
+    run(play())
+
+
 def test_output_without_an_end(small: Wrap) -> None:
     async def play() -> None:
         environment = attacker(small)
