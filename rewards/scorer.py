@@ -342,6 +342,8 @@ def _with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
+    crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
+    tokens[crashed] = tokens.max(initial=0)  # to be over soon is no merit of a crash
     added = rule.adjustment(
         np.array([score.value for score in scores], np.float64),
         np.array([score.parts["correct"] for score in scores], np.float64),

@@ -156,6 +156,19 @@ def test_length_is_that_of_all_that_was_sampled() -> None:
     assert scored.rewards_G.tolist() == pytest.approx([1 - 0.015, 1 + 0.015])
 
 
+@pytest.mark.parametrize("may_outweigh", [False, True])
+def test_a_crash_gains_nothing_by_being_short(may_outweigh: bool) -> None:
+    """Less than an honest failure is worth, whatever length counts."""
+    rule = LengthRule(linear=0.5, limit=100, wrong_too=True, may_outweigh=may_outweigh)
+    honest, crash = turns({"content": ""}, tokens=90), turns({"content": ""}, tokens=2)
+    honest = replace(honest, verdict=Verdict(parts={"correct": 0.0}))
+    crash = replace(crash, sibling=1, finish_reason="crash")
+    weights = {"maths": {"correct": 1.0}}
+    with Scorer(weights, workers=0, environments=["maths"], lengths={"maths": rule}) as judge:
+        (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(honest, crash))])
+    assert scored.rewards_G[1] <= scored.rewards_G[0]
+
+
 @pytest.mark.parametrize("truncated", ["keep", "zero", "drop"])
 def test_an_environment_brought_down_is_worth_the_least_there_is(
     truncated: Literal["keep", "zero", "drop"],
