@@ -156,8 +156,9 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     given = [source for source in config.data.sources if source.environment.given]
     programs = {source.name: agent_program(config, source) for source in given}
     parents: list[Parent] = []
+    environments = {source.name: maker(config, source, starting, parents) for source in given}
     return EpisodeRunner(
-        {source.name: maker(config, source, starting, parents) for source in given},
+        environments,
         programs={name: found for name, found in programs.items() if found is not None},
         closing=[parent.close for parent in parents],
         chat=chat,
@@ -207,19 +208,17 @@ def maker(
     starting: asyncio.Semaphore | None = None,
     parents: list[Parent] | None = None,
 ) -> Callable[[], Environment]:
-    """Makes an environment for each episode. Adds to `parents` the process that these are forked
-    from, if there is one, for the caller to close. Raises as `made_from`."""
+    """Makes an environment for each episode. parents: what forks them is added; None: they are
+    started. Raises as `made_from`."""
     made, prompt = made_from(config, source), system_prompt_of(config, source)
     if made is None:
-        inside = NoEnvironment
-    elif isinstance(made, McpServer):
-        inside = partial(McpEpisode, made, starting=starting)
-    else:
-        parent = parent_of(made) if parents is not None else None
-        inside = partial(Hosted, made, starting=starting, parent=parent)
-        if parents is not None and parent is not None:
-            parents.append(parent)
-    return lambda: Told(inside(), prompt)
+        return lambda: Told(NoEnvironment(), prompt)
+    if not isinstance(made, Program):
+        return lambda: Told(McpEpisode(made, starting=starting), prompt)
+    parent = parent_of(made) if parents is not None else None
+    if parents is not None and parent is not None:
+        parents.append(parent)
+    return lambda: Told(Hosted(made, starting=starting, parent=parent), prompt)
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:

@@ -14,8 +14,6 @@ FILES_ELSE = 512
 """For the rest of this process, and for processes that are being started."""
 PROCESSES_EACH = 3
 """Of an open episode whose environment starts none: three in a sandbox of its own, two forked."""
-PROCESSES_DRIVEN = 4
-"""More, of one that a program drives: a sandbox, its relay, and the program."""
 PROCESSES_ELSE = 256
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -26,7 +24,7 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
 
     Raises ValueError where the machine does not let it, and where it allows too few processes.
     """
-    processes = (PROCESSES_EACH + PROCESSES_DRIVEN * programs) * episodes + PROCESSES_ELSE
+    processes = PROCESSES_EACH * (1 + programs) * episodes + PROCESSES_ELSE
     most, whose, cure = most_processes()
     if processes > most:
         raise ValueError(

@@ -45,14 +45,6 @@ def call(target: str) -> None:
             json.dump(said, file, default=str)
 
 
-def called(target: str) -> None:
-    """`call`, as a process of its own; ends with what is wrong."""
-    try:
-        call(target)
-    except Refused as error:
-        sys.exit(str(error))
-
-
 def verdict(returned: Any) -> dict[str, Any]:
     if isinstance(returned, str):
         return {"answer": returned}

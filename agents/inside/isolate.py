@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import fcntl
 import os
+import re
 import resource
 import shutil
+import socket
+import stat
+import struct
 from typing import Any, Optional
 
 Inner = dict[str, Any]
-"""own_network, files_mib (of /tmp and of /dev/shm), processes, filter (base64)."""
+"""own_network, loopback (whether that has one), files_mib (of /tmp and of /dev/shm), processes,
+filter (base64)."""
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
-_NOSUID, _NODEV, _NOEXEC = 2, 4, 8
+_NOSUID, _NODEV, _NOEXEC, _BIND_ALL, _REMOUNT_READ_ONLY = 2, 4, 8, 4096 | 16384, 32 | 1
 _SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVILEGES = 4, 22, 38
 _FILTER_MODE = 2
+_SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
 _CAPABILITIES_3 = 0x20080522
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,15 +53,14 @@ def leave_namespaces(inner: Inner) -> None:
 def shut(inner: Inner, uid: int, gid: int) -> None:
     """By the first process in there, before it starts the program. uid, gid: what it was before."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
-    before = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
-    _mount(b"tmpfs", b"/tmp", _NOSUID | _NODEV, size)
-    if os.listdir(before):  # what was imported may have made folders that it writes to later
-        shutil.copytree(f"/proc/self/fd/{before}", "/tmp", symlinks=True, dirs_exist_ok=True)
-    os.close(before)
+    _private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
     terminals = b"newinstance,ptmxmode=0666,mode=620"
     _mount(b"devpts", b"/dev/pts", _NOSUID | _NOEXEC, terminals)
     _mount(b"proc", b"/proc", _NOSUID | _NODEV | _NOEXEC, None)
+    if inner["loopback"]:
+        with socket.socket() as any_one:
+            fcntl.ioctl(any_one, _SET_FLAGS, struct.pack("16sh", b"lo", _UP_AND_RUNNING))
     _checked(libc.unshare(_NEW_USER), "unshare")
     _map_user((uid, 0), (gid, 0))
     libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
@@ -66,6 +72,51 @@ def shut(inner: Inner, uid: int, gid: int) -> None:
     _checked(libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(rules), 0, 0), "seccomp")
     # In a user namespace, its first process counts too.
     resource.setrlimit(resource.RLIMIT_NPROC, (inner["processes"] + 1,) * 2)
+
+
+def _private_tmp(options: bytes) -> None:
+    """With what is in there now: a copy of what the program has made when it was imported, and may
+    write to later; and the folders that are mounted there, of a project that lies in /tmp."""
+    before = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    mounted = {path: os.open(path, os.O_PATH) for path in _mounted_in("/tmp")}
+    tops = {"/".join(path.split("/")[:3]) for path in mounted}
+    here = f"/proc/self/fd/{before}"
+
+    def leave_out(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if folder == here and f"/tmp/{name}" in tops}
+
+    _mount(b"tmpfs", b"/tmp", _NOSUID | _NODEV, options)
+    shutil.copytree(here, "/tmp", symlinks=True, ignore=leave_out, dirs_exist_ok=True)
+    for top in tops - set(mounted):  # nobody writes beside what is mounted, as before
+        os.mkdir(top)
+        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV, b"mode=755")
+    for path, fd in mounted.items():
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.makedirs(path, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        source = f"/proc/self/fd/{fd}".encode()
+        _checked(libc.mount(source, os.fsencode(path), None, _BIND_ALL, None), f"bind {path}")
+        os.close(fd)
+    for top in tops - set(mounted):
+        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV | _REMOUNT_READ_ONLY, b"mode=755")
+    os.close(before)
+
+
+def _mounted_in(folder: str) -> list[str]:
+    """Mount points below, but for those below others."""
+    found: list[str] = []
+    with open("/proc/self/mountinfo", "rb") as file:
+        points = [os.fsdecode(re.sub(rb"\\(\d{3})", _byte, line.split()[4])) for line in file]
+    for path in sorted(points):
+        if path.startswith(f"{folder}/") and not any(path.startswith(f"{p}/") for p in found):
+            found.append(path)
+    return sorted(set(found))
+
+
+def _byte(octal: re.Match[bytes]) -> bytes:
+    return bytes([int(octal[1], 8)])
 
 
 def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:

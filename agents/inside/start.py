@@ -1,4 +1,5 @@
 """The process that one episode's environment lives in: `python start.py`, any Python from 3.9.
+(And with `call module:function` the one of an agent program that is a function.)
 
 JSON lines over what are standard input and output at the start; what the environment prints goes to
 standard error.
@@ -18,8 +19,7 @@ standard error.
 In place of "is": "refused" (what was named cannot be an environment: why, and the cure), "raised"
 with "at" (the environment's own exception), or "memory".
 
-`python start.py parent` is the process that such processes are forked from: parent.py. `python
-start.py call TARGET` is an agent program that is a function: call.py.
+`python start.py parent` is the process that such processes are forked from: parent.py.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ def run() -> None:
         from keel.agents.inside.parent import main  # noqa: PLC0415  (most processes do without)
 
         return main()
-    if sys.argv[1:2] == ["call"]:
-        from keel.agents.inside.call import called  # noqa: PLC0415
+    if sys.argv[1:2] == ["call"]:  # an agent program that is a function
+        from keel.agents.inside.call import call  # noqa: PLC0415
+        from keel.agents.inside.errors import Refused  # noqa: PLC0415
 
-        return called(sys.argv[2])
+        try:
+            return call(sys.argv[2])
+        except Refused as error:
+            sys.exit(str(error))
     stand_alone()
     requests = open(os.dup(0), "rb")  # noqa: SIM115
     replies = open(os.dup(1), "wb")  # noqa: SIM115

@@ -111,6 +111,7 @@ class EnvironmentSandbox:
             return None
         return {
             "own_network": self.network != "host",
+            "loopback": self.network == "loopback",
             "files_mib": self.files_mib,
             "processes": self.processes,
             "filter": base64.b64encode(self._rules()).decode(),
@@ -239,8 +240,8 @@ def environment_wrap(
     None: no limit. network: host is the machine's own, its local services included; loopback one of
     the sandbox's own. processes: with threads. files_mib: of the private /tmp and of /dev/shm,
     which are memory too. writable: folders of this machine that it may change, all episodes the
-    same. hidden: folders that it must not see, though they may lie in one that it reads. knob: what
-    sets `isolation`, for messages.
+    same. hidden: folders and files that it must not see, though they may lie in a folder that it
+    reads. knob: what sets `isolation`, for messages.
 
     Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
     """

@@ -13,7 +13,7 @@ import pytest
 
 from keel.rewards.sandbox import keeper as keeper_module
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import EnvironmentSandbox, Network, environment_wrap
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from keel.rewards.sandbox.keeper import Keeper
 from keel.rewards.sandbox.processes import Usage
 from keel.rewards.sandbox.runtime import runtime
@@ -95,16 +95,6 @@ def test_isolation_is_tried_out_and_not_believed(script: str, message: str, stan
     stand_in(script)
     with pytest.raises(IsolationError, match=rf"does not work here: .*{message}.*install bubble"):
         environment_wrap("bubblewrap", processes=8)
-
-
-@pytest.mark.e2e
-@needs_bubblewrap
-@pytest.mark.parametrize("network", ["none", "loopback", "host"])
-def test_what_is_forked_shares_no_network_but_the_machines(network: Network) -> None:
-    wrap = environment_wrap("bubblewrap", network=network)
-    assert isinstance(wrap, EnvironmentSandbox)
-    if wrap.inner is not None:
-        assert wrap.inner["own_network"] == (network != "host")
 
 
 @pytest.mark.e2e
