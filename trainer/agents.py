@@ -25,6 +25,7 @@ from keel.agents.probe import probe
 from keel.agents.runner import PURPOSES, EpisodeRunner, Turns, environment_seed
 from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import Environment, NoEnvironment
+from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
@@ -293,14 +294,20 @@ def readable(given: EnvironmentConfig) -> tuple[Path, ...]:
 
 
 def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
-    """Raises ValueError where this machine cannot isolate it. network: None, as the recipe says."""
-    given, run = source.environment, Path(config.run.dir)
+    """Raises ValueError where this machine cannot isolate it. network: None, as the recipe says.
+
+    It does not see the run, nor the files that prompts come from, unless they are `readable` by
+    name: they hold the answers, and what the policy runs reads what an environment does."""
+    given = source.environment
+    named = {Path(path).resolve() for path in given.readable}
+    files = (data_path(each.path) for each in config.data.sources if each.path)
+    answers = [path for path in files if path.resolve() not in named]
     return (
         environment_wrap(
             given.isolation,
             memory_mib=given.memory_mib,
             network=network or given.network,
-            hidden=(run,),
+            hidden=(Path(config.run.dir), *answers),
             knob=f"data.sources[{source.name}].environment.isolation",
         )
         or not_wrapped

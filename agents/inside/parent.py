@@ -123,6 +123,7 @@ class Parent:
             if complaint == "ready":
                 self._tell(number, first)
             else:
+                os.waitpid(first, 0)  # it has ended, and nobody would ask for it
                 self._send({"id": number, "cannot": complaint or "it could not be isolated"})
             os._exit(0)  # its child is the parent's then
         os.close(ready)

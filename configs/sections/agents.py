@@ -133,6 +133,13 @@ class EnvironmentConfig:
             "doing its end was cannot be known",
         )
         require(
+            self.on_crash == "drop" or not self.alone,
+            f"{knob}.on_crash",
+            self.on_crash,
+            "belongs to target and command: there is no environment that could crash; a program "
+            "that fails by itself is left out",
+        )
+        require(
             self.memory_mib >= 64,
             f"{knob}.memory_mib",
             self.memory_mib,

@@ -203,6 +203,8 @@ class EnvironmentSandbox:
                 if above in binds and path.is_dir():
                     words += ["--perms", "0555", "--tmpfs", str(path)]
                     last += ["--remount-ro", str(path)]
+                elif above in binds and path.is_file() and path == path.resolve():
+                    words += ["--ro-bind", os.devnull, str(path)]
             elif above not in binds or binds[above] != binds[path]:
                 folder = path if path.is_dir() else path.parent
                 if above not in binds:
@@ -238,8 +240,8 @@ def environment_wrap(
     None: no limit. network: host is the machine's own, its local services included; loopback one of
     the sandbox's own. processes: with threads. files_mib: of the private /tmp and of /dev/shm,
     which are memory too. writable: folders of this machine that it may change, all episodes the
-    same. hidden: folders that it must not see, though they may lie in one that it reads. knob: what
-    sets `isolation`, for messages.
+    same. hidden: folders and files that it must not see, though they may lie in a folder that it
+    reads. knob: what sets `isolation`, for messages.
 
     Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
     """

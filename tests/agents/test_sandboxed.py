@@ -179,6 +179,25 @@ def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch
     run(play())
 
 
+def test_a_fork_that_fails_leaves_nothing_with_its_parent(small: Wrap) -> None:
+    async def play() -> None:
+        async with parent_for(small, "forked") as parent:
+            one, other = attacker(small, parent), attacker(small, parent)
+            await one.open(TASK, seed=3)
+            assert parent is not None and one._process is not None
+            inside = Path(f"/proc/{one._process.pid}/status").read_text()
+            forker = inside.partition("PPid:")[2].split()[0]
+            children = Path(f"/proc/{forker}/task/{forker}/children")
+            before = children.read_text().split()
+            parent._inner = {**(parent._inner or {}), "processes": ""}
+            with pytest.raises(EnvironmentLost, match="cannot be forked"):
+                await other.open(TASK, seed=3)
+            assert children.read_text().split() == before
+            await one.close()
+
+    run(play())
+
+
 def test_output_without_an_end(small: Wrap) -> None:
     async def play() -> None:
         environment = attacker(small)
@@ -208,7 +227,8 @@ def test_it_dies_with_the_process_that_opened_it(small: Wrap) -> None:
     wait_for(lambda: not commands(b"sleep\x001000.25\0"))
 
 
-def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
+@WAYS
+def test_folders_that_are_read_written_and_hidden(tmp_path: Path, way: str) -> None:
     folders = {name: tmp_path / name for name in ("env", "data", "out", "env/run")}
     for folder in (tmp_path, *folders.values()):
         folder.mkdir(exist_ok=True)
@@ -221,12 +241,18 @@ def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
         "def write(path: str) -> str:\n    open(path + '/mine', 'w').write('x'); return 'ok'\n"
         "def look(path: str) -> list:\n    return os.listdir(path)\n"
     )
-    wrap = wrap_of(writable=(folders["out"],), hidden=(folders["env/run"],))
+    (folders["env"] / "solved").mkdir()
+    (folders["env"] / "solved" / "file").write_text("the answers")
+    hidden = (folders["env/run"], folders["env"] / "solved" / "file")
+    wrap = wrap_of(writable=(folders["out"],), hidden=hidden)
     given = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
     async def play() -> None:
-        environment = Hosted(program(str(tmp_path / "alone.py"), wrap=wrap, **given))
+        made = program(str(tmp_path / "alone.py"), wrap=wrap, **given)
+        parent = parent_of(made) if way == "forked" else None
+        environment = Hosted(made, parent=parent)
         await environment.open(TASK, seed=3)
+        assert parent is None or not parent.why_not
 
         async def said(tool: str, path: Path | str) -> str:
             return (await use(environment, tool, path=str(path))).text
@@ -238,7 +264,10 @@ def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
         for closed in (".", folders["data"], folders["env/run"]):
             assert "Read-only" in await said("write", closed)
         assert "No such file" in await said("read", tmp_path)
+        assert "Permission" in await said("read", "solved")
         await environment.close()
+        if parent is not None:
+            await parent.close()
 
     run(play())
     assert (folders["out"] / "mine").read_text() == "x"
