@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -35,6 +36,8 @@ from keel.trainer.planning.families import check_engine_dtype
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe, plan_on
 from keel.trainer.planning.unusual import unusual
+from keel.trainer.run.folder import check_exported
+from keel.trainer.run.manifest import MANIFEST
 
 EMBEDDED = "embedded"
 
@@ -105,6 +108,9 @@ def prepare(
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:
         raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
+    if machine.found:
+        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
+        check_exported(Path(config.model.path), cure)
 
     chat = check_chat(config, tokenizer)
 
