@@ -57,7 +57,7 @@ def save(
 
     `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
     any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
-    same step is replaced. Raises `OSError` naming the folder where it cannot be written.
+    same step is replaced. Raises `RuntimeError` naming the folder where it cannot be written.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
@@ -75,8 +75,8 @@ def save(
         sync_folder(root)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise OSError(f"{final}: this checkpoint cannot be written ({error})") from error
+        if isinstance(error, (OSError, RuntimeError)):
+            raise RuntimeError(f"{final}: cannot be written: {error}{_left(root)}") from error
         raise
     prune(root, keep=keep)
     return final
@@ -150,6 +150,15 @@ def config_digest(config: Config) -> str:
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _left(root: Path) -> str:
+    """What there is at `root` after a checkpoint failed."""
+    if not root.is_dir():
+        return ""
+    last, free = latest(root), shutil.disk_usage(root).free / 2**30
+    there = f"{last.name} is there to resume from" if last else "there is no earlier checkpoint"
+    return f"\n{there}; {free:.1f} GiB are free"
 
 
 def _content(path: Path) -> dict[str, Any]:

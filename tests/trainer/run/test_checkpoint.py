@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,12 +60,37 @@ def test_a_crash_while_writing_leaves_the_last_one_in_force(tmp_path: Path) -> N
         content(folder)
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match=r"step_000002: .* cannot be written \(disk full"):
+    said = r"step_000002: cannot be written: disk full\nstep_000001 is there to resume from; "
+    with pytest.raises(RuntimeError, match=said + r"\d+\.\d GiB are free"):
         save(tmp_path, state(2), crash, keep=1)
     assert latest(tmp_path) == tmp_path / "step_000001"
     assert names(tmp_path) == ["step_000001"], "what was written takes no room"
     save(tmp_path, state(3), content, keep=1)
     assert names(tmp_path) == ["step_000003"]
+
+
+def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    """It was deleted and another file put there, or is read-only, or the disk is full."""
+    root = tmp_path / "checkpoints"
+    save(root, state(1), content, keep=1)
+
+    def large(folder: Path) -> dict[str, Entry]:
+        (folder / "weights").write_bytes(bytes(1000))
+        return {}
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # bytes
+    try:
+        with pytest.raises(RuntimeError, match=r"step_000002: cannot be written: .*File too large"):
+            save(root, state(2), large, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(root) == ["step_000001"] and problems(root / "step_000001") == []
+
+    shutil.rmtree(root)
+    root.touch()
+    with pytest.raises(RuntimeError, match=r"s/step_000002: cannot be written: .*Not a dir"):
+        save(root, state(2), content, keep=1)
 
 
 def test_what_a_crash_left_is_gone_before_the_next_is_written(tmp_path: Path) -> None:
