@@ -92,6 +92,10 @@ def prepare(
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
+    machine = hardware(config)
+    if machine.found:
+        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
+        check_exported(Path(config.model.path), cure)
     if config.model.path == EMBEDDED:
         tokenizer = build_tokenizer()
         facts = facts_of(model_config(config.model.embedded, tokenizer))
@@ -103,14 +107,10 @@ def prepare(
         check_engine_dtype(config, model.model_type)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
-    machine = hardware(config)
     plan = plan_on(config, facts, machine)
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:
         raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
-    if machine.found:
-        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
-        check_exported(Path(config.model.path), cure)
 
     chat = check_chat(config, tokenizer)
 

@@ -26,9 +26,10 @@ from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.manifest import MANIFEST
+from keel.trainer.run.manifest import MANIFEST, write_manifest
 from keel.trainer.run.words import closing_words
 from tests.rollout.chat.families import tokenizer_of
+from tests.trainer.engine.batches import write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -303,6 +304,20 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
     for command in ("train", "check", "eval"):
         code, _, err = run(capsys, command, "quickstart", *overrides)
         assert code == 2 and "every checkpoint is damaged:\n  step_000001: more: extra" in err
+
+
+def test_an_exported_model_that_was_damaged_is_not_trained_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    write_manifest(tmp_path, {})
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, _, err = run(capsys, "check", "quickstart", f"model.path={tmp_path}", *FEW)
+    assert code == 2 and f"{tmp_path}: this model is not as it was exported" in err
+    assert "model.safetensors: changed" in err and f"remove {MANIFEST} there" in err
 
 
 def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -> None:

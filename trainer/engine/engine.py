@@ -60,7 +60,7 @@ from keel.trainer.engine.zero import (
 )
 from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
 from keel.trainer.planning.memory import context_tokens, summed_apart
-from keel.trainer.run.manifest import Entry, files_in, seal
+from keel.trainer.run.manifest import Entry, seal, sizes
 
 MIB = 2**20
 SKIPS_IN_A_ROW = 3
@@ -339,7 +339,7 @@ class TrainerEngine:
         else:
             self._weights.gather_along()
         dist.barrier()
-        return seal(folder, files_in(folder)) if self._rank == 0 else {}
+        return seal(folder, sizes(folder)) if self._rank == 0 else {}
 
     # Checkpoints
 

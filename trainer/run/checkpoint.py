@@ -128,9 +128,11 @@ def problems(folder: Path) -> list[str]:
     found = damage(folder, extra=True) if has_manifest(folder) else []
     if not found:
         try:
-            read_state(folder)
+            step = read_state(folder).step
         except ValueError as error:
-            found.append(str(error))
+            return [str(error)]
+        if step != step_of(folder):
+            return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
     return found
 
 

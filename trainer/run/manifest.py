@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +48,9 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
     Raises `ValueError` naming a file that others have sealed and that is not the same here: ranks
     on other machines must see this folder, not one of the same name.
     """
-    here = files_in(folder)
+    here = sizes(folder)
     for name, entry in sealed.items():
-        size = (folder / name).stat().st_size if name in here else "no"
+        size = here.get(name, "no")
         if size != entry.bytes:
             raise ValueError(
                 f"{folder / name}: a trainer rank wrote {entry.bytes:,} bytes, and {size} are "
@@ -72,11 +73,11 @@ def damage(folder: Path, *, extra: bool) -> list[str]:
         entries = _read(folder / MANIFEST)
     except (OSError, ValueError) as error:
         return [f"{MANIFEST}: {error.strerror if isinstance(error, OSError) else error}"]
-    here = files_in(folder)
+    here = sizes(folder)
     found = [f"{name}: missing" for name in entries if name not in here]
     for name in here:
         if name in entries:
-            size, written = (folder / name).stat().st_size, entries[name].bytes
+            size, written = here[name], entries[name].bytes
             if size != written:
                 what = "truncated" if size < written else "too long"
                 found.append(f"{name}: {what}, {size:,} bytes of {written:,}")
@@ -112,10 +113,16 @@ def said(problems: list[str], most: int = 3) -> str:
     return "; ".join([*problems[:most], *[f"and {more} more"] * (more > 0)])
 
 
-def files_in(folder: Path) -> list[str]:
-    """Names of all files below `folder` but its manifest, relative to it."""
-    found = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    return sorted({os.path.relpath(path, folder) for path in found} - {MANIFEST})
+def sizes(folder: Path) -> dict[str, int]:
+    """Name, relative to `folder`, and bytes of every file below it but its manifest."""
+    found: dict[str, int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            with suppress(FileNotFoundError):  # a link that leads nowhere, a folder being deleted
+                found[os.path.relpath(path, folder)] = os.stat(path).st_size
+    found.pop(MANIFEST, None)
+    return dict(sorted(found.items()))
 
 
 def sync_folder(folder: Path) -> None:

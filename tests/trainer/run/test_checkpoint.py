@@ -127,6 +127,13 @@ def test_a_checkpoint_is_verified_to_its_last_file(tmp_path: Path) -> None:
     assert problems(folder) == []
 
 
+def test_another_checkpoint_in_its_place_is_found_out(tmp_path: Path) -> None:
+    folder = save(tmp_path, state(1), content, keep=1)
+    folder.rename(tmp_path / "step_000002")
+    (found,) = problems(tmp_path / "step_000002")
+    assert "state.json: of step 1, so this is another" in found
+
+
 def test_one_of_an_older_release_has_no_manifest_and_is_taken(tmp_path: Path) -> None:
     folder = save(tmp_path, state(1), content, keep=1)
     assert has_manifest(folder)

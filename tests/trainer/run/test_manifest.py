@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keel.trainer.run import manifest
-from keel.trainer.run.manifest import MANIFEST, Entry, damage, files_in, said, seal, write_manifest
+from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, seal, sizes, write_manifest
 
 WEIGHTS = bytes(range(256)) * 10
 
@@ -36,7 +36,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_what_was_written_is_as_it_was_written(folder: Path, tmp_path: Path) -> None:
-    assert files_in(folder) == ["empty", "ranks/weights", "state"]
+    assert sizes(folder) == {"empty": 0, "ranks/weights": 2560, "state": 4}
     assert damage(folder, extra=True) == []
     shutil.copytree(folder, tmp_path / "copy")
     assert damage(tmp_path / "copy", extra=True) == []
@@ -65,6 +65,7 @@ def test_any_bit_is_missed(folder: Path, bit: int) -> None:
     [
         (lambda f: (f / "state").unlink(), "state: missing"),
         (lambda f: (f / "empty").unlink(), "empty: missing"),
+        (lambda f: (f / "empty").unlink() or (f / "empty").symlink_to("gone"), "empty: missing"),
         (lambda f: (f / "ranks/weights").write_bytes(WEIGHTS[:-1]), "truncated, 2,559 bytes of"),
         (lambda f: (f / "state").write_text("there"), "state: too long, 5 bytes of 4"),
         (lambda f: (f / "ranks/more").touch(), "ranks/more: extra"),
