@@ -16,7 +16,8 @@ from keel.agents.context import ContextManager
 from keel.agents.endpoint.probe import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.environments.interpreter import CELL_S
-from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.host.room import make_room
 from keel.agents.mcp_client import McpEpisode, McpServer
@@ -103,8 +104,10 @@ async def _looked_at(
         )
         names = [tool.name for tool in found.tools]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        later = f", then {found.forked_s:.2f} s each, forked" if found.forked_s else ""
+        later += f", each by itself: {found.why_not}" if found.why_not else ""
         notes[f"{source.name}, its environment"] = (
-            f"opens in {found.seconds:.1f} s with {found.opening_tokens} tokens; tools: "
+            f"opens in {found.seconds:.1f} s{later}, with {found.opening_tokens} tokens; tools: "
             f"{', '.join(names[:SHOWN]) or 'none'}{more}"
         )
     if (driver := agent_program(config, source)) is not None:
@@ -151,9 +154,12 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     starting = asyncio.Semaphore(STARTING)
     given = [source for source in config.data.sources if source.environment.given]
     programs = {source.name: agent_program(config, source) for source in given}
+    parents: list[Parent] = []
+    environments = {source.name: maker(config, source, starting, parents) for source in given}
     return EpisodeRunner(
-        {source.name: maker(config, source, starting) for source in given},
+        environments,
         programs={name: found for name, found in programs.items() if found is not None},
+        closing=[parent.close for parent in parents],
         chat=chat,
         turns=turns,
         budget=budget(config),
@@ -196,15 +202,22 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
 
 
 def maker(
-    config: Config, source: SourceConfig, starting: asyncio.Semaphore | None = None
+    config: Config,
+    source: SourceConfig,
+    starting: asyncio.Semaphore | None = None,
+    parents: list[Parent] | None = None,
 ) -> Callable[[], Environment]:
-    """Makes an environment for each episode. Raises as `made_from`."""
+    """Makes an environment for each episode. parents: what forks them is added; None: they are
+    started. Raises as `made_from`."""
     made, prompt = made_from(config, source), system_prompt_of(config, source)
     if made is None:
         return lambda: Told(NoEnvironment(), prompt)
-    if isinstance(made, Program):
-        return lambda: Told(Hosted(made, starting=starting), prompt)
-    return lambda: Told(McpEpisode(made, starting=starting), prompt)
+    if not isinstance(made, Program):
+        return lambda: Told(McpEpisode(made, starting=starting), prompt)
+    parent = parent_of(made) if parents is not None else None
+    if parents is not None and parent is not None:
+        parents.append(parent)
+    return lambda: Told(Hosted(made, starting=starting, parent=parent), prompt)
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
@@ -228,6 +241,7 @@ def program(config: Config, source: SourceConfig) -> Program:
         python=given.python or sys.executable,
         folder=Path(given.folder) if given.folder else None,
         env=given.env,
+        preload=given.preload,
         memory_mib=given.memory_mib,
         deadlines=deadlines(given),
         readable=readable(given),

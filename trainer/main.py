@@ -310,7 +310,6 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
 
 def engine_spec(config: Config, model: str) -> EngineSpec:
     """What an engine of this run is built from; `model` is the folder of the weights."""
-    agents = any(source.environment.given for source in config.data.sources)
     return EngineSpec(
         model_path=model,
         tokenizer=config.model.tokenizer or model,
@@ -320,7 +319,9 @@ def engine_spec(config: Config, model: str) -> EngineSpec:
         seed=config.run.seed,
         keep_routing=config.algorithm.keep_routing,
         keep_sampling_mask=config.algorithm.keep_sampling_mask,
-        conversations=-(-config.agents.max_open // config.rollout.engines) if agents else 0,
+        conversations=-(-config.agents.max_open // config.rollout.engines)
+        if config.with_agents
+        else 0,
     )
 
 

@@ -48,7 +48,7 @@ class _FastPath(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recordings: dict[str, Packed] = {}
-        """Requests whose log-probabilities and kept sets are kept here instead of passed on."""
+        """Requests whose log-probabilities and sampling masks stay here."""
         self.finished_blocks: dict[str, list[int]] = {}
         """KV blocks of finished requests that are recorded; valid until the next step."""
         self.fast_steps = 0

@@ -26,7 +26,7 @@ def graded(prompt: Any, *parts: dict[str, float], said: str = "<think></think>3"
 
 
 def scorer(**weights: float) -> Scorer:
-    return Scorer({"maths": weights}, workers=1, environments=["maths"])
+    return Scorer({"maths": weights}, workers=0, environments=["maths"])
 
 
 def test_the_verdicts_parts_are_weighed_and_nothing_else_is_looked_at() -> None:
