@@ -70,8 +70,9 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def check(self) -> None:
-        """Raises ConfigError if the folder holds a run that this config may not continue."""
+    def check(self, of: tuple[str, ...] = ("",)) -> None:
+        """Raises ConfigError if the folder holds a run that this config may not continue, or
+        whose policy it may not use: of the knobs that begin with `of`."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"run.dir = {self.path}: is a file; choose another folder")
         saved, state = self.path / "config.yaml", self.state()
@@ -88,7 +89,7 @@ class RunFolder:
                 "another folder, or run.resume=auto to resume there"
             )
         if saved.exists():
-            check_resumable(load_config(saved), self._config, str(self.path))
+            check_resumable(load_config(saved), self._config, str(self.path), of=of)
         elif state.config != checkpoint.config_digest(self._config):
             raise ConfigError(
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
