@@ -74,7 +74,7 @@ def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> 
         passes=round(passes.value * samples),
         score=score if score == score else None,
         unscored=round(found["unscored"].value),
-        dropped=Counter(reason for group in groups for reason in group.group.dropped),
+        dropped=dict(Counter(reason for group in groups for reason in group.group.dropped)),
         digest=digest_of(prompt),
     )
 
