@@ -69,6 +69,8 @@ def sample_prompts(
                 flights[_all_of(groups)] = prompt
             arrived, _ = wait(open_groups, LOOK_S, FIRST_COMPLETED)
             open_groups -= arrived
+            for group in arrived:
+                group.result()  # what one raises ends all, and not with the last of its prompt
             now = time.monotonic()
             if arrived:
                 heard = now

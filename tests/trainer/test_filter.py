@@ -128,7 +128,7 @@ def test_engines_that_never_answer_are_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     monkeypatch.setattr(module, "GRACE_S", 0.02 - CONFIG.group_deadline_s)
-    with pytest.raises(TimeoutError, match="for a group of completions .*2 prompts are under way"):
+    with pytest.raises(TimeoutError, match=r"for a group of completions .*2 prompts are under way"):
         Engines().run(2)
 
 
