@@ -26,12 +26,18 @@ class Budget:
     call_s: float = 60.0
     """Of one call of an environment's tool."""
     calls: float = inf
-    """Calls that are run, of an episode that Keel drives; later ones are answered with an error."""
+    """Calls of its environment's tools that are run; later ones are answered with an error."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s", "calls"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
+
+    def refusal(self, calls: int) -> str:
+        """To a call after `calls` that were run; empty where it may be run, too."""
+        if calls < self.calls:
+            return ""
+        return f"Nothing was run: {self.calls} calls have been, and no more will be."
 
     def left_s(self, usage: Usage) -> float:
         return self.deadline_s - usage.sampling_s - usage.tools_s

@@ -214,9 +214,8 @@ class Episode:
                 failed, done, name = True, False, MALFORMED
                 text = f"This is not a tool call: {call.why}. Nothing was run."
                 self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
-            elif self._run_calls >= self.budget.calls:
+            elif text := self.budget.refusal(self._run_calls):
                 failed, done, name = True, False, call.name
-                text = f"Nothing was run: {self.budget.calls} calls have been, and no more will be."
             else:
                 if self.budget.left_s(self.usage) <= 0:
                     return answers, "deadline"

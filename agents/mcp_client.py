@@ -74,6 +74,7 @@ class McpEpisode:
         self._client: Any = None
         self._arguments: Arguments | None = None
         self._lost: EnvironmentLost | None = None
+        self.grades = False
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         if self._starting is None:

@@ -7,12 +7,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from keel.agents.host.client import Hosted, Program
+from keel.agents.host.client import Hosted, Program, parent_of
+from keel.agents.host.parent import Parent
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import EnvironmentLost, Fault, Opening
 from keel.rl.turns import Chat, Message, ToolSpec
-from keel.rl.types import Prompt
+from keel.rl.types import ENVIRONMENT, Prompt
 
 _CURES: dict[Fault, str] = {
     "raised": "Mend what its own code raised, or give it other arguments",
@@ -37,6 +38,10 @@ class Probe:
     """Of the messages and tools as the policy is given them. None: without a chat format."""
     seconds: float
     """To start its process and open it."""
+    forked_s: float | None
+    """For one more that is forked. None: each is started by itself."""
+    why_not: str
+    """Why it is not forked, where that was wanted."""
 
 
 async def probe(
@@ -57,16 +62,25 @@ async def probe(
             not fit. Names the environment, says what failed in its own words, and the cure.
     """
     name = program.target if isinstance(program, Program) else program.name
-    inside = Hosted(program) if isinstance(program, Program) else McpEpisode(program)
-    environment = Told(inside, prompt)
-    began = time.monotonic()
+    parent = parent_of(program) if isinstance(program, Program) else None
+    forked_s: float | None = None
+    why_not = ""
     try:
-        opening = await environment.open(task, seed=seed)
+        opening, grades, seconds = await _opened(program, parent, prompt, task, seed)
+        if parent is not None and not parent.why_not:
+            _, _, forked_s = await _opened(program, parent, prompt, task, seed)
     except EnvironmentLost as error:
         raise ValueError(_why(program, name, task, error)) from error
     finally:
-        seconds = time.monotonic() - began
-        await environment.close()
+        if parent is not None:
+            why_not = parent.why_not
+            await parent.close()
+    if not grades and task.reward.get("kind") == ENVIRONMENT:
+        raise ValueError(
+            f"environment {name} has no `verdict`, and nothing else grades its tasks. Give it a "
+            "method `verdict` that returns a number from 0 to 1, or a dict of them with one named "
+            "`correct`; or take the tasks from a file (source: jsonl) whose lines have answers"
+        )
     tokens = None if chat is None else _tokens(name, task, opening, chat, thinking)
     if tokens is not None and tokens >= window:
         raise ValueError(
@@ -80,7 +94,27 @@ async def probe(
         tools=opening.tools,
         opening_tokens=tokens,
         seconds=seconds,
+        forked_s=forked_s,
+        why_not=why_not,
     )
+
+
+async def _opened(
+    program: Program | McpServer,
+    parent: Parent | None,
+    prompt: SystemPrompt,
+    task: Prompt,
+    seed: int,
+) -> tuple[Opening, bool, float]:
+    """Its opening, whether it has a verdict, and how long it took."""
+    inside = Hosted(program, parent=parent) if isinstance(program, Program) else McpEpisode(program)
+    environment = Told(inside, prompt)
+    began = time.monotonic()
+    try:
+        opening = await environment.open(task, seed=seed)
+        return opening, inside.grades, time.monotonic() - began
+    finally:
+        await environment.close()
 
 
 def _why(program: Program | McpServer, name: str, task: Prompt, error: EnvironmentLost) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, get_args
@@ -66,18 +66,21 @@ class EpisodeRunner:
         seed: int,
         most_open: int,
         crash_is_failure: Collection[str] = (),
+        closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """environments: of `Prompt.environment`, makes one for an episode; programs: of the same,
         what drives its episodes, where that is not Keel; seed: of the run; most_open: episodes at
         once, for training and as many for evaluation, which the loop waits for; the others wait;
-        crash_is_failure: environments for which `Episode` has it. Raises ValueError where the
-        machine does not allow so many open files."""
+        crash_is_failure: environments for which `Episode` has it; closing: of what environments
+        share, at the end. Raises ValueError where the machine does not allow so many open files or
+        processes."""
         make_room(len(PURPOSES) * most_open, programs=bool(programs))
         self._environments, self._chat, self._turns = environments, chat, turns
         self._budget, self._context, self._seed = budget, context, seed
         self._programs = programs or {}
         self._starting = asyncio.Semaphore(STARTING)
         self._endpoint: Endpoint | None = None
+        self._closing = closing
         self._version = 0
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
@@ -166,6 +169,7 @@ class EpisodeRunner:
         await asyncio.gather(
             *asyncio.all_tasks(self._loop) - {asyncio.current_task()}, return_exceptions=True
         )
+        await asyncio.gather(*(close() for close in self._closing), return_exceptions=True)
 
     async def _group(
         self, prompt: Prompt, size: int, purpose: Purpose, version: int, draw: int

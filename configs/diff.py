@@ -16,6 +16,7 @@ RESUMABLE_KNOBS = frozenset(
         "run.resume",
         "run.eval_every",
         "run.checkpoint_every",
+        "run.checkpoint_minutes",
         "run.keep_checkpoints",
         "run.save_trajectories",
         "run.startup_deadline_s",

@@ -287,7 +287,13 @@ class Scorer:
             if trajectory.finish_reason == "crash":  # nothing that it had done counts
                 parts[index] = worst(weights)
             elif not isinstance(found := parts[index], str):
-                check_found(found, weights)
+                try:
+                    check_found(found, weights)
+                except ValueError as error:
+                    if trajectory.verdict is None or trajectory.verdict.parts:
+                        raise
+                    # A program that was ended gives none: no reason to end the run, too.
+                    parts[index] = f"its program or environment gave no verdict: {error}"
         return parts
 
     def _note(self, name: str, group: Group, verdicts: Sequence[Verdict]) -> None:
@@ -336,6 +342,8 @@ def _with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
+    crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
+    tokens[crashed] = tokens.max(initial=0)  # to be over soon is no merit of a crash
     added = rule.adjustment(
         np.array([score.value for score in scores], np.float64),
         np.array([score.parts["correct"] for score in scores], np.float64),

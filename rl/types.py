@@ -33,7 +33,8 @@ Purpose = Literal["train", "eval"]
 ENVIRONMENT = "environment"
 """Kind of reward spec of a prompt whose environment's verdict is the reward."""
 PROGRAM = "program"
-"""`name` of an assistant's message that an agent program gave as its answer: nobody sampled it."""
+"""`name` of an assistant's message that an agent program wrote, its answer among them: nobody
+sampled it."""
 NO_ROUTE = -1
 """A routes row filled with this value was not recorded: the trainer uses its live router there."""
 LOST = "environment, at "

@@ -34,7 +34,6 @@ class EngineSpec:
     @classmethod
     def of(cls, config: Config, model: str) -> Self:
         """An engine of this run; model: folder of the weights."""
-        agents = any(source.environment.given for source in config.data.sources)
         return cls(
             model_path=model,
             tokenizer=config.model.tokenizer or model,
@@ -44,7 +43,9 @@ class EngineSpec:
             seed=config.run.seed,
             keep_routing=config.algorithm.keep_routing,
             keep_sampling_mask=config.algorithm.keep_sampling_mask,
-            conversations=-(-config.agents.max_open // config.rollout.engines) if agents else 0,
+            conversations=-(-config.agents.max_open // config.rollout.engines)
+            if config.with_agents
+            else 0,
         )
 
 

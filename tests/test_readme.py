@@ -150,7 +150,7 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
     said = capsys.readouterr().out
     assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in said
     assert "engines 0–1 on GPUs 6–7; trainer ranks 0–5 on GPUs 0–5" in said
-    (comment,) = re.findall(r"ranks: 6.*# (\d+) GiB a rank", block("# my.yaml"))
+    (comment,) = re.findall(r"ranks: 6.*# (\d+) GiB per rank", block("# my.yaml"))
     assert f"trainer rank: {comment}." in said
     assert "school (school.jsonl): 100 to train on, 200 held out" in said
     # As many GPUs with less memory: refused. What would help is searched for a second or two.

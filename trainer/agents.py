@@ -16,7 +16,8 @@ from keel.agents.context import ContextManager
 from keel.agents.endpoint.probe import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.environments.interpreter import CELL_S
-from keel.agents.host.client import Deadlines, Hosted, Program
+from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.host.room import make_room
 from keel.agents.mcp_client import McpEpisode, McpServer
@@ -24,6 +25,7 @@ from keel.agents.probe import probe
 from keel.agents.runner import PURPOSES, EpisodeRunner, Turns, environment_seed
 from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import Environment, NoEnvironment
+from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
@@ -103,8 +105,10 @@ async def _looked_at(
         )
         names = [tool.name for tool in found.tools]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        later = f", then {found.forked_s:.2f} s each, forked" if found.forked_s else ""
+        later += f", each by itself: {found.why_not}" if found.why_not else ""
         notes[f"{source.name}, its environment"] = (
-            f"opens in {found.seconds:.1f} s with {found.opening_tokens} tokens; tools: "
+            f"opens in {found.seconds:.1f} s{later}, with {found.opening_tokens} tokens; tools: "
             f"{', '.join(names[:SHOWN]) or 'none'}{more}"
         )
     if (driver := agent_program(config, source)) is not None:
@@ -151,9 +155,12 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     starting = asyncio.Semaphore(STARTING)
     given = [source for source in config.data.sources if source.environment.given]
     programs = {source.name: agent_program(config, source) for source in given}
+    parents: list[Parent] = []
+    environments = {source.name: maker(config, source, starting, parents) for source in given}
     return EpisodeRunner(
-        {source.name: maker(config, source, starting) for source in given},
+        environments,
         programs={name: found for name, found in programs.items() if found is not None},
+        closing=[parent.close for parent in parents],
         chat=chat,
         turns=turns,
         budget=budget(config),
@@ -196,15 +203,22 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[Demonstrati
 
 
 def maker(
-    config: Config, source: SourceConfig, starting: asyncio.Semaphore | None = None
+    config: Config,
+    source: SourceConfig,
+    starting: asyncio.Semaphore | None = None,
+    parents: list[Parent] | None = None,
 ) -> Callable[[], Environment]:
-    """Makes an environment for each episode. Raises as `made_from`."""
+    """Makes an environment for each episode. parents: what forks them is added; None: they are
+    started. Raises as `made_from`."""
     made, prompt = made_from(config, source), system_prompt_of(config, source)
     if made is None:
         return lambda: Told(NoEnvironment(), prompt)
-    if isinstance(made, Program):
-        return lambda: Told(Hosted(made, starting=starting), prompt)
-    return lambda: Told(McpEpisode(made, starting=starting), prompt)
+    if not isinstance(made, Program):
+        return lambda: Told(McpEpisode(made, starting=starting), prompt)
+    parent = parent_of(made) if parents is not None else None
+    if parents is not None and parent is not None:
+        parents.append(parent)
+    return lambda: Told(Hosted(made, starting=starting, parent=parent), prompt)
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
@@ -228,6 +242,7 @@ def program(config: Config, source: SourceConfig) -> Program:
         python=given.python or sys.executable,
         folder=Path(given.folder) if given.folder else None,
         env=given.env,
+        preload=given.preload,
         memory_mib=given.memory_mib,
         deadlines=deadlines(given),
         readable=readable(given),
@@ -279,14 +294,20 @@ def readable(given: EnvironmentConfig) -> tuple[Path, ...]:
 
 
 def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
-    """Raises ValueError where this machine cannot isolate it. network: None, as the recipe says."""
-    given, run = source.environment, Path(config.run.dir)
+    """Raises ValueError where this machine cannot isolate it. network: None, as the recipe says.
+
+    It does not see the run, nor the files that prompts come from, unless they are `readable` by
+    name: they hold the answers, and what the policy runs reads what an environment does."""
+    given = source.environment
+    named = {Path(path).resolve() for path in given.readable}
+    files = (data_path(each.path) for each in config.data.sources if each.path)
+    answers = [path for path in files if path.resolve() not in named]
     return (
         environment_wrap(
             given.isolation,
             memory_mib=given.memory_mib,
             network=network or given.network,
-            hidden=(run,),
+            hidden=(Path(config.run.dir), *answers),
             knob=f"data.sources[{source.name}].environment.isolation",
         )
         or not_wrapped

@@ -21,6 +21,7 @@ from keel.rl.futures import done
 from keel.rl.metrics import merge
 from keel.rl.packing import TrainBatch, pack, split_updates
 from keel.rl.types import ScoredGroup, StepResult
+from keel.trainer.run.manifest import Entry
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
 
 GRACE_S = 5.0
@@ -173,10 +174,11 @@ class Learner:
                 else:
                     sent[index].set_result(outcome)
 
-    def save(self, folder: Path) -> None:
-        """Write what `load` needs into `folder`, which all ranks must see."""
+    def save(self, folder: Path) -> dict[str, Entry]:
+        """Write what `load` needs into `folder`, which all ranks must see. Returns the files."""
         self._make_room().result()
-        self._all("save", str(folder), limit=self._limit(f"saving {folder}"))
+        limit = self._limit(f"saving {folder}")
+        return _joined(self._all("save", str(folder), limit=limit))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it right after `start`."""
@@ -185,10 +187,12 @@ class Learner:
         reports: list[StepReport] = self._all("load", str(folder), limit=limit)
         self._version = reports[0].version
 
-    def export(self, folder: Path) -> None:
-        """Write the weights and the tokenizer as a model folder for transformers or vLLM."""
+    def export(self, folder: Path) -> dict[str, Entry]:
+        """Write the weights and the tokenizer as a model folder for transformers or vLLM. Returns
+        the files."""
         self._make_room().result()
-        self._all("export", str(folder), limit=self._limit(f"exporting to {folder}"))
+        limit = self._limit(f"exporting to {folder}")
+        return _joined(self._all("export", str(folder), limit=limit))
 
     def shutdown(self) -> None:
         """End every rank. Safe to call twice, and after a failure."""
@@ -268,6 +272,10 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
         for share, batch in zip(shares, packed, strict=True):
             share.append(batch)
     return shares
+
+
+def _joined(parts: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:
+    return {name: entry for part in parts for name, entry in part.items()}
 
 
 def last_lines(log: str, count: int = LOG_LINES) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from keel.configs.schema import Config
+from keel.configs.schema import Config, RunConfig
 from keel.rl.evaluation import evaluation
 from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
@@ -113,6 +113,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         score=partial(parts.rewards.submit, purpose="train"),
         start=start,
     )
+    saved = time.monotonic()
     with closing(feed):
         feed.open()
         for step in range(start + 1, run.steps + 1):
@@ -139,13 +140,20 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 parts.journal.begin("evaluating")
                 metrics |= evaluate(parts.rollouts, parts.rewards, parts.heldout)
             parts.journal.record(step, metrics, batch.groups)
-            due = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
+            due = checkpoint_due(run, step, time.monotonic() - saved)
             if last or due or parts.stop():
                 parts.journal.begin("saving a checkpoint")
                 parts.save(step, feed.position())
+                saved = time.monotonic()
                 if parts.stop():  # or was asked to meanwhile
                     return step
     return max(start, run.steps)
+
+
+def checkpoint_due(run: RunConfig, step: int, since_s: float) -> bool:
+    """`since_s`: seconds since the last one, or since the run began."""
+    by_steps = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
+    return by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
 
 
 def evaluate(

@@ -65,9 +65,12 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
                 f"is kept in {folder.set_aside}; this run starts over. run.checkpoint_every=N "
                 "saves a checkpoint every N steps"
             )
+        for line in folder.words():
+            print(f"warning: {line}")
         state, steps = folder.state(), task.config.run.steps
         start = state.step if state else 0
         if start >= steps and folder.model.exists():
+            folder.check_model()
             print(f"{folder.path} has done its {start} steps. Raise run.steps to go on.")
             return
         if state:
@@ -89,8 +92,11 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
 def check(recipe: str, overrides: Sequence[str]) -> None:
     """`keel check`: validate everything that can be without starting anything."""
     task = prepare(recipe, overrides, hardware=hardware_said)
-    RunFolder(task.config).check()
+    folder = RunFolder(task.config)
+    folder.check()
     print(task.text(seats=seating(task.config, task.hardware) if task.gpu else ()))
+    for line in folder.words():
+        print(f"{'warning':<12} {line}")
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
@@ -102,6 +108,8 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         )
     folder = RunFolder(task.config)
     folder.check()
+    for line in folder.words():
+        print(f"warning: {line}")
     with running(task, print) as system:
         latest = folder.latest  # once: a run in progress goes on writing them
         if latest:
@@ -119,6 +127,8 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     task = prepare(recipe, overrides)
     folder = RunFolder(task.config)
     folder.check(POLICY)
+    for line in folder.words():
+        print(f"warning: {line}")
     latest = folder.latest
     policy = f"{folder.path.resolve()}, {latest.name}" if latest else "the base model"
     with FilterFolder(task.config, task.dataset.train.sources, policy) as out:

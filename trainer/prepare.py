@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -35,6 +36,8 @@ from keel.trainer.planning.families import check_engine_dtype
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe, plan_on
 from keel.trainer.planning.unusual import unusual
+from keel.trainer.run.folder import check_exported
+from keel.trainer.run.manifest import MANIFEST
 
 EMBEDDED = "embedded"
 
@@ -89,6 +92,10 @@ def prepare(
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
+    machine = hardware(config)
+    if machine.found:
+        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
+        check_exported(Path(config.model.path), cure)
     if config.model.path == EMBEDDED:
         tokenizer = build_tokenizer()
         facts = facts_of(model_config(config.model.embedded, tokenizer))
@@ -100,7 +107,6 @@ def prepare(
         check_engine_dtype(config, model.model_type)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
-    machine = hardware(config)
     plan = plan_on(config, facts, machine)
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:

@@ -16,6 +16,7 @@ from keel.configs.schema import Config
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch
+from keel.trainer.run.manifest import Entry
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -125,15 +126,15 @@ class TrainerWorker:
         buckets = self.engine.buckets(wanted=bool(receivers))
         return self._sender.send(buckets, receivers, self.engine.version)
 
-    def save(self, folder: str) -> None:
-        self.engine.save(Path(folder))
+    def save(self, folder: str) -> dict[str, Entry]:
+        return self.engine.save(Path(folder))
 
     def load(self, folder: str) -> StepReport:
         self.engine.load(Path(folder))
         return StepReport(version=self.engine.version, steps=self.engine.steps, metrics={})
 
-    def export(self, folder: str) -> None:
-        self.engine.export(Path(folder))
+    def export(self, folder: str) -> dict[str, Entry]:
+        return self.engine.export(Path(folder))
 
     @property
     def engine(self) -> TrainerEngine:

@@ -46,12 +46,15 @@ class DrivenEpisode(Episode):
             seed=self.seed,
             budget=self.budget,
         )
-        offered = Tools(self.environment, opening.tools, call_s=self.budget.call_s)
+        offered = Tools(self.environment, opening.tools, budget=self.budget)
         address = self.endpoint.add(recording, offered if opening.tools else None)
+        begun_s = 0.0
         try:
             self.ended = ended = await self._driven(task, recording, address)
+            begun_s = 0.0 if self._error is not None else self.budget.call_s
         finally:
             self.finished = finished = await self.endpoint.finish(self.name)
+            await offered.finish(begun_s)
         if self._error is not None:
             raise self._error
         self.usage = finished.usage

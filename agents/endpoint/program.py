@@ -68,8 +68,12 @@ class AgentProgram:
             raise ValueError(f"agent program {self.name}: there is no folder {self.folder}")
 
     @property
+    def is_function(self) -> bool:
+        return str(START) in self.command
+
+    @property
     def name(self) -> str:
-        return self.command[-1] if str(START) in self.command else self.command[0]
+        return self.command[-1] if self.is_function else self.command[0]
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
@@ -123,8 +127,8 @@ async def run_program(
     """Run a program to its end, or until `until` returns why its time is up. All its processes are
     gone afterwards.
 
-    What it says is what it writes to the file `KEEL_VERDICT`, or else the last line that it prints
-    if that is such an object: `{"parts": {"correct": 1.0}, "facts": {…}}`, its own verdict;
+    What it says is what it writes to the file `KEEL_VERDICT`, or else the last line that a command
+    prints if that is such an object: `{"parts": {"correct": 1.0}, "facts": {…}}`, its own verdict;
     `{"answer": "…"}`, for whoever grades; or both.
     """
     started = monotonic()
@@ -176,6 +180,8 @@ async def run_program(
         late.cancel()
         # To its end even where this is cancelled meanwhile.
         await asyncio.shield(asyncio.ensure_future(_tidy(process, scratch)))
+    if isinstance(answer, dict) and program.is_function:
+        answer.pop("last", None)  # what it prints may be the policy's words
     verdict, said = _given(answer, judges=program.judges)
     return Ended(
         failed=failed,

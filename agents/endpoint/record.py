@@ -40,7 +40,7 @@ from keel.rl.turns import (
     TurnRequest,
     TurnResult,
 )
-from keel.rl.types import FinishReason, Usage
+from keel.rl.types import PROGRAM, FinishReason, Usage
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 TURN_S = 600.0
@@ -332,13 +332,15 @@ class Recording:
         return most
 
     def _tell(self, messages: Sequence[Message], keys: Sequence[str], said: Message) -> None:
-        """Put what is new into the transcript."""
+        """Put what is new into the transcript. What the program says for the policy, or makes of
+        its words, nobody sampled."""
         if not self._opening:
             self._opening = tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
             if key not in self._told:
                 self._told.add(key)
-                self._transcript.append(message)
+                own = {"name": PROGRAM} if message["role"] == "assistant" else {}
+                self._transcript.append({**message, **own})
         self._told.add(link(keys[-1], said))
         self._transcript.append(said)
 

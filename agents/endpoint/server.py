@@ -135,6 +135,7 @@ class Endpoint:
             raise Refused(
                 401, "wrong API key: send OPENAI_API_KEY as a bearer token", code="invalid_api_key"
             )
+        recording.over = tools is not None and tools.over  # a client may not have waited for it
         return recording, tools
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
@@ -148,7 +149,7 @@ class Endpoint:
             answer = await tools.answer(body)
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"no JSON-RPC message: {error}") from error
-        recording.over = tools.done or tools.lost is not None
+        recording.over = tools.over
         if answer is None:
             return web.Response(status=202)
         return web.json_response(answer)

@@ -6,11 +6,13 @@ one back: whoever has an MCP client uses it, and others post `tools/call`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.agents.types import Environment, EnvironmentLost
+from keel.agents.budget import Budget
+from keel.agents.types import Environment, EnvironmentLost, ToolResult
 from keel.rl.turns import ToolCall, ToolSpec
 
 PROTOCOL = "2025-06-18"
@@ -19,17 +21,32 @@ _METHOD, _PARAMS, _LOST = -32601, -32602, -32000
 
 
 class Tools:
-    """Of one episode. `call_s`: seconds for a call."""
+    """Of one episode. A call that was begun goes on to its end, even where the client goes: an
+    environment that is interrupted is lost."""
 
     def __init__(
-        self, environment: Environment, tools: Sequence[ToolSpec], *, call_s: float
+        self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
     ) -> None:
-        self._environment, self._tools, self._call_s = environment, tools, call_s
+        self._environment, self._tools, self._budget = environment, tools, budget
         self._calls = 0
+        self._running: set[asyncio.Task[ToolResult]] = set()
         self.lost: EnvironmentLost | None = None
         """Why the episode cannot go on."""
         self.done = False
         """A tool has ended the episode."""
+
+    @property
+    def over(self) -> bool:
+        return self.done or self.lost is not None
+
+    async def finish(self, within_s: float) -> None:
+        """Wait so long for calls that were begun, and give up what is left of them."""
+        try:
+            if self._running:
+                await asyncio.wait(self._running, timeout=within_s)
+        finally:
+            for task in self._running:
+                task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
         """To one message; None to a notification. Raises ValueError for what is none."""
@@ -65,18 +82,30 @@ class Tools:
         return await self._called(name, cast(Mapping[str, Any], arguments))
 
     async def _called(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        if self.done or self.lost is not None:
+        if self.over:
             return _error(_LOST, "the episode is over")
+        if refusal := self._budget.refusal(self._calls):
+            return {"result": {"content": [{"type": "text", "text": refusal}], "isError": True}}
         self._calls += 1
         call = ToolCall(call_id=f"mcp_{self._calls}", name=name, arguments=arguments)
+        task = asyncio.create_task(self._call(call))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         try:
-            found = await self._environment.call(call, timeout_s=self._call_s)
+            found = await asyncio.shield(task)
         except EnvironmentLost as error:
-            self.lost = error
             return _error(_LOST, str(error))
-        self.done = self.done or found.done
         content = [{"type": "text", "text": found.text}]
         return {"result": {"content": content, "isError": found.failed}}
+
+    async def _call(self, call: ToolCall) -> ToolResult:
+        try:
+            found = await self._environment.call(call, timeout_s=self._budget.call_s)
+        except EnvironmentLost as error:
+            self.lost = error
+            raise
+        self.done = self.done or found.done
+        return found
 
 
 def _listed(tool: ToolSpec) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import keel
+from keel.agents.host.parent import Parent
 from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, line_of, not_wrapped
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
@@ -27,6 +28,7 @@ READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
     "PYTHONNOUSERSITE": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONUTF8": "1",
@@ -68,6 +70,8 @@ class Program:
     """Where it runs and where its modules are looked for first. None: here."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables, added to the few that every environment gets."""
+    preload: bool = True
+    """Whether `parent_of` may load it once and fork a process for each episode."""
     memory_mib: int | None = 4096
     """Address space of each of its processes. None: no limit."""
     readable: Sequence[Path] = ()
@@ -90,20 +94,61 @@ class Program:
                 "an interpreter alone takes that"
             )
 
+    @property
+    def where(self) -> Path:
+        return self.folder or Path.cwd()
+
+    @property
+    def needed(self) -> tuple[Path, ...]:
+        """What it reads in a sandbox beside its interpreter."""
+        return (*READABLE, self.where, *_file_of(self.target, self.where), *self.readable)
+
+
+def parent_of(program: Program) -> Parent | None:
+    """What forks the program's episodes; None where they are not to be forked. To be closed."""
+    if not program.preload:
+        return None
+    load = {
+        "do": "load",
+        "target": program.target,
+        "action": program.arguments.get("action") if program.kind in ("auto", "openenv") else None,
+        "paths": [str(program.where.absolute())],
+        "memory_mib": program.memory_mib,
+    }
+    return Parent(
+        [program.python, str(START), "parent"],
+        load,
+        env={**ENVIRONMENT, **program.env},
+        folder=program.where,
+        wrap=program.wrap,
+        readable=program.needed,
+        deadline_s=program.deadlines.open_s,
+    )
+
 
 class Hosted:
     """One episode of a `Program`. Implements `keel.agents.types.Environment`.
 
     starting: held while a process starts, so that hundreds of them do not take each other's time.
+    parent: of the program, forks its process. None: it is started by itself.
     """
 
-    def __init__(self, program: Program, *, starting: asyncio.Semaphore | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        *,
+        starting: asyncio.Semaphore | None = None,
+        parent: Parent | None = None,
+    ) -> None:
         self._program = program
         self._starting = starting
+        self._parent = parent
         self._process: LineProcess | None = None
         self._arguments: Arguments | None = None
         self._lost: EnvironmentLost | None = None
         self._closed = False
+        self.grades = True
+        """Whether it has a verdict of its own, known once it is open."""
         self._scratch = ""
         self._requests = 0
         self._turn = asyncio.Lock()
@@ -118,24 +163,26 @@ class Hosted:
         if self._process is not None or self._closed:
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
         program = self._program
-        folder = program.folder or Path.cwd()
         own: dict[str, str] = {}
         if program.wrap is not_wrapped:  # a sandbox has a private one
             self._scratch = tempfile.mkdtemp(prefix="keel-")
-            own = {"TMPDIR": self._scratch}
-        self._process = await LineProcess.start(
-            [program.python, str(START)],
-            env={**ENVIRONMENT, "PYTHONHASHSEED": str(seed % 2**32), **own, **program.env},
-            folder=folder,
-            wrap=program.wrap,
-            readable=(*READABLE, folder, *_file_of(program.target, folder), *program.readable),
-        )
+            own = {"TMPDIR": self._scratch, **program.env}
+        if self._parent is not None:
+            self._process = await self._parent.fork(own)
+        if self._process is None:
+            self._process = await LineProcess.start(
+                [program.python, str(START)],
+                env={**ENVIRONMENT, **own, **program.env},
+                folder=program.where,
+                wrap=program.wrap,
+                readable=program.needed,
+            )
         request = {
             "do": "open",
             "target": program.target,
             "kind": program.kind,
             "arguments": dict(program.arguments),
-            "paths": [str(folder.absolute())],
+            "paths": [str(program.where.absolute())],
             "seed": seed,
             "memory_mib": program.memory_mib,
             "task": {
@@ -153,6 +200,7 @@ class Hosted:
             messages = reply.get("messages")
             messages = task.messages if messages is None else _messages(messages)
             self._arguments = arguments_of(tools)
+            self.grades = reply.get("grades") is not False
         except ValueError as error:
             raise await self._fail("start", "open", f"{program.target}: {error}") from error
         return Opening(messages=tuple(messages), tools=tools)

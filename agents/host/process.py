@@ -12,14 +12,13 @@ import os
 import signal
 import socket
 import subprocess
-import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from keel.agents.host.children import Child, Started
 from keel.agents.types import EnvironmentLost, Fault
 
 MOST_BYTES = 8 << 20
@@ -28,8 +27,6 @@ MOST_WORDS = 4096
 """Bytes of standard error that are kept: the last."""
 ENDING_S = 1.0
 """Wait for a process that closed its side to be gone by itself, which tells how it ended."""
-REAPING_S = 10.0
-"""Longest wait for a killed process to be gone."""
 PASSED_ON = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
 """What an environment sees of this process's environment: no key and no token is among it."""
 
@@ -78,6 +75,31 @@ class Wrap(Protocol):
         ...
 
 
+class ForkingWrap(Protocol):
+    """A `Wrap` in which a process may fork others, each as isolated as one of its own would be."""
+
+    @property
+    def inner(self) -> Mapping[str, Any] | None:
+        """What `keel.agents.inside.isolate` is told. None: this machine does not let it."""
+        ...
+
+    @property
+    def probe(self) -> str:
+        """Code that looks for ways out, and prints `isolated` where it finds none."""
+        ...
+
+    def parent(
+        self, command: Sequence[str], *, readable: Sequence[Path]
+    ) -> AbstractContextManager[Launch]:
+        """As a call. Nobody looks at its memory."""
+        ...
+
+    def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
+        """As `Launch.started`. inside: of the first process of a forked one's namespace; else of
+        the outer process of what `parent` is for."""
+        ...
+
+
 def not_wrapped(
     command: Sequence[str], *, readable: Sequence[Path]
 ) -> AbstractContextManager[Launch]:
@@ -98,19 +120,15 @@ class LineProcess:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        child: Child,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        words: _Words,
-        limit: Callable[[], str] | None,
+        words: Words,
     ) -> None:
-        self._process = process
-        self._limit = limit
-        self._over = ""
+        self._child = child
         self._reader, self._writer, self._words = reader, writer, words
+        self._over = ""
         self._end: asyncio.Task[str] | None = None
-        # Where nobody closes it (an event loop that was given up), the interpreter's end does.
-        self._forgotten = weakref.finalize(self, _kill_group, process.pid)
 
     @staticmethod
     async def start(
@@ -123,45 +141,34 @@ class LineProcess:
     ) -> LineProcess:
         """Raises EnvironmentLost where there is nothing to start, and OSError out of files."""
         ours, theirs = socket.socketpair()
-        read_words, write_words = os.pipe()
-        passed_on = {k: os.environ[k] for k in PASSED_ON if k in os.environ}
         try:
-            with wrap(command, readable=readable) as launch:
-                process = subprocess.Popen(
-                    launch.command,
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
-                    stderr=write_words,
-                    env={**passed_on, **launch.env, **env},
-                    cwd=folder,
-                    pass_fds=launch.pass_fds,
-                    start_new_session=True,
+            with theirs:
+                child, read_words = launch(
+                    command, theirs, env=env, folder=folder, wrap=wrap, readable=readable
                 )
-                limit = launch.started(process.pid)
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            ours.close()
-            os.close(read_words)
-            raise EnvironmentLost("start", "open", f"cannot run {command[0]}: {error}") from error
         except BaseException:
             ours.close()
-            os.close(read_words)
             raise
-        finally:
-            theirs.close()
-            os.close(write_words)
+        return await LineProcess.of(child, ours, read_words)
+
+    @staticmethod
+    async def of(child: Child, ours: socket.socket, read_words: int) -> LineProcess:
+        """Of a process that runs, its channel, and the pipe of its standard error."""
         ours.setblocking(False)
-        words = _Words(read_words)
+        words = Words(read_words)
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_BYTES)
         except BaseException:  # given up meanwhile
-            _kill_group(process.pid)
-            process.wait(REAPING_S)
             ours.close()
             words.close()
-            if limit is not None:
-                limit()
+            child.kill()
+            await asyncio.shield(child.reap())
             raise
-        return LineProcess(process, reader, writer, words, limit)
+        return LineProcess(child, reader, writer, words)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     @property
     def words(self) -> str:
@@ -193,6 +200,8 @@ class LineProcess:
         if fault == "exit":
             fault = "crash" if ended.startswith("was ended") else "exit"
             message = ended
+        if self._child.orphaned:
+            during, message = "parent", "the process that it was forked from has ended"
         if self._over:
             fault, message = "memory", self._over
         return EnvironmentLost(fault, during, message, self.words)
@@ -205,78 +214,67 @@ class LineProcess:
         return await asyncio.shield(self._end)
 
     async def _ending(self, within_s: float) -> str:
-        pid = self._process.pid
+        child = self._child
         try:
-            by_itself = await _gone(pid, within_s)
+            by_itself = await child.gone(within_s)
         finally:
-            # The leader is not reaped yet, so that its number is nobody else's.
-            _kill_below(pid)
-            if self._limit is None:
-                _kill_group(pid)
-        if self._limit is not None:
-            until = time.monotonic() + REAPING_S
-            while not await _gone(pid, 0.05) and time.monotonic() < until:
-                _kill_below(pid)  # it was still being started
-            _kill_group(pid)
-            self._over = self._limit()
-        await _gone(pid, REAPING_S)
-        code = self._process.poll()
-        if code is not None:
-            self._forgotten.detach()
+            child.kill()
+        code = await child.reap()
+        self._over = child.over
         await self._words.heard(0.2)
         self._words.close()
         self._writer.transport.abort()
-        if not by_itself or code is None:
-            return "closed its output"
-        if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        if code > 128 and code - 128 in set(signal.Signals):  # told by a sandbox's outer process
-            return f"was ended by {signal.Signals(code - 128).name}"
-        return f"exited with status {code}"
+        return how_it_ended(code if by_itself else None)
 
 
-async def _gone(pid: int, within_s: float) -> bool:
-    """Whether a child has ended by then. It is not reaped."""
-    until, pause = time.monotonic() + within_s, 0.001
-    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while True:
-        try:
-            if os.waitid(os.P_PID, pid, flags) is not None:
-                return True
-        except ChildProcessError:
-            return True
-        if time.monotonic() >= until:
-            return False
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, 0.05)
+def how_it_ended(code: int | None) -> str:
+    """code: its exit status, or minus a signal. None: it had not ended by itself."""
+    if code is None:
+        return "closed its output"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    if code > 128 and code - 128 in set(signal.Signals):  # told by a sandbox's outer process
+        return f"was ended by {signal.Signals(code - 128).name}"
+    return f"exited with status {code}"
 
 
-def _below(pid: int) -> list[int]:
-    """Processes under `pid`, those that left its group included, as long as their parents live."""
-    found: list[int] = []
-    pending = [pid]
-    while pending:
-        folder = Path("/proc") / str(pending.pop()) / "task"
-        with suppress(OSError):
-            for task in os.listdir(folder):
-                children = (folder / task / "children").read_bytes().split()
-                pending += map(int, children)
-                found += map(int, children)
-    return found
+def launch(
+    command: Sequence[str],
+    channel: socket.socket,
+    *,
+    env: Mapping[str, str],
+    folder: Path | None,
+    wrap: Wrap,
+    readable: Sequence[Path],
+) -> tuple[Started, int]:
+    """A process whose standard input and output are `channel`, and its standard error to read.
+    Raises as `LineProcess.start`."""
+    read_words, write_words = os.pipe()
+    passed_on = {k: os.environ[k] for k in PASSED_ON if k in os.environ}
+    try:
+        with wrap(command, readable=readable) as given:
+            process = subprocess.Popen(
+                given.command,
+                stdin=channel.fileno(),
+                stdout=channel.fileno(),
+                stderr=write_words,
+                env={**passed_on, **given.env, **env},
+                cwd=folder,
+                pass_fds=given.pass_fds,
+                start_new_session=True,
+            )
+            return Started(process, given.started(process.pid)), read_words
+    except BaseException as error:
+        os.close(read_words)
+        if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
+            why = f"cannot run {command[0]}: {error}"
+            raise EnvironmentLost("start", "open", why) from error
+        raise
+    finally:
+        os.close(write_words)
 
 
-def _kill_below(pid: int) -> None:
-    for child in _below(pid):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(child, signal.SIGKILL)
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-class _Words:
+class Words:
     """The end of what a process prints to the pipe `fd`, heard as long as the event loop runs."""
 
     def __init__(self, fd: int) -> None:

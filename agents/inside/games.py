@@ -24,6 +24,8 @@ class Game:
     before the first observation.
     """
 
+    grades = True
+
     def __init__(
         self,
         game: Any,

@@ -78,6 +78,7 @@ class Object:
 
     def __init__(self, found: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._found = found
+        self.grades = hasattr(found, "verdict")
         self._tools = {name: Tool(name, function) for name, function in functions.items()}
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:

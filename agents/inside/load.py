@@ -7,19 +7,43 @@ import importlib.util
 import inspect
 import os
 import sys
-from typing import Any
+from contextlib import suppress
+from typing import Any, Optional
 
 from keel.agents.inside.errors import Refused, place, told
 from keel.agents.inside.games import Game
 from keel.agents.inside.kinds import Object, functions_of, methods_of
-from keel.agents.inside.openenv import Here, OpenEnv, There, is_address, is_openenv
+from keel.agents.inside.openenv import CLIENT, Here, OpenEnv, There, is_address, is_openenv
 
 OPTIONS = ("play_by", "scale", "rules")
 """Arguments of the adapter and not of the game."""
+_loaded: dict[str, Any] = {}
+
+
+def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
+    """What each episode would load. Raises Refused as `load`."""
+    if is_address(target):
+        with suppress(ImportError):  # said when one is opened
+            importlib.import_module(CLIENT)
+        return
+    load(target)
+    if action:
+        load(action)
+    name = target.partition(":")[0]
+    module = sys.modules[os.path.basename(name)[:-3] if name.endswith(".py") else name]
+    for late in getattr(module, "PRELOAD", ()):
+        with suppress(ImportError):  # said when it is wanted
+            importlib.import_module(late)
 
 
 def load(target: str) -> Any:
-    """What `module:name`, `module` or `file.py:name` names."""
+    """What `module:name`, `module` or `file.py:name` names. A process loads it once."""
+    if target not in _loaded:
+        _loaded[target] = _load(target)
+    return _loaded[target]
+
+
+def _load(target: str) -> Any:
     name, _, attribute = target.partition(":")
     try:
         if name.endswith(".py"):

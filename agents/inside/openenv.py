@@ -15,6 +15,7 @@ from keel.agents.inside.errors import Lost, Refused, told
 from keel.agents.inside.games import graded
 
 CURE = f"{sys.executable} -m pip install openenv"
+CLIENT = "openenv.core.generic_client"
 ANSWER_S = 10.0
 """Longest wait for a server's schemas."""
 WAIT_S = 86_400.0
@@ -41,6 +42,8 @@ class OpenEnv:
     An action is a call of the tool `step`, or of one of the environment's own tools (MCP); with
     play_by="text", what the policy says is the action's only text.
     """
+
+    grades = True
 
     def __init__(
         self,
@@ -194,7 +197,7 @@ class There:
         import urllib.request  # noqa: PLC0415  (takes a while, and most environments do without)
 
         try:
-            client: Any = importlib.import_module("openenv.core.generic_client")
+            client: Any = importlib.import_module(CLIENT)
         except ModuleNotFoundError as error:
             raise Refused(f"{address}: {told(error)}; {CURE}") from error
         self._address = address.rstrip("/")

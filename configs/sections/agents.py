@@ -48,6 +48,9 @@ class EnvironmentConfig:
     """Environment variables. It sees few others: no key and no token of yours."""
     memory_mib: int = 4096
     """Address space of each of its processes."""
+    preload: bool = True
+    """Import its module once and fork a process for each episode, where that is safe: it must do
+    nothing at import that episodes are not to share. false: a new interpreter for each."""
     readable: tuple[str, ...] = ()
     """Files and folders that it may read beyond its own folder and interpreter."""
     isolation: Literal["bubblewrap", "none-i-trust-the-environments"] = "bubblewrap"
@@ -128,6 +131,13 @@ class EnvironmentConfig:
             self.on_crash,
             "belongs to target and command: all episodes share the server behind url, so whose "
             "doing its end was cannot be known",
+        )
+        require(
+            self.on_crash == "drop" or not self.alone,
+            f"{knob}.on_crash",
+            self.on_crash,
+            "belongs to target and command: there is no environment that could crash; a program "
+            "that fails by itself is left out",
         )
         require(
             self.memory_mib >= 64,

@@ -32,7 +32,10 @@ class RunConfig:
     """Steps between evaluations on the held-out sets; 0: only before the first and after the last
     step."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0: only at the end and when stopped by Ctrl-C."""
+    """Steps between checkpoints; 0: by time alone. One is always written at the end, and when
+    stopped by Ctrl-C."""
+    checkpoint_minutes: float = 30.0
+    """A checkpoint after the step that ends so long after the last one; 0: by steps alone."""
     keep_checkpoints: int = 2
     save_trajectories: int = 4
     """Trajectories written as readable text at each step."""
@@ -67,6 +70,12 @@ class RunConfig:
             "run.checkpoint_every",
             self.checkpoint_every,
             "must not be negative",
+        )
+        require(
+            self.checkpoint_minutes >= 0,
+            "run.checkpoint_minutes",
+            self.checkpoint_minutes,
+            "must not be negative (minutes)",
         )
         require(
             self.keep_checkpoints >= 1,

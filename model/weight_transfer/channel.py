@@ -30,8 +30,6 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]
 """Host and port of the TCPStore that both ends connect to; rank 0 keeps it."""
-Meeting = Rendezvous
-"""As `keel.rollout.engine` still calls it."""
 
 
 def connect(rendezvous: Rendezvous, name: str, deadline_s: float) -> Any:

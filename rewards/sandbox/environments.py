@@ -10,6 +10,7 @@ others are killed, and only then does the outer process end: who waits for that 
 
 from __future__ import annotations
 
+import base64
 import os
 import platform
 import subprocess
@@ -19,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from keel.rewards.sandbox.bubblewrap import (
     SYSTEM_FILES,
@@ -36,7 +37,7 @@ from keel.rewards.sandbox.bubblewrap import (
 )
 from keel.rewards.sandbox.keeper import KEEPER
 from keel.rewards.sandbox.runtime import runtime
-from keel.rewards.sandbox.seccomp import LOCAL, NETWORK, seccomp_filter
+from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
 EnvironmentIsolation = Literal["bubblewrap", "none-i-trust-the-environments"]
 Network = Literal["none", "loopback", "host"]
@@ -88,10 +89,54 @@ class EnvironmentSandbox:
     mounts: bool
     """Whether to mount /proc and pseudo-terminals. Some containers let nobody do that."""
 
-    @contextmanager
-    def __call__(self, command: Sequence[str], *, readable: Sequence[Path]) -> Generator[Launch]:
+    def __call__(
+        self, command: Sequence[str], *, readable: Sequence[Path]
+    ) -> AbstractContextManager[Launch]:
         """Raises FileNotFoundError where there is no such program, and PermissionError for what its
         user may not read or write inside."""
+        return self._launch(command, readable, forking=False)
+
+    def parent(
+        self, command: Sequence[str], *, readable: Sequence[Path]
+    ) -> AbstractContextManager[Launch]:
+        """Of a process that forks others, which take `inner` upon themselves. It may make
+        namespaces itself."""
+        return self._launch(command, readable, forking=True)
+
+    @property
+    def inner(self) -> Mapping[str, Any] | None:
+        """What makes a forked process as isolated as one that was started. None: that takes a /proc
+        of its own."""
+        if not self.mounts:
+            return None
+        return {
+            "own_network": self.network != "host",
+            "loopback": self.network == "loopback",
+            "files_mib": self.files_mib,
+            "processes": self.processes,
+            "filter": base64.b64encode(self._rules()).decode(),
+        }
+
+    @property
+    def probe(self) -> str:
+        told = {"KEEL_NETWORK": self.network, "KEEL_PROCESSES": str(self.processes)}
+        return f"import os\nos.environ.update({told!r})\n{_PROBE}"
+
+    def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
+        """Look at its memory from now on. inside: as of the keeper's."""
+        if self.memory_mib is None:
+            return lambda: ""
+        KEEPER.hold(pid, self.memory_mib, inside=inside)
+        return partial(KEEPER.release, pid)
+
+    def _rules(self, *permitted: str) -> bytes:
+        sockets = LOCAL if self.network == "none" else NETWORK
+        return seccomp_filter(platform.machine(), sockets=sockets, permitted=permitted)
+
+    @contextmanager
+    def _launch(
+        self, command: Sequence[str], readable: Sequence[Path], *, forking: bool
+    ) -> Generator[Launch]:
         root = os.geteuid() == 0
         host = self.network == "host"
         needed = runtime(command[0])
@@ -104,18 +149,24 @@ class EnvironmentSandbox:
             for name in _NETWORK_FILES:
                 words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         words += self._folders([*needed.paths, *readable], root)
+        before = ""
+        if forking and root:
+            # Where root's bubblewrap mounts it, parts are covered, and no namespace in this one
+            # could mount its own. Nothing that is covered is for the program's user to write to.
+            words += ["--cap-add", "CAP_SYS_ADMIN", *made_folders(["/proc"])]
+            before = "mount -t proc -o nosuid,nodev,noexec proc /proc && "
+        elif self.mounts:
+            words += ["--proc", "/proc"]
         if self.mounts:
-            words += ["--proc", "/proc", "--dev", "/dev", *private("/dev/shm", self.files_mib)]
+            words += ["--dev", "/dev", *private("/dev/shm", self.files_mib)]
             words += ["--remount-ro", "/dev"]
         else:
             words += [*made_folders(["/dev"]), *devices(), "--symlink", TMP, "/dev/shm"]
         with ExitStack() as stack:
-            sockets = LOCAL if self.network == "none" else NETWORK
-            rules = seccomp_filter(platform.machine(), sockets=sockets)
-            fd = memory_file(stack, rules)
+            fd = memory_file(stack, self._rules(*FORKING) if forking else self._rules())
             words += ["--remount-ro", "/", "--seccomp", str(fd), "--"]
-            words += ["/bin/sh", "-c", '"$@"; exit $?', "sh", *unprivileged(root)]
-            words += [*self._limited(root), needed.executable, *command[1:]]
+            words += ["/bin/sh", "-c", before + '"$@"; exit $?', "sh", *unprivileged(root)]
+            words += [*self._limited(root, forking), needed.executable, *command[1:]]
             where = Path(needed.executable).parent
             env = {
                 "HOME": TMP,
@@ -123,7 +174,7 @@ class EnvironmentSandbox:
                 "USER": "sandbox",
                 "PATH": f"{where}:/usr/local/bin:/usr/bin:/bin",
             }
-            yield Launch(words, (fd,), env, self.memory_mib)
+            yield Launch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _folders(self, readable: Sequence[Path], root: bool) -> list[str]:
         """The deeper one counts: a folder in another may be writable, or hidden."""
@@ -152,6 +203,8 @@ class EnvironmentSandbox:
                 if above in binds and path.is_dir():
                     words += ["--perms", "0555", "--tmpfs", str(path)]
                     last += ["--remount-ro", str(path)]
+                elif above in binds and path.is_file() and path == path.resolve():
+                    words += ["--ro-bind", os.devnull, str(path)]
             elif above not in binds or binds[above] != binds[path]:
                 folder = path if path.is_dir() else path.parent
                 if above not in binds:
@@ -159,12 +212,14 @@ class EnvironmentSandbox:
                 words += [binds[path], str(path), str(path)]
         return words + last
 
-    def _limited(self, root: bool) -> list[str]:
+    def _limited(self, root: bool, forking: bool) -> list[str]:
         words = [tool("prlimit"), "--core=0", f"--nofile={OPEN_FILES}"]
         if self.memory_mib is not None:
             words.append(f"--as={self.memory_mib << 20}")
         # In a user namespace, its first process counts too.
-        return [*words, f"--nproc={self.processes + (not root)}", "--"]
+        # What is forked has the same limit, and counts here too: it may be raised later.
+        most = f"{self.processes + (not root)}{':' * forking}"
+        return [*words, f"--nproc={most}", "--"]
 
 
 def environment_wrap(
@@ -185,8 +240,8 @@ def environment_wrap(
     None: no limit. network: host is the machine's own, its local services included; loopback one of
     the sandbox's own. processes: with threads. files_mib: of the private /tmp and of /dev/shm,
     which are memory too. writable: folders of this machine that it may change, all episodes the
-    same. hidden: folders that it must not see, though they may lie in one that it reads. knob: what
-    sets `isolation`, for messages.
+    same. hidden: folders and files that it must not see, though they may lie in a folder that it
+    reads. knob: what sets `isolation`, for messages.
 
     Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
     """
@@ -267,7 +322,7 @@ def _tried(sandbox: EnvironmentSandbox) -> str:
 
 
 _PROBE = """
-import os, socket
+import ctypes, os, socket
 ways = ["is root"] if os.getuid() == 0 else []
 if os.getpid() > 9:
     ways.append("sees processes")
@@ -298,6 +353,8 @@ try:
     ways.append("has memory that is not counted")
 except OSError:
     pass
+if ctypes.CDLL(None).unshare(0x10000000) == 0:
+    ways.append("makes namespaces")
 held = os.pipe()
 try:
     for _ in range(int(os.environ["KEEL_PROCESSES"]) + 8):

@@ -21,16 +21,21 @@ class Keeper:
 
     def __init__(self) -> None:
         self._most: dict[int, int] = {}
+        self._inside: set[int] = set()
+        """Those that are the first process inside, and of no account themselves."""
         self._begun: dict[int, bytes] = {}
         self._ended: dict[int, str] = {}
         self._lock = threading.Lock()
         self._none_left = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def hold(self, pid: int, memory_mib: int) -> None:
-        """Of a process that runs, and is a child of this one."""
+    def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
+        """Of a process that runs. inside: it is not the sandbox's outer one but the first in it, a
+        copy of a process that is there anyway, and is not counted."""
         with self._lock:
             self._most[pid] = memory_mib
+            if inside:
+                self._inside.add(pid)
             self._begun[pid] = _begun(pid)
             self._ended.pop(pid, None)
             self._none_left.clear()
@@ -47,6 +52,7 @@ class Keeper:
     def _drop(self, pid: int) -> None:
         self._most.pop(pid, None)
         self._begun.pop(pid, None)
+        self._inside.discard(pid)
         if not self._most:
             self._none_left.set()
 
@@ -64,7 +70,7 @@ class Keeper:
             self._none_left.wait(max(LOOK_EVERY_S, took / SHARE))
 
     def _look(self, pid: int, memory_mib: int) -> None:
-        used = usage(pid)
+        used = usage(pid, itself=pid not in self._inside)
         over = used.resident > memory_mib << 20
         # The kernel may say that a small process which has just begun has no memory at all.
         if not over and (used.processes > 1 or _begun(pid)):
@@ -78,7 +84,11 @@ class Keeper:
                     f"out of memory: its {used.processes} processes took {used.resident >> 20} MiB "
                     f"together, and may take {memory_mib}"
                 )
-                end_inside(pid)
+                if pid in self._inside:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                else:
+                    end_inside(pid)
             self._drop(pid)
 
 

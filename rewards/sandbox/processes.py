@@ -30,15 +30,16 @@ class Usage:
     processes: int
 
 
-def usage(root: int) -> Usage:
-    """Of the tree under the process `root`; zeros once it is gone.
+def usage(root: int, *, itself: bool = True) -> Usage:
+    """Of the tree under the process `root`, and of that; zeros once it is gone.
 
     Orphans stay in the tree of a sandbox: the first process of its namespace is their new parent.
     """
     resident = ticks = processes = 0
     pending = [root]
     while pending:
-        folder = Path("/proc") / str(pending.pop())
+        pid = pending.pop()
+        folder = Path("/proc") / str(pid)
         try:
             # The name before the bracket is the program's choice and may hold anything.
             fields = (folder / "stat").read_bytes().rpartition(b") ")[2].split()
@@ -47,6 +48,8 @@ def usage(root: int) -> Usage:
                 pending += [int(child) for child in children.split()]
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended meanwhile
+        if pid == root and not itself:
+            continue
         # Fields 14 to 17 (utime, stime, cutime, cstime) and 24 (rss) of proc(5); ours start at 3.
         ticks += sum(int(field) for field in fields[11:15])
         resident += int(fields[21]) * _PAGE

@@ -81,6 +81,8 @@ CLONE3 = (435, 435)
 MACHINES = {"x86_64": 0, "aarch64": 1}
 """`platform.machine()` → column of the tables above."""
 LOCAL = (socket.AF_UNIX,)
+FORKING = ("mount", "unshare")
+"""What a process needs that is to give its children namespaces of their own."""
 NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
@@ -92,10 +94,13 @@ _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def seccomp_filter(machine: str, *, sockets: Sequence[int] = ()) -> bytes:
+def seccomp_filter(
+    machine: str, *, sockets: Sequence[int] = (), permitted: Sequence[str] = ()
+) -> bytes:
     """A classic BPF program for `machine` (`platform.machine()`), as `bwrap --seccomp` reads it.
 
-    sockets: the families of which `socket` makes some all the same, such as `LOCAL`.
+    sockets: the families of which `socket` makes some all the same, such as `LOCAL`. permitted:
+    names of `DENIED` that are not refused, such as `FORKING`.
 
     Raises ValueError for a machine whose call numbers are not in the table.
     """
@@ -112,7 +117,7 @@ def seccomp_filter(machine: str, *, sockets: Sequence[int] = ()) -> bytes:
     if machine == "x86_64":
         program += _when(_AT_LEAST, _X32, missing)
     for name, numbers in DENIED.items():
-        if name != "socket" or not sockets:
+        if name not in permitted and (name != "socket" or not sockets):
             program += _when(_EQUAL, numbers[column], refused)
     # Its flags are behind a pointer, out of a filter's reach; the C library falls back to clone.
     program += _when(_EQUAL, CLONE3[column], missing)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from keel.configs.schema import CUT_S, RolloutConfig, SamplingConfig
 from keel.model.weight_transfer.buckets import Bucket
-from keel.model.weight_transfer.channel import Meeting
+from keel.model.weight_transfer.channel import Rendezvous
 from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
@@ -95,7 +95,7 @@ class EngineThread:
         `rollout.deadline_s` they are cut where they are.
 
         `sampling` differs from the recipe's for evaluation, where `record` is False: routes and
-        kept sets are then left out (log-probabilities never are). The future fails with
+        sampling masks are then left out (log-probabilities never are). The future fails with
         `ValueError` for a prompt that does not fit, `RecordingError` for a gap in what was recorded
         and `EngineError` if the engine breaks.
         """
@@ -159,14 +159,14 @@ class EngineThread:
         """Which GPUs the engine is on; see `keel.model.weight_transfer.channel.gpu_id`."""
         return self._wait(self._ask(lambda engine: engine.gpus()), "the engine's GPUs")
 
-    def join(self, meeting: Meeting, name: str, *, shares: bool) -> None:
+    def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
         """Meet the trainer's rank that weights will come from; `shares`: on the engine's own GPU,
         so that their bytes need no channel."""
         # Each of the other engines may have its whole deadline first.
         deadline_s = (1 + self._config.engines) * self._config.update_deadline_s
-        self._inbox = Inbox(meeting, name, deadline_s=deadline_s)
+        self._inbox = Inbox(rendezvous, name, deadline_s=deadline_s)
         if not shares:
-            asked = self._ask(lambda engine: engine.join(meeting, name))
+            asked = self._ask(lambda engine: engine.join(rendezvous, name))
             self._wait(asked, "the channel to open")
 
     def receive(self) -> None:

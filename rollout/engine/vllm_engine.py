@@ -20,7 +20,7 @@ from keel.configs.schema import SamplingConfig
 from keel.model.load import full_attention
 from keel.model.routing.routers import is_moe
 from keel.model.weight_transfer.buckets import Bucket
-from keel.model.weight_transfer.channel import Meeting
+from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
 from keel.rollout.engine.conversion import (
@@ -119,8 +119,8 @@ class VllmEngine:
         """Start `group_size` completions; `step` returns them under the number `job`. `draw`: see
         `sibling_seed`.
 
-        Without `record`, routes and kept sets are left out. Raises `ValueError` for a prompt that
-        does not fit the engine.
+        Without `record`, routes and sampling masks are left out. Raises `ValueError` for a prompt
+        that does not fit the engine.
         """
         self._check_whole(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt)
@@ -264,10 +264,10 @@ class VllmEngine:
         """`keel.model.weight_transfer.channel.gpu_id` of each of the engine's workers."""
         return self._llm.collective_rpc("keel_gpu")
 
-    def join(self, meeting: Meeting, name: str) -> None:
+    def join(self, rendezvous: Rendezvous, name: str) -> None:
         """Open a channel for weights to whoever meets the engine there under `name`."""
         deadline_s = self.spec.config.update_deadline_s
-        self._llm.collective_rpc("keel_join", args=(meeting, name, deadline_s))
+        self._llm.collective_rpc("keel_join", args=(rendezvous, name, deadline_s))
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Raises `ValueError` naming a tensor that the checkpoint does not have."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keel.configs.schema import SamplingConfig
-from keel.model.weight_transfer.channel import Meeting
+from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
@@ -77,9 +77,9 @@ class RolloutWorker:
     async def gpus(self) -> list[str]:
         return await asyncio.to_thread(self._engine.gpus)
 
-    async def join(self, meeting: Meeting, name: str, shares: bool) -> None:
+    async def join(self, rendezvous: Rendezvous, name: str, shares: bool) -> None:
         """Meet a trainer's rank that sends weights itself; see `EngineThread.join`."""
-        await asyncio.to_thread(self._engine.join, meeting, name, shares=shares)
+        await asyncio.to_thread(self._engine.join, rendezvous, name, shares=shares)
 
     async def receive(self) -> None:
         """Take an update from there."""

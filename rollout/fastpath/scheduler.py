@@ -38,6 +38,8 @@ SHORTEST_RUN = 2
 FLUSH_COST = 2.0
 """What a flush and vLLM's own step cost, in steps of the run: several where these wait for the
 host (on an H200, 1.2 B parameters), about one where they wait for the GPU."""
+LONGEST_WAIT = 64
+"""Steps after which the run is flushed for a single one, too."""
 AHEAD = 4
 """KV blocks that a request is given at once, where twice as many are free for every one of them."""
 
@@ -48,12 +50,12 @@ class _FastPath(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recordings: dict[str, Packed] = {}
-        """Requests whose log-probabilities and kept sets are kept here instead of passed on."""
+        """Requests whose log-probabilities and sampling masks stay here."""
         self.finished_blocks: dict[str, list[int]] = {}
         """KV blocks of finished requests that are recorded; valid until the next step."""
         self.fast_steps = 0
         self._run: DecodeRun | None = None
-        self._idle = 0
+        self._idle = 0.0
         """Places of the batch times steps, since vLLM's last one, in which others could have run:
         those that wait, or come after those that have ended."""
         self._undelivered: dict[str, list[int]] = {}
@@ -214,7 +216,8 @@ class _FastPath(Scheduler):
         """The run's next step; None if vLLM has to decide about it."""
         step, ended = run.scheduled, run.ended
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
-        self._idle += ended + (min(waiting, ended) if run.blocked else waiting)
+        if lost := ended + (min(waiting, ended) if run.blocked else waiting):
+            self._idle += max(lost, FLUSH_COST * len(run.ids) / LONGEST_WAIT)
         due = run.due.get(step, [])
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if (

@@ -72,6 +72,24 @@ class Attacker:
                     return True
         return False
 
+    def leave(self, word: str) -> list:
+        """Traces wherever it may; what it finds of others' before that."""
+        place, found = "/keel-trace", []
+        for folder in ("/tmp", "/dev/shm", "/dev/pts"):
+            found += [f"{folder}/{one}" for one in sorted(os.listdir(folder)) if one != "ptmx"]
+        found = [one for one in found if not __file__.startswith(one + "/")]  # a checkout in /tmp
+        for folder in ("/tmp", "/dev/shm"):
+            Path(folder + place).write_text(word)
+        self._terminal = os.openpty()
+        listener = socket.socket(socket.AF_UNIX)
+        found += [refused(lambda: listener.bind("\0trace"))]
+        listener.listen()
+        self._listener = listener
+        return [*found, *(one for one in os.listdir("/proc") if one.isdigit())]
+
+    def kill_all(self) -> str:
+        return refused(lambda: os.kill(-1, 10)) + refused(lambda: os.kill(3, 9))
+
     def write_to_its_parent(self) -> str:
         """What a policy's code would do to the process that makes the verdict."""
         code = (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.agents.host.client import Deadlines, Hosted
+from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
@@ -25,10 +27,26 @@ def wrap_of(**settings: Any) -> EnvironmentSandbox:
     return wrap
 
 
-def attacker(wrap: Wrap, **settings: Any) -> Hosted:
+def attacker(wrap: Wrap, parent: Parent | None = None, **settings: Any) -> Hosted:
+    return Hosted(attackers(wrap, **settings), parent=parent)
+
+
+def attackers(wrap: Wrap, **settings: Any) -> Program:
     settings = {"folder": HERE, "memory_mib": None, "env": {"MINE": "1"}, **settings}
     settings["deadlines"] = Deadlines(open_s=30, close_s=0.5)
-    return Hosted(program("attacker:Attacker", wrap=wrap, **settings))
+    return program("attacker:Attacker", wrap=wrap, **settings)
+
+
+@asynccontextmanager
+async def parent_for(wrap: Wrap, way: str) -> AsyncIterator[Parent | None]:
+    """What forks attackers where `way` is forked, else None."""
+    parent = parent_of(attackers(wrap)) if way == "forked" else None
+    try:
+        yield parent
+        assert parent is None or not parent.why_not, parent.why_not
+    finally:
+        if parent is not None:
+            await parent.close()
 
 
 def commands(words: bytes) -> list[int]:

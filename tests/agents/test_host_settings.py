@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from keel.agents.host import room
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.host.room import make_room
 from tests.agents.episodes import HERE, SHORT, TASK, run
@@ -81,8 +82,21 @@ def test_room_for_many_episodes() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(600, before[1]), before[1]))
         make_room(100)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 712
-        with pytest.raises(ValueError, match="raise the limit"):
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 812
+        with pytest.raises(ValueError, match="raise"):
             make_room(1 << 40)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_too_few_processes_are_said_before_the_first_episode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pids" / "job").mkdir(parents=True)
+    (tmp_path / "pids" / "pids.max").write_text("max\n")
+    (tmp_path / "pids" / "job" / "pids.max").write_text("400\n")
+    monkeypatch.setattr(room, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(room, "_groups", lambda: [tmp_path / "pids" / "job", tmp_path / "pids"])
+    make_room(40)
+    with pytest.raises(ValueError, match=r"100 episodes .* need 556 processes, .*job.* allows 400"):
+        make_room(100)

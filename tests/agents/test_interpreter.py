@@ -67,7 +67,7 @@ def test_a_kernel_from_cell_to_cell() -> None:
         assert "could not be interrupted" in said and "all variables are gone" in said
         assert await cell("1 + 1") == "2"
         assert environment._process is not None
-        (kernel,) = kernels(environment._process._process.pid)
+        (kernel,) = kernels(environment._process.pid)
         assert alive(kernel)
         await environment.close()
         assert not alive(kernel)
@@ -82,7 +82,7 @@ def test_a_kernel_ends_with_its_episode() -> None:
         environment = Hosted(PYTHON)
         await environment.open(TASK, seed=3)
         assert environment._process is not None
-        (kernel,) = kernels(environment._process._process.pid)
+        (kernel,) = kernels(environment._process.pid)
         with pytest.raises(EnvironmentLost, match=r"did not end within 0\.5 s"):
             await use(environment, "python", 0.5, code="import time; time.sleep(1000)")
         until = time.monotonic() + 5

@@ -39,7 +39,9 @@ def test_a_sound_environment_and_the_size_of_its_opening() -> None:
     ids = chat.opening(found.messages, found.tools, thinking=True)
     assert found.opening_tokens == len(ids)
     assert probed(program(), chat, window=len(ids) + 1) == replace(
-        found, seconds=pytest.approx(found.seconds, abs=60)
+        found,
+        seconds=pytest.approx(found.seconds, abs=60),
+        forked_s=pytest.approx(found.forked_s, abs=60),
     )
     assert probed(program()).opening_tokens is None
 
@@ -86,6 +88,15 @@ def test_what_cannot_be_opened(tmp_path: Path, target: str, why: str, cure: str)
     said = complaint(given)
     assert said.startswith(f"environment {target} cannot be opened for task p7: ")
     assert why in said and cure in said
+
+
+def test_an_environment_that_cannot_grade_is_found_where_nothing_else_does() -> None:
+    by_itself = replace(TASK, reward={"kind": "environment"})
+    said = complaint(program("shop:Offers", arguments={"offered": ["one"]}), task=by_itself)
+    assert "environment shop:Offers has no `verdict`" in said and "source: jsonl" in said
+    given = program("shop:Offers", arguments={"offered": ["one"]})
+    assert probed(given).tools[0].name == "one"  # its tasks have answers
+    assert probed(program("shop:Graded", arguments={"verdict": 1}), task=by_itself).tools == ()
 
 
 def test_no_such_interpreter() -> None:

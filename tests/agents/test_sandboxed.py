@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 
-from keel.agents.host.client import Hosted
-from keel.agents.host.process import Wrap, _below
+from keel.agents.host.children import below
+from keel.agents.host.client import Hosted, parent_of
+from keel.agents.host.process import Wrap
 from keel.agents.types import EnvironmentLost
+from keel.rewards.sandbox import environments
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, program, run, transcript, use
-from tests.agents.sandboxes import attacker, commands, wait_for, wrap_of
+from tests.agents.sandboxes import attacker, attackers, commands, parent_for, wait_for, wrap_of
 
 PROCESSES, FILES_MIB = 24, 8
 GIVEN = ["HOME", "LANG", "LC_ALL", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
 GIVEN += ["OMP_NUM_THREADS", *(f"PYTHON{name}" for name in ["HASHSEED", "NOUSERSITE", "UTF8"])]
 GIVEN += ["PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "MINE"]
+WAYS = pytest.mark.parametrize("way", ["started", "forked"])
 pytestmark = pytest.mark.e2e
 
 
@@ -31,8 +34,9 @@ def small() -> Wrap:
     return wrap_of(memory_mib=220, processes=PROCESSES, files_mib=FILES_MIB)
 
 
+@WAYS
 def test_an_episode_that_attacks(
-    small: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Wrap, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "hunter2hunter2")
@@ -46,7 +50,10 @@ def test_an_episode_that_attacks(
     outside += ["/run", "/sys", "/var", str(HERE.parent / "rewards")]
 
     async def play() -> None:
-        environment = attacker(small)
+        async with parent_for(small, way) as parent:
+            await attack(attacker(small, parent))
+
+    async def attack(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
 
         async def tried(tool: str, **arguments: Any) -> Any:
@@ -90,16 +97,20 @@ def test_an_episode_that_attacks(
     listener.close()
 
 
+@WAYS
 @pytest.mark.parametrize("how", ["close", "crash", "hang"])
-def test_nothing_outlives_an_episode(small: Wrap, how: str) -> None:
+def test_nothing_outlives_an_episode(small: Wrap, how: str, way: str) -> None:
     async def play() -> None:
-        environment = attacker(small)
+        async with parent_for(small, way) as parent:
+            await outlived(attacker(small, parent))
+
+    async def outlived(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
         assert (await use(environment, "flee")).text == "gone"
         assert len(commands(b"sleep\x001000.25\0")) == 2
         assert environment._process is not None
-        inside = _below(environment._process._process.pid)
-        assert len(inside) >= 4
+        inside = below(environment._process.pid)
+        assert len(inside) >= 3 + (way == "started")
         if how == "crash":
             with pytest.raises(EnvironmentLost, match="was ended by SIGSEGV"):
                 await use(environment, "crash")
@@ -113,14 +124,76 @@ def test_nothing_outlives_an_episode(small: Wrap, how: str) -> None:
     run(play())
 
 
-def test_memory_of_all_processes_together(small: Wrap) -> None:
+@WAYS
+def test_memory_of_all_processes_together(small: Wrap, way: str) -> None:
     async def play() -> None:
-        environment = attacker(small)
+        async with parent_for(small, way) as parent:
+            await bombed(attacker(small, parent))
+
+    async def bombed(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
         with pytest.raises(EnvironmentLost, match=r"processes took \d+ MiB together, .* 220") as e:
             await use(environment, "memory_bomb", 20)
         assert e.value.fault == "memory"
         await environment.close()
+
+    run(play())
+
+
+def test_two_that_were_forked_from_one_do_not_meet(small: Wrap) -> None:
+    async def play() -> None:
+        async with parent_for(small, "forked") as parent:
+            one, other = attacker(small, parent), attacker(small, parent)
+            await one.open(TASK, seed=3)
+            await other.open(TASK, seed=3)
+            for each in (one, other):
+                found = json.loads((await use(each, "leave", word="trace")).text)
+                assert found == ["", "1", "2"]  # an abstract socket could be had, and two processes
+            await use(one, "kill_all")
+            with pytest.raises(EnvironmentLost):
+                await use(one, "crash")
+            assert (await use(other, "write_to_its_parent")).text == "PermissionError"
+            await one.close()
+            assert await other.verdict(transcript()) == Verdict(parts={"correct": 1.0})
+            await other.close()
+
+    run(play())
+
+
+def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch: Any) -> None:
+    """As where the machine's users may make none: its filter refuses, here."""
+    monkeypatch.setattr(environments, "FORKING", ())
+
+    async def play() -> None:
+        parent = parent_of(attackers(small))
+        assert parent is not None
+        environment = attacker(small, parent)
+        await environment.open(TASK, seed=3)
+        assert "a sandbox for a forked process does not work here: " in parent.why_not
+        # Root's shell mounts the first /proc; others' bubblewrap does.
+        assert "permi" in parent.why_not
+        assert (await use(environment, "write_to_its_parent")).text == "PermissionError"
+        await environment.close()
+        await parent.close()
+
+    run(play())
+
+
+def test_a_fork_that_fails_leaves_nothing_with_its_parent(small: Wrap) -> None:
+    async def play() -> None:
+        async with parent_for(small, "forked") as parent:
+            one, other = attacker(small, parent), attacker(small, parent)
+            await one.open(TASK, seed=3)
+            assert parent is not None and one._process is not None
+            inside = Path(f"/proc/{one._process.pid}/status").read_text()
+            forker = inside.partition("PPid:")[2].split()[0]
+            children = Path(f"/proc/{forker}/task/{forker}/children")
+            before = children.read_text().split()
+            parent._inner = {**(parent._inner or {}), "processes": ""}
+            with pytest.raises(EnvironmentLost, match="cannot be forked"):
+                await other.open(TASK, seed=3)
+            assert children.read_text().split() == before
+            await one.close()
 
     run(play())
 
@@ -154,7 +227,8 @@ def test_it_dies_with_the_process_that_opened_it(small: Wrap) -> None:
     wait_for(lambda: not commands(b"sleep\x001000.25\0"))
 
 
-def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
+@WAYS
+def test_folders_that_are_read_written_and_hidden(tmp_path: Path, way: str) -> None:
     folders = {name: tmp_path / name for name in ("env", "data", "out", "env/run")}
     for folder in (tmp_path, *folders.values()):
         folder.mkdir(exist_ok=True)
@@ -167,12 +241,18 @@ def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
         "def write(path: str) -> str:\n    open(path + '/mine', 'w').write('x'); return 'ok'\n"
         "def look(path: str) -> list:\n    return os.listdir(path)\n"
     )
-    wrap = wrap_of(writable=(folders["out"],), hidden=(folders["env/run"],))
+    (folders["env"] / "solved").mkdir()
+    (folders["env"] / "solved" / "file").write_text("the answers")
+    hidden = (folders["env/run"], folders["env"] / "solved" / "file")
+    wrap = wrap_of(writable=(folders["out"],), hidden=hidden)
     given = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
     async def play() -> None:
-        environment = Hosted(program(str(tmp_path / "alone.py"), wrap=wrap, **given))
+        made = program(str(tmp_path / "alone.py"), wrap=wrap, **given)
+        parent = parent_of(made) if way == "forked" else None
+        environment = Hosted(made, parent=parent)
         await environment.open(TASK, seed=3)
+        assert parent is None or not parent.why_not
 
         async def said(tool: str, path: Path | str) -> str:
             return (await use(environment, tool, path=str(path))).text
@@ -184,7 +264,10 @@ def test_folders_that_are_read_written_and_hidden(tmp_path: Path) -> None:
         for closed in (".", folders["data"], folders["env/run"]):
             assert "Read-only" in await said("write", closed)
         assert "No such file" in await said("read", tmp_path)
+        assert "Permission" in await said("read", "solved")
         await environment.close()
+        if parent is not None:
+            await parent.close()
 
     run(play())
     assert (folders["out"] / "mine").read_text() == "x"

@@ -84,6 +84,7 @@ def test_a_source_is_refused_with_the_knob(fields: dict[str, Any], message: str)
         ({"target": "a:B", "memory_mib": 8}, "memory_mib = 8: must be at least 64"),
         ({"target": "a:B", "open_s": 0.0}, "open_s = 0"),
         ({"url": "http://x", "on_crash": "zero"}, "on_crash .* share the server behind url"),
+        ({"program": "agent", "on_crash": "zero"}, "on_crash .* no environment that could crash"),
         ({"program": "agent 'x"}, "program = .*No closing quotation"),
         ({"program": "  "}, "program = .*name a command line"),
         ({"target": "a:B", "tells_reward": True}, "tells_reward = True: belongs to program"),

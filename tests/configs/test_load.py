@@ -250,7 +250,7 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     assert "is a folder" in refused(tmp_path)
     for name in ("quikstart", "quickstrat.yaml"):
         assert "did you mean quickstart, which comes with Keel?" in refused(Path(name))
-    comes = "agent-trip, embedded-100m, gpu-dense, "
+    comes = "agent-guess, agent-trip, embedded-100m, gpu-dense, "
     assert f"; Keel comes with {comes}" in refused(Path("zzz"))
     assert "Keel" not in refused(tmp_path / "quikstart.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: caf\xe9}")

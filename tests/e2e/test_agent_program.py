@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,13 +55,20 @@ algorithm: {{prompts_per_step: 3, group_size: 4}}
 """
 
 
-def test_a_program_drives_a_policy_that_is_trained(tmp_path: Path) -> None:
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, with a short name: sockets are put there."""
+    with tempfile.TemporaryDirectory(prefix="ka", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def test_a_program_drives_a_policy_that_is_trained(tmp_path: Path, scratch: Path) -> None:
     isolation = "bubblewrap"
     try:
         environment_wrap(isolation)
     except IsolationError:  # tests/rewards/sandbox has what is said then
         isolation = "none-i-trust-the-environments"
-    folder, scratch = tmp_path / "work", tmp_path / "t"
+    folder = tmp_path / "work"
     for made in (tmp_path, folder, scratch):
         made.mkdir(exist_ok=True)
         made.chmod(0o755)
@@ -71,7 +80,7 @@ def test_a_program_drives_a_policy_that_is_trained(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "keel.trainer.cli", "train", str(tmp_path / "recipe.yaml")],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env={**os.environ, "TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -135,8 +135,17 @@ def test_a_run_loses_an_engine_is_interrupted_resumed_and_leaves_a_model(
     *before, last = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert last == f"step_{reached:06d}" and set(before) <= {f"step_{n:06d}" for n in (5, 10, 15)}
 
+    # One flipped bit in the newest: the run is resumed from the one before.
+    victim = folder / "checkpoints" / last / "deepspeed" / "mp_rank_00_model_states.pt"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+
     steps = reached + 2
     said = keel("train", *small(folder, cache, steps))
+    assert f"{last} is damaged (deepspeed/mp_rank_00_model_states.pt: changed, betw" in said
+    assert f"{before[-1]} before it is as it was written" in said
+    assert (folder / "checkpoints" / f"damaged_{last}").is_dir()
     seen = metrics(folder)
     assert [line["step"] for line in seen] == list(range(steps + 1))
     assert "held-out spelling/pass@1" in said

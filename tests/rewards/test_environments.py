@@ -26,7 +26,7 @@ def graded(prompt: Any, *parts: dict[str, float], said: str = "<think></think>3"
 
 
 def scorer(**weights: float) -> Scorer:
-    return Scorer({"maths": weights}, workers=1, environments=["maths"])
+    return Scorer({"maths": weights}, workers=0, environments=["maths"])
 
 
 def test_the_verdicts_parts_are_weighed_and_nothing_else_is_looked_at() -> None:
@@ -56,6 +56,16 @@ def test_a_part_that_is_missing_is_named(
 ) -> None:
     with scorer(**weights) as judge, pytest.raises(ValueError, match=f"prompt .*{message}"):
         judge.score([graded(AGENTIC, parts)])
+
+
+def test_a_program_that_was_ended_before_its_verdict_leaves_its_siblings() -> None:
+    """It can have none at its deadline, and the prompt's answer grades all the same."""
+    prompt = replace(PROMPT, environment="shop")
+    with scorer(correct=1.0, tidy=0.5) as judge:
+        (scored,) = judge.score([graded(prompt, {"tidy": 1.0}, {})])
+    assert scored.rewards_G.tolist() == [1.5]
+    (reason,) = scored.group.dropped
+    assert "gave no verdict: no part 'tidy'" in reason
 
 
 def test_plain_prompts_of_such_a_domain_are_named_too() -> None:
@@ -144,6 +154,19 @@ def test_length_is_that_of_all_that_was_sampled() -> None:
         (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(long, several))])
     assert [parts["length_cost"] for parts in scored.parts_G] == pytest.approx([0.06, 0.03])
     assert scored.rewards_G.tolist() == pytest.approx([1 - 0.015, 1 + 0.015])
+
+
+@pytest.mark.parametrize("may_outweigh", [False, True])
+def test_a_crash_gains_nothing_by_being_short(may_outweigh: bool) -> None:
+    """Less than an honest failure is worth, whatever length counts."""
+    rule = LengthRule(linear=0.5, limit=100, wrong_too=True, may_outweigh=may_outweigh)
+    honest, crash = turns({"content": ""}, tokens=90), turns({"content": ""}, tokens=2)
+    honest = replace(honest, verdict=Verdict(parts={"correct": 0.0}))
+    crash = replace(crash, sibling=1, finish_reason="crash")
+    weights = {"maths": {"correct": 1.0}}
+    with Scorer(weights, workers=0, environments=["maths"], lengths={"maths": rule}) as judge:
+        (scored,) = judge.score([Group(prompt=AGENTIC, trajectories=(honest, crash))])
+    assert scored.rewards_G[1] <= scored.rewards_G[0]
 
 
 @pytest.mark.parametrize("truncated", ["keep", "zero", "drop"])

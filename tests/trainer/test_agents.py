@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from keel.trainer.agents import (
     episode_runner,
     made_from,
     system_prompt_of,
+    wrap,
 )
 from tests.rollout.chat.families import tokenizer_of
 
@@ -213,3 +216,39 @@ def test_without_environments_nothing_is_looked_at() -> None:
 def test_demonstrations_that_are_not_there_are_named(named: str) -> None:
     with pytest.raises(ConfigError, match=r"sources\[shop\].environment.demonstrations = '"):
         demonstrate(config(demonstrations=named), "shop", 3)
+
+
+@pytest.mark.e2e
+def test_the_files_that_prompts_come_from_are_not_there_in_a_sandbox(tmp_path: Path) -> None:
+    """They hold the answers, and may lie where an environment or a program runs."""
+    tmp_path.chmod(0o755)
+    tasks, more = tmp_path / "tasks.jsonl", tmp_path / "more.txt"
+    for file in (tasks, more):
+        file.write_text('{"prompt": "?", "answer": "42"}\n')
+    (tmp_path / "link").symlink_to(tasks)
+    code = "import sys\nfor path in sys.argv[1:]:\n  try: print(open(path).read()[-5:-2])\n"
+    code += "  except OSError: print('none')"
+
+    def read(*readable: str) -> list[str]:
+        environment = EnvironmentConfig(target="shop:Shop", readable=readable)
+        path = str(tmp_path / "link")
+        source = SourceConfig(name="s", source="jsonl", path=path, environment=environment)
+        recipe = config()
+        recipe = replace(recipe, data=replace(recipe.data, sources=(source,)))
+        try:
+            isolated = wrap(recipe, source)
+        except ValueError as error:
+            pytest.skip(str(error))
+        names = [str(path) for path in (tasks, tmp_path / "link", more)]
+        with isolated([sys.executable, "-c", code, *names], readable=[tmp_path]) as launch:
+            return subprocess.run(
+                launch.command,
+                env=dict(launch.env),
+                pass_fds=launch.pass_fds,
+                capture_output=True,
+                text=True,
+                timeout=30,
+            ).stdout.split()
+
+    assert read() == ["none", "none", '42"']
+    assert read(str(tasks)) == ['42"', '42"', '42"']

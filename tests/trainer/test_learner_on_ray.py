@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from keel.configs.schema import Config
 from keel.rl.metrics import values
 from keel.trainer.learner import Learner
+from keel.trainer.run.manifest import damage, sizes, write_manifest
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
@@ -69,8 +70,14 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
 
     saved, exported = tmp_path / "saved", tmp_path / "exported"
     saved.mkdir()
-    first.save(saved)
-    first.export(exported)
+    sealed = first.save(saved)
+    # Each rank has digested its own; DeepSpeed's scripts are nobody's, and left to the driver.
+    assert sorted(sealed) == [name for name in sizes(saved) if not name.endswith(".py")]
+    assert sum("optim_states" in name for name in sealed) == 2
+    assert {"random_rank_0.pt", "random_rank_1.pt", "trainer.json"} <= sealed.keys()
+    write_manifest(saved, sealed)
+    assert damage(saved, extra=True) == []
+    assert sorted(first.export(exported)) == [*sizes(exported)]
     same(weights(first), load_file(exported / "model.safetensors"))
     first.step(groups)
     straight = weights(first)

@@ -12,7 +12,7 @@ import pytest
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
-from keel.trainer.loop import Clock, Parts, train
+from keel.trainer.loop import Clock, Parts, checkpoint_due, train
 from tests.rl.rollouts import prompt
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -237,6 +237,23 @@ def test_checkpoints_at_their_interval() -> None:
     world = FakeRun()
     world.run(config(checkpoint_every=2))
     assert [event for event in world.events if event.startswith("save")] == ["save@2", "save@3"]
+
+
+def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 minutes: after 30 the next is due, counted from the last one that was saved."""
+    world, now = FakeRun(), [0.0]
+    monkeypatch.setattr("keel.trainer.loop.time.monotonic", lambda: now[0])
+    step = world.step
+
+    def slow(groups: Sequence[ScoredGroup]) -> StepResult:
+        now[0] += 600
+        return step(groups)
+
+    world.step = slow
+    world.run(config(steps=12, checkpoint_every=5))
+    saved = [event for event in world.events if event.startswith("save")]
+    assert saved == ["save@3", "save@5", "save@8", "save@10", "save@12"]
+    assert not checkpoint_due(RunConfig(checkpoint_minutes=0), 7, 1e9)
 
 
 def test_a_batch_without_answers_is_refused_with_the_reasons() -> None:

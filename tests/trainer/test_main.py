@@ -26,8 +26,10 @@ from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.manifest import MANIFEST, write_manifest
 from keel.trainer.run.words import closing_words
 from tests.rollout.chat.families import tokenizer_of
+from tests.trainer.engine.batches import write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -281,9 +283,9 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
         state = State(
             step=1, version=1, cursor=task.dataset.train.state(), config=config_digest(task.config)
         )
-        folder.save(state, lambda path: None)
+        folder.save(state, lambda path: {})
     (done / "metrics.jsonl").touch()
-    learner = SimpleNamespace(load=lambda path: None, export=lambda path: path.mkdir())
+    learner = SimpleNamespace(load=lambda path: None, export=lambda path: path.mkdir() or {})
 
     @contextmanager
     def running(*_: object) -> Iterator[Any]:
@@ -294,6 +296,28 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
     assert code == 0 and "trained model" in out and (done / "model").is_dir()
     code, out, _ = run(capsys, "train", "quickstart", *overrides)
     assert code == 0 and "has done its 1 steps" in out
+
+    (done / "model" / MANIFEST).write_text("{}")
+    code, _, err = run(capsys, "train", "quickstart", *overrides)
+    assert code == 2 and "this model is not as it was exported" in err
+    (done / "checkpoints" / "step_000001" / "more").touch()
+    for command in ("train", "check", "eval"):
+        code, _, err = run(capsys, command, "quickstart", *overrides)
+        assert code == 2 and "every checkpoint is damaged:\n  step_000001: more: extra" in err
+
+
+def test_an_exported_model_that_was_damaged_is_not_trained_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    write_manifest(tmp_path, {})
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, _, err = run(capsys, "check", "quickstart", f"model.path={tmp_path}", *FEW)
+    assert code == 2 and f"{tmp_path}: this model is not as it was exported" in err
+    assert "model.safetensors: changed" in err and f"remove {MANIFEST} there" in err
 
 
 def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -> None:
@@ -314,7 +338,7 @@ def test_an_evaluation_names_the_checkpoint_that_it_loaded(
 
     def save(step: int) -> None:
         state = State(step=step, version=step, cursor={}, config=digest)
-        RunFolder(task.config).save(state, lambda path: None)
+        RunFolder(task.config).save(state, lambda path: {})
 
     save(1)
     # The run goes on while its checkpoint is evaluated.

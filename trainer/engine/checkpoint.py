@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from keel.trainer.engine.deepspeed_internals import files_of
+from keel.trainer.run.manifest import Entry, seal
+
 TAG = "deepspeed"
 """Folder of DeepSpeed's own files inside a checkpoint."""
 PROGRESS = "trainer.json"
@@ -20,17 +24,23 @@ PROGRESS = "trainer.json"
 
 def save_state(
     engine: DeepSpeedEngine, folder: Path, device: torch.device, progress: Mapping[str, Any]
-) -> None:
-    """Collective. `progress`: numbers of the run and what it was laid out on, for JSON."""
+) -> dict[str, Entry]:
+    """Collective. `progress`: numbers of the run and what it was laid out on, for JSON. Returns
+    what this rank wrote, on the disk."""
     rank = dist.get_rank()
-    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    with files_of(engine) as written:
+        engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    torch.save(state, folder / f"random_rank_{rank}.pt")
+    written.append(str(folder / f"random_rank_{rank}.pt"))
+    torch.save(state, written[-1])
     if rank == 0:
+        written.append(str(folder / PROGRESS))
         (folder / PROGRESS).write_text(json.dumps(progress) + "\n")
+    sealed = seal(folder, [os.path.relpath(path, folder) for path in written])
     dist.barrier()
+    return sealed
 
 
 def saved_progress(folder: Path, layout: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ from keel.trainer.engine.zero import (
 )
 from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
 from keel.trainer.planning.memory import context_tokens, summed_apart
+from keel.trainer.run.manifest import Entry, seal, sizes
 
 MIB = 2**20
 SKIPS_IN_A_ROW = 3
@@ -327,8 +328,8 @@ class TrainerEngine:
         """`buckets` in host memory: on rank 0, nothing elsewhere."""
         return in_host_memory(self.buckets(wanted=self._rank == 0, bucket_bytes=bucket_bytes))
 
-    def export(self, folder: Path) -> None:
-        """Write weights and tokenizer as a model folder that transformers and vLLM load."""
+    def export(self, folder: Path) -> dict[str, Entry]:
+        """Write a model folder for transformers and vLLM. Returns what this rank wrote."""
         self._load_back()
         if self._rank == 0:
             dtype = self._config.model.dtype
@@ -338,14 +339,15 @@ class TrainerEngine:
         else:
             self._weights.gather_along()
         dist.barrier()
+        return seal(folder, sizes(folder)) if self._rank == 0 else {}
 
     # Checkpoints
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, random state and progress into `folder`."""
+    def save(self, folder: Path) -> dict[str, Entry]:
+        """Write what `load` needs into `folder`. Returns what this rank wrote, on the disk."""
         self._load_back()  # under ZeRO-3 DeepSpeed gathers and frees parameters around it
         progress = {"steps": self._steps, "version": self._version, **self._layout()}
-        save_state(self._engine, folder, self._device, progress)
+        return save_state(self._engine, folder, self._device, progress)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it on a new engine.

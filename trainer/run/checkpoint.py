@@ -1,9 +1,11 @@
-"""Checkpoint folders: written whole or not at all, and found again.
+"""Checkpoint folders: written whole or not at all, found again, and verified.
 
     checkpoints/step_000123/     one finished checkpoint
-        state.json               written last: its presence says the rest is there
         …                        what `write` put there (weights, optimizer, random state)
+        state.json               where the run stands
+        keel_manifest.json       written last: digests of all the others
     checkpoints/.step_000124     one that is being written, or that a crash cut short
+    checkpoints/damaged_…        one that is not as it was written, kept for whoever can mend it
 
 With ranks on several machines the run folder must be on a file system that all of them see.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,8 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import Config
+from keel.trainer.run.manifest import MANIFEST, Entry, damage, sync_folder, write_manifest
 
 STATE = "state.json"
+FORMAT = 2
+"""Stands in `STATE` since checkpoints have manifests; older ones have no such number."""
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
@@ -46,28 +50,34 @@ class State:
             )
 
 
-def save(root: Path, state: State, write: Callable[[Path], None], *, keep: int) -> Path:
+def save(
+    root: Path, state: State, write: Callable[[Path], Mapping[str, Entry]], *, keep: int
+) -> Path:
     """Write the checkpoint of `state.step` under `root` and drop all but the newest `keep`.
 
-    `write` fills the folder it is given. A crash at any moment leaves the older checkpoints as
-    they were. Returns the finished folder; one of the same step is replaced.
+    `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
+    any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
+    same step is replaced. Raises `RuntimeError` naming the folder where it cannot be written.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
-    for cut_short in root.glob(".step_*"):  # room that this one may need
-        shutil.rmtree(cut_short, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        write(partial)
-        (partial / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
-        _flush(partial)
-    except BaseException:
+        for cut_short in root.glob(".step_*"):  # room that this one may need
+            shutil.rmtree(cut_short, ignore_errors=True)
+        partial.mkdir(parents=True)
+        sealed = write(partial)
+        content = {"format": FORMAT, **dataclasses.asdict(state)}
+        (partial / STATE).write_text(json.dumps(content, indent=1) + "\n")
+        write_manifest(partial, sealed)
+        if final.exists():
+            final.rename(root / f".{final.name}.replaced")
+        partial.rename(final)
+        sync_folder(root)
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, (OSError, RuntimeError)):
+            raise RuntimeError(f"{final}: cannot be written: {error}{_left(root)}") from error
         raise
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
-    _flush_folder(root)
     prune(root, keep=keep)
     return final
 
@@ -76,19 +86,25 @@ def read_state(folder: Path) -> State:
     """Raises `ValueError` naming the file when it is not a checkpoint's state."""
     path = folder / STATE
     try:
-        return State(**json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        return State(**{name: v for name, v in _content(path).items() if name != "format"})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the state of a checkpoint ({error})") from error
 
 
 def finished(root: Path) -> list[Path]:
-    """Finished checkpoints under `root`, oldest first."""
+    """Finished checkpoints under `root`, oldest first, damaged ones among them."""
     found = [
-        (int(match[1]), path)
+        path
         for path in (root.iterdir() if root.is_dir() else ())
-        if (match := _FINISHED.fullmatch(path.name)) and (path / STATE).is_file()
+        if _FINISHED.fullmatch(path.name)
+        and any((path / name).is_file() for name in (STATE, MANIFEST))
     ]
-    return [path for _, path in sorted(found)]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Of a finished checkpoint, by its name."""
+    return int(folder.name.removeprefix("step_"))
 
 
 def latest(root: Path) -> Path | None:
@@ -96,11 +112,37 @@ def latest(root: Path) -> Path | None:
     return next(reversed(finished(root)), None)
 
 
+def has_manifest(folder: Path) -> bool:
+    """Whether it was written with one: those of older releases were not."""
+    if (folder / MANIFEST).exists():
+        return True
+    try:
+        return "format" in _content(folder / STATE)
+    except (OSError, ValueError):
+        return True
+
+
+def problems(folder: Path) -> list[str]:
+    """What is not as it was written, a line for each file: reads all of them. Of a checkpoint of an
+    older release, which has no manifest, only what cannot be read."""
+    found = damage(folder, extra=True) if has_manifest(folder) else []
+    if not found:
+        try:
+            step = read_state(folder).step
+        except ValueError as error:
+            return [str(error)]
+        if step != step_of(folder):
+            return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
+    return found
+
+
 def prune(root: Path, *, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and what crashes left behind."""
     if keep < 1:
         raise ValueError(f"prune: keep = {keep}, at least one checkpoint must stay")
-    for path in [*finished(root)[:-keep], *root.glob(".step_*")]:
+    for path in finished(root)[:-keep]:
+        path.rename(root / f".{path.name}")  # gone at once for whoever reads it meanwhile
+    for path in root.glob(".step_*"):
         shutil.rmtree(path)
 
 
@@ -112,18 +154,14 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _flush(folder: Path) -> None:
-    """Bring every file and folder below `folder` to the disk, so that the rename comes after."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(parent, name), "rb") as file:
-                os.fsync(file.fileno())
-        _flush_folder(Path(parent))
+def _left(root: Path) -> str:
+    """What there is at `root` after a checkpoint failed."""
+    if not root.is_dir():
+        return ""
+    last, free = latest(root), shutil.disk_usage(root).free / 2**30
+    there = f"{last.name} is there to resume from" if last else "there is no earlier checkpoint"
+    return f"\n{there}; {free:.1f} GiB are free"
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _content(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

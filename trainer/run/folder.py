@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +24,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import metric_lines
+from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, write_manifest
 
 WRITTEN = ("config.yaml", "metrics.jsonl", "tensorboard", "trajectories", "rewards", "model")
 
@@ -38,10 +39,15 @@ class RunFolder:
         self._metrics = self.path / "metrics.jsonl"
         self.set_aside: Path | None = None
         """Where entering put what an earlier run wrote that cannot be continued."""
+        self._words: list[str] = []
+        self._ended = 0
+        """Step of the newest checkpoint on entering, damaged ones included."""
+        self._problems: dict[Path, list[str]] = {}
+        """Of checkpoints that have been verified: each is read once."""
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the folder belongs to another config or is in use."""
-        self.check()
+        self._check_place()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
@@ -57,6 +63,8 @@ class RunFolder:
                 f"run.dir = {self.path}: another process is running there; choose another folder"
             ) from error
         try:
+            self.check()
+            self._put_damaged_aside()
             if self.latest is None and self._metrics.exists():
                 self.set_aside = self._put_aside()
             self._write_config()
@@ -65,29 +73,40 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir = {self.path}: cannot be written ({error.strerror})"
             ) from error
+        except BaseException:
+            self._lock.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Raises ConfigError if the folder holds a run that this config may not continue, or
-        whose policy it may not use: of the knobs that begin with `of`."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"run.dir = {self.path}: is a file; choose another folder")
+        """Raises ConfigError if the folder holds a run that this config may not continue (of the
+        knobs that begin with `of`: whose policy it may not use), or one whose checkpoints are all
+        damaged. Reads the newest checkpoint to its last bit."""
+        self._check_place()
+        newest = checkpoint.latest(self._checkpoints)
+        if newest is None:
+            return
+        if self._config.run.resume == "never":
+            raise ConfigError(
+                f"run.dir = {self.path}: holds {newest.name}, and run.resume is never. Choose "
+                "another folder, or run.resume=auto to resume there"
+            )
         saved, state = self.path / "config.yaml", self.state()
         if self.latest is None or state is None:
-            return
+            damaged = [f"\n  {path.name}: {said(why)}" for path, why in self.damaged.items()]
+            raise ConfigError(
+                f"run.dir = {self.path}: every checkpoint is damaged:{''.join(damaged)}\nPut one "
+                f"back from a copy, or choose another folder; to start over here, move "
+                f"{self._checkpoints} away"
+            )
         if self._metrics.exists():
             try:
                 metric_lines(self._metrics)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-        if self._config.run.resume == "never":
-            raise ConfigError(
-                f"run.dir = {self.path}: holds {self.latest.name}, and run.resume is never. Choose "
-                "another folder, or run.resume=auto to resume there"
-            )
         if saved.exists():
             check_resumable(load_config(saved), self._config, str(self.path), of=of)
         elif state.config != checkpoint.config_digest(self._config):
@@ -95,6 +114,10 @@ class RunFolder:
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "
                 "(its config.yaml is gone, so no knob can be named). Choose another folder"
             )
+
+    def _check_place(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"run.dir = {self.path}: is a file; choose another folder")
 
     def _write_config(self) -> None:
         """Whole or, on a full disk, not at all: a resumed run is compared with it."""
@@ -113,14 +136,56 @@ class RunFolder:
                 (self.path / name).rename(aside / name)
         return aside
 
+    def _put_damaged_aside(self) -> None:
+        """The run will come to their steps again, and must not write over them."""
+        newest = checkpoint.latest(self._checkpoints)
+        self._ended = checkpoint.step_of(newest) if newest else 0
+        for path, why in self.damaged.items():
+            aside = unused(path.with_name(f"damaged_{path.name}"))
+            path.rename(aside)
+            self._words.append(f"{path} is damaged ({said(why)}): it is kept as {aside.name}")
+
     @property
     def latest(self) -> Path | None:
-        """Folder of the newest finished checkpoint."""
-        return checkpoint.latest(self._checkpoints)
+        """Folder of the newest finished checkpoint that is as it was written."""
+        for path in reversed(checkpoint.finished(self._checkpoints)):
+            if path not in self._problems:
+                problems = checkpoint.problems(path)
+                if not path.exists():  # a run in progress has pruned it meanwhile
+                    continue
+                self._problems[path] = problems
+            if not self._problems[path]:
+                return path
+        return None
 
     def state(self) -> State | None:
-        """Of the newest finished checkpoint."""
-        return checkpoint.read_state(self.latest) if self.latest else None
+        """Of `latest`."""
+        latest = self.latest
+        return checkpoint.read_state(latest) if latest else None
+
+    @property
+    def damaged(self) -> dict[Path, list[str]]:
+        """Checkpoints newer than `latest`, newest first, and what is wrong with them."""
+        latest = self.latest
+        return {
+            path: self._problems[path]
+            for path in reversed(checkpoint.finished(self._checkpoints))
+            if path != latest and self._problems.get(path)
+        }
+
+    def words(self) -> list[str]:
+        """What a user should know of the checkpoints, after `check` or on entering."""
+        latest = self.latest
+        lines = [*self._words]
+        lines += [f"{path} is damaged ({said(why)})" for path, why in self.damaged.items()]
+        if lines and latest:
+            lines.append(f"{latest.name} before it is as it was written: the run resumes from that")
+        if latest and not checkpoint.has_manifest(latest):
+            lines.append(
+                f"{latest} was written by an older release, without digests: nobody can say "
+                "whether it is as it was written"
+            )
+        return lines
 
     @property
     def model(self) -> Path:
@@ -132,19 +197,28 @@ class RunFolder:
         """For what reward functions print."""
         return self.path / "rewards"
 
+    def check_model(self) -> None:
+        """Raises ConfigError if the exported model is not as it was written."""
+        check_exported(
+            self.model, "the same command writes it again once that folder is moved away"
+        )
+
     def begin(self, step: int) -> None:
         """The run resumes from `step`: what it exported there is no longer its end."""
         if self.model.exists():
-            earlier = self.path / f"model_{step}"
-            shutil.rmtree(earlier, ignore_errors=True)
-            self.model.rename(earlier)
+            self.model.rename(unused(self.path / f"model_{max(step, self._ended)}"))
 
-    def export(self, write: Callable[[Path], None]) -> None:
-        """Have `write` make `model`: all of it or, after an error, none."""
+    def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
+        """Have `write` make `model`, and return what it has sealed of it: all of it or, after an
+        error, none. Raises `OSError` naming the folder where it cannot be written."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
-        write(partial)
-        partial.rename(self.model)
+        try:
+            sealed = write(partial)
+            write_manifest(partial, sealed)
+            partial.rename(self.model)
+        except OSError as error:
+            raise OSError(f"{self.model}: the model cannot be written ({error})") from error
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
         """`<set>/<metric>`, such as `sums/pass@1` → (step, value), from `metrics.jsonl`."""
@@ -156,6 +230,21 @@ class RunFolder:
                     points.append((step, value))
         return found
 
-    def save(self, state: State, write: Callable[[Path], None]) -> Path:
+    def save(self, state: State, write: Callable[[Path], Mapping[str, Entry]]) -> Path:
         keep = self._config.run.keep_checkpoints
         return checkpoint.save(self._checkpoints, state, write, keep=keep)
+
+
+def check_exported(folder: Path, cure: str) -> None:
+    """Raises ConfigError if a model folder that Keel has written has changed since then. Files that
+    were added do not count."""
+    if (folder / MANIFEST).exists() and (found := damage(folder, extra=False)):
+        raise ConfigError(f"{folder}: this model is not as it was exported ({said(found)}); {cure}")
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first of `path_2`, `path_3` … that does not exist."""
+    found, number = path, 2
+    while found.exists():
+        found, number = path.with_name(f"{path.name}_{number}"), number + 1
+    return found

@@ -53,14 +53,26 @@ class Journal:
     def record(
         self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
     ) -> None:
+        """Raises `OSError` naming the folder if it cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
+        try:
+            self._write(step, numbers, choose(sample, self._per_step))
+        except OSError as error:
+            raise OSError(
+                f"run.dir = {self._metrics.parent}: step {step} cannot be written ({error}). The "
+                "run can be resumed from its last checkpoint"
+            ) from error
+        self._view.record(step, numbers)
+
+    def _write(
+        self, step: int, numbers: Mapping[str, float], chosen: Sequence[tuple[ScoredGroup, int]]
+    ) -> None:
         line = {"step": step, "time": round(self._clock(), 3), **dict(sorted(numbers.items()))}
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
         self._board.flush()
-        chosen = choose(sample, self._per_step)
         if chosen:
             text = "\n".join(describe(group, index) for group, index in chosen)
             (self._trajectories / f"step_{step:06d}.txt").write_text(
@@ -68,7 +80,6 @@ class Journal:
                 encoding="utf-8",
                 errors="replace",  # half a surrogate pair, say
             )
-        self._view.record(step, numbers)
 
     def close(self) -> None:
         self._board.close()

@@ -25,7 +25,7 @@ from keel.agents.inside.errors import Refused, told
 from keel.agents.types import NoEnvironment, Unscored
 from keel.rewards.sandbox.runtime import runtime
 from keel.rl.types import Prompt, Verdict
-from tests.agents.endpoint.kit import Policy, check_law, recording
+from tests.agents.endpoint.kit import BUDGET, Policy, check_law, recording
 from tests.agents.episodes import alive, run
 from tests.agents.sandboxes import wrap_of
 from tests.agents.scripted import ADD
@@ -69,7 +69,7 @@ def drive(
 
     async def work() -> tuple[Ended, Finished]:
         async with Endpoint() as endpoint:
-            tools = Tools(NoEnvironment(), [ADD], call_s=5.0)
+            tools = Tools(NoEnvironment(), [ADD], budget=BUDGET)
             address = endpoint.add(recording(policy or Policy(["a", "b", "c"])), tools)
             ended = await run_program(program, task, address, seed=5, until=late())
             return ended, await endpoint.finish("p/0")
@@ -196,6 +196,7 @@ def answers(task): return task["messages"][0]["content"] + "!"
 def scores(prompt, seed, more=1): return {"correct": 1.0, "seed": seed / 10}, {"prompt": prompt}
 async def counts(whatever): return whatever["prompt_id"] == "p"
 def silent(): pass
+def prints(): print('{"answer": "it", "parts": {"correct": 1.0}}')
 def breaks(task): raise KeyError("no such key")
 def lacks(task): import a_package_that_nobody_has
 number = 3
@@ -244,6 +245,8 @@ def test_a_function_is_called_in_its_own_process(tmp_path: Path) -> None:
         return drive("", command=command, folder=tmp_path)[0]
 
     assert ended("answers").answer == "s!"
+    shown = ended("prints")  # which may be the policy's words
+    assert (shown.failed, shown.answer, shown.verdict) == ("", None, None)
     assert "has no 'nothing'" in (gone := ended("nothing")).words and gone.failed
 
 

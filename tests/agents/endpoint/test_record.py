@@ -14,6 +14,7 @@ from keel.agents.conversation import MALFORMED
 from keel.agents.endpoint.errors import Refused
 from keel.agents.endpoint.record import Recording
 from keel.agents.endpoint.types import Finished
+from keel.rl.types import PROGRAM
 from tests.agents.endpoint.kit import (
     CHAT,
     TOOLS,
@@ -154,6 +155,18 @@ def test_changed_tools_or_messages_fork() -> None:
     check_law(policy, finished)
     assert (finished.counts.rendered, finished.counts.extended) == (3, 1)
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
+
+
+def test_what_the_program_says_for_the_policy_is_marked_as_its_own() -> None:
+    async def work() -> Finished:
+        recorded = recording(Policy(["one", "two"]))
+        said = as_sent(await ask(recorded, [user("a")]))
+        own = {"role": "assistant", "content": "made up"}
+        await ask(recorded, [user("a"), said, user("b"), own, user("c")])
+        return await recorded.finish()
+
+    told = [(m["content"], m.get("name")) for m in play(work()).messages]
+    assert told == [("one", None), ("b", None), ("made up", PROGRAM), ("c", None), ("two", None)]
 
 
 def test_requests_from_the_same_turn_keep_its_ids() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import pytest
 from mcp import Client
 
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.endpoint.tools import Tools
+from keel.agents.types import ToolResult
+from keel.rl.turns import ToolCall
 from keel.rl.types import ENVIRONMENT, Verdict
+from tests.agents.endpoint.kit import BUDGET, recording
 from tests.agents.endpoint.kit import Policy as Said
-from tests.agents.endpoint.kit import recording
 from tests.agents.endpoint.test_driven import running, task
 from tests.agents.episodes import run
 from tests.agents.scripted import ADD, Sums, says
@@ -33,7 +38,7 @@ def test_the_protocols_own_client_lists_and_calls_them() -> None:
 
     async def work() -> list[Any]:
         async with Endpoint() as endpoint:
-            tools = Tools(environment, [ADD], call_s=5.0)
+            tools = Tools(environment, [ADD], budget=BUDGET)
             address = endpoint.add(recording(Said(["a"])), tools)
             async with Client(address.tools_url) as client:
                 (listed,) = (await client.list_tools()).tools
@@ -52,7 +57,7 @@ def test_the_protocols_own_client_lists_and_calls_them() -> None:
 def test_a_url_without_its_key_and_what_is_no_message_are_refused() -> None:
     async def work() -> list[tuple[int, Any]]:
         async with Endpoint() as endpoint, aiohttp.ClientSession() as session:
-            address = endpoint.add(recording(Said(["a"])), Tools(Sums(), [ADD], call_s=5.0))
+            address = endpoint.add(recording(Said(["a"])), Tools(Sums(), [ADD], budget=BUDGET))
             url = address.tools_url
             none = endpoint.add(recording(Said(["a"]), name="p/1")).base_url
             found: list[tuple[int, Any]] = []
@@ -108,3 +113,77 @@ def test_an_environment_that_is_lost_in_a_call_drops_the_sample() -> None:
     with running(says("a"), code, lambda: Sums(fails="call")) as runner:
         group = runner.submit(replace(task("p", ENVIRONMENT)), group_size=1, purpose="train")
         assert group.result(30).dropped == ("environment, at call: ended with SIGSEGV",)
+
+
+class Slow(Sums):
+    """Its calls take a while; one that is interrupted is its end, as of a process."""
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        try:
+            await asyncio.sleep(1.0)
+            return await Sums.call(self, call, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            self.fails = "verdict"
+            raise
+
+
+@pytest.mark.parametrize(
+    ("then", "seconds", "reason"),
+    [("ask()", 20.0, "stop"), ("pass", 20.0, "stop"), ("time.sleep(60)", 1.6, "deadline")],
+)
+def test_a_call_that_nobody_waits_for_goes_on_to_its_end(
+    then: str, seconds: float, reason: str
+) -> None:
+    """Of a client whose patience is short, a program that has ended, one that was ended."""
+    made: list[Slow] = []
+
+    def make() -> Slow:
+        made.append(Slow(grade=Verdict(parts={"correct": 0.5})))
+        return made[-1]
+
+    hasty = CALL.replace("(tools[0])", "(tools[0], timeout=0.2)")
+    code = f"ask()\ntry: call('add', a=1, b=2)\nexcept TimeoutError: {then}"
+    with running(
+        says("a", "b", "c"), {"p": hasty + code}, make, seconds=seconds, judges=False
+    ) as runner:
+        group = runner.submit(task("p", ENVIRONMENT), group_size=1, purpose="train").result(30)
+    assert not group.dropped
+    assert (group.trajectories[0].finish_reason, made[0].fails) == (reason, "")
+    assert "call add {'a': 1, 'b': 2}" in made[0].log and made[0].log[-1] == "close"
+
+
+def test_a_task_that_such_a_call_ended_is_over() -> None:
+    async def work() -> Any:
+        environment = Slow()
+        async with Endpoint() as endpoint, aiohttp.ClientSession() as session:
+            recorded = recording(Said(["a"]))
+            tools = Tools(environment, [ADD], budget=BUDGET)
+            address = endpoint.add(recorded, tools)
+            params = {"name": "add", "arguments": {"a": 98, "b": 1}}
+            body = {"id": 1, "method": "tools/call", "params": params}
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await session.post(address.tools_url, json=body)
+            await tools.finish(5.0)
+            asked = {"messages": [{"role": "user", "content": "?"}]}
+            bearer = {"Authorization": f"Bearer {address.api_key}"}
+            url = f"{address.base_url}/chat/completions"
+            async with session.post(url, json=asked, headers=bearer) as reply:
+                return reply.status, (await reply.json())["error"]["code"]
+
+    assert run(work()) == (403, "task_over")
+
+
+def test_no_more_calls_are_run_than_may_be() -> None:
+    environment = Sums()
+    tools = Tools(environment, [ADD], budget=replace(BUDGET, calls=1))
+    params = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    body = json.dumps({"id": 1, "method": "tools/call", "params": params}).encode()
+
+    async def work() -> Any:
+        return [await tools.answer(body) for _ in range(2)]
+
+    first, second = (answer["result"] for answer in run(work()))
+    assert (first["isError"], second["isError"]) == (False, True)
+    assert second["content"][0]["text"].startswith("Nothing was run: 1 calls have been")
+    assert len(environment.log) == 1

@@ -220,8 +220,8 @@ def test_an_answer_without_a_program_is_wrong(isolated: None) -> None:
 
 
 def test_a_reference_that_fails_is_named(settings: CodeSettings) -> None:
-    check_reference(spec(ADD_STDIN, ADD_CALL, reference=BOTH), settings)
-    check_reference(spec(ADD_STDIN), settings)
+    check_reference(spec(ADD_STDIN, ADD_CALL, reference=BOTH), settings, name="code/1")
+    check_reference(spec(ADD_STDIN), settings, name="code/1")
     wrong = spec(ADD_STDIN, {"stdin": "1 1", "stdout": "3"}, reference=SUM)
     with pytest.raises(ValueError, match=r"code/7: its reference solution fails tests\[1\]: wrong"):
         check_reference(wrong, settings, name="code/7")

@@ -178,7 +178,7 @@ def test_a_keeper_holds_on_to_what_seems_to_take_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(keeper_module, "LOOK_EVERY_S", 0.01)
     said = [Usage(resident=0, cpu_s=0.0, processes=1)] * 3
     said.append(Usage(resident=65 << 20, cpu_s=0.0, processes=2))
-    monkeypatch.setattr(keeper_module, "usage", lambda pid: said.pop(0))
+    monkeypatch.setattr(keeper_module, "usage", lambda pid, itself: said.pop(0))
     keeper = Keeper()
     with subprocess.Popen(["/bin/sh", "-c", "sleep 99; exit 7"]) as process:
         keeper.hold(process.pid, 64)

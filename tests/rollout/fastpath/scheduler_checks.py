@@ -26,6 +26,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from keel.rollout.fastpath import scheduler as fast
 from keel.rollout.fastpath.scheduler import FLUSH_COST, AsyncFastScheduler, FastScheduler
 from keel.rollout.fastpath.step_arrays import Packed
 from keel.rollout.vllm_internals import cut_short
@@ -328,6 +329,23 @@ def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
     assert isinstance(play.scheduler, AsyncFastScheduler)
     assert play.scheduler.fast_steps > 0.5 * short
     assert short < 1.3 * plain, "places of the batch stay unused for too long"
+
+
+def nobody_waits_for_long(config: Any) -> None:
+    """One that comes while all others go on for long."""
+    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
+    for index in range(11):
+        play.add(f"quiet{index}", 20, 200)
+    for _ in range(8):
+        play.step()
+    play.add("alone", 20, 5)
+    fast.LONGEST_WAIT, before = 4, fast.LONGEST_WAIT
+    try:
+        for _ in range(8):
+            play.step()
+    finally:
+        fast.LONGEST_WAIT = before
+    assert play.answers["alone"], "it would wait for 22 steps"
 
 
 def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: bool) -> None:

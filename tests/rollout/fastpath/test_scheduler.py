@@ -40,6 +40,10 @@ def test_most_steps_of_turns_are_fast(checks: Any, config: Any, waiting: int) ->
     checks.most_steps_of_turns_are_fast(config, waiting)
 
 
+def test_nobody_waits_for_long(checks: Any, config: Any) -> None:
+    checks.nobody_waits_for_long(config)
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_nothing_waits_for_an_answer_to_end_while_there_is_room(
     checks: Any, config: Any, ahead: bool

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +13,24 @@ from keel.trainer.run.checkpoint import (
     State,
     config_digest,
     finished,
+    has_manifest,
     latest,
+    problems,
     prune,
     read_state,
     save,
 )
+from keel.trainer.run.manifest import MANIFEST, Entry, seal
 
 
 def state(step: int) -> State:
     return State(step=step, version=2 * step, cursor={"source": [1, "a"]}, config="abc")
 
 
-def content(folder: Path) -> None:
+def content(folder: Path) -> dict[str, Entry]:
     (folder / "ranks").mkdir()
     (folder / "ranks" / "weights").write_text("w")
+    return seal(folder, ["ranks/weights"])
 
 
 def names(root: Path) -> list[str]:
@@ -49,11 +56,12 @@ def test_the_newest_stay_by_number(tmp_path: Path) -> None:
 def test_a_crash_while_writing_leaves_the_last_one_in_force(tmp_path: Path) -> None:
     save(tmp_path, state(1), content, keep=1)
 
-    def crash(folder: Path) -> None:
+    def crash(folder: Path) -> dict[str, Entry]:
         content(folder)
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    said = r"step_000002: cannot be written: disk full\nstep_000001 is there to resume from; "
+    with pytest.raises(RuntimeError, match=said + r"\d+\.\d GiB are free"):
         save(tmp_path, state(2), crash, keep=1)
     assert latest(tmp_path) == tmp_path / "step_000001"
     assert names(tmp_path) == ["step_000001"], "what was written takes no room"
@@ -61,11 +69,40 @@ def test_a_crash_while_writing_leaves_the_last_one_in_force(tmp_path: Path) -> N
     assert names(tmp_path) == ["step_000003"]
 
 
+def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    """It was deleted and another file put there, or is read-only, or the disk is full."""
+    root = tmp_path / "checkpoints"
+    save(root, state(1), content, keep=1)
+
+    def large(folder: Path) -> dict[str, Entry]:
+        (folder / "weights").write_bytes(bytes(1000))
+        return {}
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # bytes
+    try:
+        with pytest.raises(RuntimeError, match=r"step_000002: cannot be written: .*File too large"):
+            save(root, state(2), large, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(root) == ["step_000001"] and problems(root / "step_000001") == []
+
+    shutil.rmtree(root)
+    root.touch()
+    with pytest.raises(RuntimeError, match=r"s/step_000002: cannot be written: .*Not a dir"):
+        save(root, state(2), content, keep=1)
+
+
 def test_what_a_crash_left_is_gone_before_the_next_is_written(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     (tmp_path / ".step_000009").mkdir()
     content(tmp_path / ".step_000009")
-    save(tmp_path, state(3), lambda folder: seen.append(names(tmp_path)), keep=1)
+
+    def look(folder: Path) -> dict[str, Entry]:
+        seen.append(names(tmp_path))
+        return {}
+
+    save(tmp_path, state(3), look, keep=1)
     assert seen == [[".step_000003"]]
 
 
@@ -73,6 +110,41 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     save(tmp_path, state(1), content, keep=1)
     save(tmp_path, replace(state(1), version=9), content, keep=1)
     assert read_state(tmp_path / "step_000001").version == 9
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_a_checkpoint_is_verified_to_its_last_file(tmp_path: Path) -> None:
+    folder = save(tmp_path, state(1), content, keep=1)
+    assert problems(folder) == []
+    for name in ("state.json", "ranks/weights", MANIFEST):
+        whole = (folder / name).read_text()
+        (folder / name).write_text(whole.swapcase())
+        assert [line.partition(":")[0] for line in problems(folder)] == [name]
+        (folder / name).unlink()
+        assert [line.partition(":")[0] for line in problems(folder)] == [name]
+        assert finished(tmp_path) == [folder], "damaged, it is there nevertheless"
+        (folder / name).write_text(whole)
+    assert problems(folder) == []
+
+
+def test_another_checkpoint_in_its_place_is_found_out(tmp_path: Path) -> None:
+    folder = save(tmp_path, state(1), content, keep=1)
+    folder.rename(tmp_path / "step_000002")
+    (found,) = problems(tmp_path / "step_000002")
+    assert "state.json: of step 1, so this is another" in found
+
+
+def test_one_of_an_older_release_has_no_manifest_and_is_taken(tmp_path: Path) -> None:
+    folder = save(tmp_path, state(1), content, keep=1)
+    assert has_manifest(folder)
+    old = json.loads((folder / "state.json").read_text())
+    del old["format"]
+    (folder / "state.json").write_text(json.dumps(old))
+    (folder / MANIFEST).unlink()
+    assert not has_manifest(folder)
+    assert problems(folder) == [] and read_state(folder) == state(1)
+    (folder / "state.json").write_text("")
+    assert problems(folder), "it is one of the two, and neither can be read"
 
 
 def test_folders_without_a_state_do_not_count(tmp_path: Path) -> None:

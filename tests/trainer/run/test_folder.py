@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
 from keel.trainer.run.checkpoint import State, config_digest
-from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.folder import RunFolder, check_exported
+from keel.trainer.run.manifest import MANIFEST, Entry
 
 
 def config(folder: Path) -> Config:
@@ -19,9 +21,19 @@ def config(folder: Path) -> Config:
     return Config(run=RunConfig(dir=str(folder)), data=DataConfig(sources=(source,)))
 
 
+def weights(folder: Path) -> dict[str, Entry]:
+    (folder / "weights").write_text("w")
+    return {}
+
+
+def empty(folder: Path) -> dict[str, Entry]:
+    folder.mkdir()
+    return {}
+
+
 def checkpoint(folder: RunFolder, config: Config, step: int) -> None:
     state = State(step=step, version=step, cursor={}, config=config_digest(config))
-    folder.save(state, lambda path: (path / "weights").write_text("w") and None)
+    folder.save(state, weights)
 
 
 def test_the_resolved_config_is_kept_and_read_back(tmp_path: Path) -> None:
@@ -44,30 +56,126 @@ def test_the_newest_checkpoint_is_continued(tmp_path: Path) -> None:
 
 
 def test_a_model_is_exported_whole_or_not_at_all(tmp_path: Path) -> None:
-    def fails(folder: Path) -> None:
+    def fails(folder: Path) -> dict[str, Entry]:
         folder.mkdir()
         (folder / "config.json").touch()
         raise OSError("no space left")
 
-    def writes(folder: Path) -> None:
+    def writes(folder: Path) -> dict[str, Entry]:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
+        return {}
 
     with RunFolder(config(tmp_path)) as folder:
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(OSError, match=r"/model: the model cannot be written \(no space"):
             folder.export(fails)
         assert not folder.model.exists()
         folder.export(writes)
-        assert [path.name for path in folder.model.iterdir()] == ["config.json"]
+        assert sorted(path.name for path in folder.model.iterdir()) == ["config.json", MANIFEST]
+        folder.check_model()
+        (folder.model / "README.md").touch()
+        folder.check_model()
+        (folder.model / "config.json").write_text("[]")
+        with pytest.raises(ConfigError, match=r"config\.json: changed.*same command writes it"):
+            folder.check_model()
+        (folder.model / MANIFEST).unlink()
+        check_exported(folder.model, "nothing to compare with")
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "add", "no manifest", "no state"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, harm: str
+) -> None:
+    made = config(tmp_path)
+    with RunFolder(made) as folder:
+        for step in (1, 2):
+            checkpoint(folder, made, step)
+        folder.export(empty)
+    newest = tmp_path / "checkpoints" / "step_000002"
+    names = {"add": "more", "no manifest": MANIFEST, "no state": "state.json"}
+    victim = newest / names.get(harm, "weights")
+    if harm in ("flip", "truncate", "add"):
+        victim.write_text({"flip": "v", "truncate": "", "add": ""}[harm])
+    else:
+        victim.unlink()
+
+    looking = RunFolder(made)  # `keel check` and `keel eval` change nothing
+    looking.check()
+    said = "\n".join(looking.words())
+    assert f"{newest} is damaged ({victim.name}: " in said
+    assert "step_000001 before it is as it was written" in said
+    assert newest.is_dir()
+
+    with RunFolder(made) as folder:
+        state, (named, resumed) = folder.state(), folder.words()
+        assert state is not None and state.step == 1
+        assert f"{newest} is damaged ({victim.name}: " in named and "damaged_step_000002" in named
+        assert "resumes from that" in resumed
+        folder.begin(1)
+        assert (tmp_path / "model_2").is_dir(), "the model is that of step 2"
+        checkpoint(folder, made, 2)
+    kept = newest.with_name("damaged_step_000002")
+    assert kept.is_dir() and newest.is_dir()
+    with RunFolder(made) as folder:
+        state = folder.state()
+        assert state is not None and state.step == 2 and folder.words() == []
+
+
+def test_what_is_damaged_twice_is_kept_twice(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    for _ in range(2):
+        with RunFolder(made) as folder:
+            if folder.latest is None:
+                checkpoint(folder, made, 1)
+            checkpoint(folder, made, 2)
+        (tmp_path / "checkpoints" / "step_000002" / "weights").unlink()
+    with RunFolder(made):
+        pass
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "damaged_step_000002",
+        "damaged_step_000002_2",
+        "step_000001",
+    ]
+
+
+def test_a_run_does_not_start_over_beside_damaged_checkpoints(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    with RunFolder(made) as folder:
+        for step in (1, 2):
+            checkpoint(folder, made, step)
+    before = sorted(tmp_path.rglob("*"))
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step_{step:06d}" / "weights").write_text("v")
+    said = r"is damaged:\n  step_000002: weights: changed.*\n  step_000001: weights: changed"
+    with pytest.raises(ConfigError, match=said):
+        RunFolder(made).check()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"move .*checkpoints away"):
+            RunFolder(made).__enter__()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_of_an_older_release_is_taken_with_a_line(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    with RunFolder(made) as folder:
+        checkpoint(folder, made, 1)
+    saved = tmp_path / "checkpoints" / "step_000001"
+    (saved / MANIFEST).unlink()
+    old = json.loads((saved / "state.json").read_text())
+    del old["format"]
+    (saved / "state.json").write_text(json.dumps(old))
+    with RunFolder(made) as folder:
+        (line,) = folder.words()
+        assert folder.latest == saved and "written by an older release, without digests" in line
 
 
 def test_a_run_that_goes_on_keeps_the_model_of_its_earlier_end(tmp_path: Path) -> None:
     with RunFolder(config(tmp_path)) as folder:
         folder.begin(0)
-        folder.export(lambda made: made.mkdir())
+        folder.export(empty)
         folder.begin(60)
         assert not folder.model.exists() and (tmp_path / "model_60").exists()
-        folder.export(lambda made: made.mkdir())
+        folder.export(empty)
         assert folder.model.exists()
 
 

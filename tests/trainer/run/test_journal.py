@@ -146,3 +146,12 @@ def test_half_a_surrogate_pair_does_not_end_the_run(tmp_path: Path) -> None:
     journal.record(1, {"loss": Mean(1, 1)}, [replace(plain, group=group)])
     journal.close()
     assert "a?" in (tmp_path / "trajectories" / "step_000001.txt").read_text()
+
+
+def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, PlainView(1), trajectories=0)
+    (tmp_path / "metrics.jsonl").mkdir()
+    said = rf"run\.dir = {tmp_path}: step 1 cannot be written \(.*Is a directory"
+    with pytest.raises(OSError, match=said):
+        journal.record(1, {}, [])
+    journal.close()

@@ -1,0 +1,138 @@
+"""Gives a forked process the isolation that bubblewrap gives a started one: namespaces of its own,
+a private /tmp, /dev/shm, /proc and pseudo-terminals, no capability, and the system call filter.
+
+For a process that runs in a sandbox already, whose mounts it keeps. It needs no right but to make a
+user namespace. There are two of those: the outer one's only user is its root, as mounting
+pseudo-terminals demands; in the inner one the process is its old user again, and has no say about
+mounts. Linux, any Python from 3.9; see user_namespaces(7), pid_namespaces(7), seccomp(2).
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import fcntl
+import os
+import re
+import resource
+import shutil
+import socket
+import stat
+import struct
+from typing import Any, Optional
+
+Inner = dict[str, Any]
+"""own_network, loopback (whether that has one), files_mib (of /tmp and of /dev/shm), processes,
+filter (base64)."""
+
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+_NOSUID, _NODEV, _NOEXEC, _BIND_ALL, _REMOUNT_READ_ONLY = 2, 4, 8, 4096 | 16384, 32 | 1
+_SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVILEGES = 4, 22, 38
+_FILTER_MODE = 2
+_SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
+_CAPABILITIES_3 = 0x20080522
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
+
+
+def leave_namespaces(inner: Inner) -> None:
+    """Of the caller's next child, which is the first process of its own."""
+    uid, gid = os.getuid(), os.getgid()
+    libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # the maps are its owner's to write only then
+    flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
+    if inner["own_network"]:
+        flags |= _NEW_NETWORK
+    _checked(libc.unshare(flags), "unshare")
+    _map_user((0, uid), (0, gid))
+
+
+def shut(inner: Inner, uid: int, gid: int) -> None:
+    """By the first process in there, before it starts the program. uid, gid: what it was before."""
+    size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
+    _private_tmp(size)
+    _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
+    terminals = b"newinstance,ptmxmode=0666,mode=620"
+    _mount(b"devpts", b"/dev/pts", _NOSUID | _NOEXEC, terminals)
+    _mount(b"proc", b"/proc", _NOSUID | _NODEV | _NOEXEC, None)
+    if inner["loopback"]:
+        with socket.socket() as any_one:
+            fcntl.ioctl(any_one, _SET_FLAGS, struct.pack("16sh", b"lo", _UP_AND_RUNNING))
+    _checked(libc.unshare(_NEW_USER), "unshare")
+    _map_user((uid, 0), (gid, 0))
+    libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
+    _checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _checked(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    program = base64.b64decode(inner["filter"])
+    rules = _Filter(len(program) // 8, program)
+    _checked(libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(rules), 0, 0), "seccomp")
+    # In a user namespace, its first process counts too.
+    resource.setrlimit(resource.RLIMIT_NPROC, (inner["processes"] + 1,) * 2)
+
+
+def _private_tmp(options: bytes) -> None:
+    """With what is in there now: a copy of what the program has made when it was imported, and may
+    write to later; and the folders that are mounted there, of a project that lies in /tmp."""
+    before = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    mounted = {path: os.open(path, os.O_PATH) for path in _mounted_in("/tmp")}
+    tops = {"/".join(path.split("/")[:3]) for path in mounted}
+    here = f"/proc/self/fd/{before}"
+
+    def leave_out(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if folder == here and f"/tmp/{name}" in tops}
+
+    _mount(b"tmpfs", b"/tmp", _NOSUID | _NODEV, options)
+    shutil.copytree(here, "/tmp", symlinks=True, ignore=leave_out, dirs_exist_ok=True)
+    for top in tops - set(mounted):  # nobody writes beside what is mounted, as before
+        os.mkdir(top)
+        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV, b"mode=755")
+    for path, fd in mounted.items():
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.makedirs(path, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        source = f"/proc/self/fd/{fd}".encode()
+        _checked(libc.mount(source, os.fsencode(path), None, _BIND_ALL, None), f"bind {path}")
+        os.close(fd)
+    for top in tops - set(mounted):
+        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV | _REMOUNT_READ_ONLY, b"mode=755")
+    os.close(before)
+
+
+def _mounted_in(folder: str) -> list[str]:
+    """Mount points below, but for those below others."""
+    found: list[str] = []
+    with open("/proc/self/mountinfo", "rb") as file:
+        points = [os.fsdecode(re.sub(rb"\\(\d{3})", _byte, line.split()[4])) for line in file]
+    for path in sorted(points):
+        if path.startswith(f"{folder}/") and not any(path.startswith(f"{p}/") for p in found):
+            found.append(path)
+    return sorted(set(found))
+
+
+def _byte(octal: re.Match[bytes]) -> bytes:
+    return bytes([int(octal[1], 8)])
+
+
+def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:
+    """(number inside, number outside)"""
+    users, groups = (f"{inside} {outside} 1" for inside, outside in (uid, gid))
+    lines = (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups))
+    for name, line in lines:
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+
+
+def _mount(kind: bytes, where: bytes, flags: int, data: Optional[bytes]) -> None:  # noqa: UP045
+    _checked(libc.mount(kind, where, kind, flags, data), f"mount {kind.decode()}")
+
+
+def _checked(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,110 @@
+"""Many episodes open at once: what they take does not grow from wave to wave, and nothing is left.
+The figures for 2,000 are in docs/environments.md; `benchmarks.rewards.environments` takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from keel.agents.host.children import below
+from keel.agents.host.client import Hosted, parent_of
+from keel.agents.runner import EpisodeRunner
+from keel.rl.turns import TurnRequest, TurnResult
+from keel.rl.types import Purpose
+from tests.agents.episodes import TASK as HOSTED_TASK
+from tests.agents.episodes import program, run, use
+from tests.agents.sandboxes import attackers, wrap_of
+from tests.agents.scripted import BUDGET, NO_CONTEXT, TASK, Sums, chat, says
+
+MANY = 400
+WAVES = 3
+FLAT_MIB = 4.0
+"""More that this process, or the parent, may have in a wave than in the one before."""
+
+
+def resident_mib(pid: int | str = "self") -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def test_in_this_process() -> None:
+    policy = says("42")
+    waiting: list[tuple[TurnRequest, Future[TurnResult]]] = []
+
+    def turns(request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
+        waiting.append((request, Future()))
+        return waiting[-1][1]
+
+    taken: list[float] = []
+    with EpisodeRunner(
+        {"sums": Sums},
+        chat=chat(),
+        turns=turns,
+        budget=BUDGET,
+        context=NO_CONTEXT,
+        seed=1,
+        most_open=MANY,
+    ) as runner:
+        for _ in range(WAVES):
+            groups = [runner.submit(TASK, group_size=8, purpose="train") for _ in range(MANY // 8)]
+            until = time.monotonic() + 30
+            while len(waiting) < MANY:  # none ends before all are open
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            for request, future in waiting:
+                future.set_result(policy.say(request))
+            assert all(len(group.result(20).trajectories) == 8 for group in groups)
+            waiting.clear()
+            policy.requests.clear()
+            del groups
+            gc.collect()
+            taken.append(resident_mib())
+    assert taken[-1] - taken[-2] < FLAT_MIB
+
+
+@pytest.mark.parametrize(
+    "sandboxed", [False, pytest.param(True, marks=pytest.mark.e2e)], ids=["alone", "sandbox"]
+)
+def test_in_processes_that_are_forked(sandboxed: bool) -> None:
+    many = 60 if sandboxed else 40
+
+    others = set(below(os.getpid()))  # of other tests
+
+    def made() -> set[int]:
+        return set(below(os.getpid())) - others
+
+    async def play() -> None:
+        given = program()
+        if sandboxed:
+            given = attackers(wrap_of())
+        parent = parent_of(given)
+        assert parent is not None
+        starting = asyncio.Semaphore(4)
+        ours, theirs, files = [], [], set[int]()
+        for _ in range(WAVES):
+            open_now = [Hosted(given, starting=starting, parent=parent) for _ in range(many)]
+            await asyncio.gather(*(one.open(HOSTED_TASK, seed=3) for one in open_now))
+            assert not parent.why_not
+            tool, given_to_it = ("fill", {"folder": "/nowhere"}) if sandboxed else ("call", {})
+            said = await asyncio.gather(*(use(one, tool, **given_to_it) for one in open_now))
+            assert len(said) == many
+            assert len(made()) >= many * (1 + sandboxed)
+            await asyncio.gather(*(one.close() for one in open_now))
+            assert parent._running is not None
+            left = made()
+            assert len(left) <= 3  # the parent, in a sandbox with two around it
+            ours.append(resident_mib())
+            theirs.append(sum(map(resident_mib, left)))
+            files.add(len(os.listdir("/proc/self/fd")))
+        await parent.close()
+        assert not made() and len(files) == 1
+        assert ours[-1] - ours[-2] < FLAT_MIB and theirs[-1] - theirs[-2] < FLAT_MIB
+
+    run(play())

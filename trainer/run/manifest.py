@@ -1,0 +1,179 @@
+"""What a folder holds, to the bit: size and SHA-256 of every file in it.
+
+A manifest is written after everything else, so that a folder with one is whole. Files are digested
+in pieces of 64 MiB, by several threads: the digest of a file of one piece is what `sha256sum` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MANIFEST = "keel_manifest.json"
+PIECE = 64 * 2**20
+BLOCK = 2**20
+THREADS = 8
+"""At most: a disk, or the ranks of a host together, have no use for more."""
+
+
+class Entry(NamedTuple):
+    """A file as it was written."""
+
+    bytes: int
+    sha256: list[str]
+    """Of each piece."""
+
+
+def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Bring these files of `folder` to the disk, and digest them. Call it where they were written,
+    while they are in memory still. Raises `OSError`."""
+    paths = {name: folder / name for name in names}
+    with _threads() as threads:
+        synced = [threads.submit(_sync, path) for path in paths.values()]
+        entries = _digests(threads, paths)
+        for future in synced:
+            future.result()
+    return entries
+
+
+def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
+    """Of all that `folder` holds; what others have not `sealed` is sealed here.
+
+    Raises `ValueError` naming a file that others have sealed and that is not the same here: ranks
+    on other machines must see this folder, not one of the same name.
+    """
+    here = sizes(folder)
+    for name, entry in sealed.items():
+        size = here.get(name, "no")
+        if size != entry.bytes:
+            raise ValueError(
+                f"{folder / name}: a trainer rank wrote {entry.bytes:,} bytes, and {size} are "
+                "here. run.dir must be on a file system that all machines of the run share"
+            )
+    entries = {**sealed, **seal(folder, [name for name in here if name not in sealed])}
+    content = {name: entries[name]._asdict() for name in here}
+    text = json.dumps({"sha256": _digest_of(content), "files": content}, indent=1)
+    (folder / MANIFEST).write_text(text + "\n")
+    _sync(folder / MANIFEST)
+    for parent, _, _ in os.walk(folder):
+        sync_folder(Path(parent))
+
+
+def damage(folder: Path, *, extra: bool) -> list[str]:
+    """What is not as the manifest of `folder` says: a line for each file. Reads all files, unless
+    some are missing or have another size. extra: whether files that it does not list count.
+    """
+    try:
+        entries = _read(folder / MANIFEST)
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST}: {error.strerror if isinstance(error, OSError) else error}"]
+    here = sizes(folder)
+    found = [f"{name}: missing" for name in entries if name not in here]
+    for name in here:
+        if name in entries:
+            size, written = here[name], entries[name].bytes
+            if size != written:
+                what = "truncated" if size < written else "too long"
+                found.append(f"{name}: {what}, {size:,} bytes of {written:,}")
+        elif extra:
+            found.append(f"{name}: extra, it was not written with the rest")
+    return found or _changed(folder, entries)
+
+
+def _changed(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
+    """Files whose bits are not those that were written, and where."""
+    found: list[str] = []
+    with _threads() as threads:
+        pieces = {
+            (name, index): threads.submit(_digest, folder / name, index * PIECE)
+            for name, entry in entries.items()
+            for index in range(len(entry.sha256))
+        }
+        for (name, index), piece in pieces.items():
+            try:
+                same = piece.result() == entries[name].sha256[index]
+            except OSError as error:
+                found.append(f"{name}: cannot be read ({error.strerror})")
+                continue
+            if not same:
+                end = min(entries[name].bytes, (index + 1) * PIECE)
+                found.append(f"{name}: changed, between bytes {index * PIECE:,} and {end:,}")
+    return found
+
+
+def said(problems: list[str], most: int = 3) -> str:
+    """Some of them on a line."""
+    more = len(problems) - most
+    return "; ".join([*problems[:most], *[f"and {more} more"] * (more > 0)])
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Name, relative to `folder`, and bytes of every file below it but its manifest."""
+    found: dict[str, int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            with suppress(FileNotFoundError):  # a link that leads nowhere, a folder being deleted
+                found[os.path.relpath(path, folder)] = os.stat(path).st_size
+    found.pop(MANIFEST, None)
+    return dict(sorted(found.items()))
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in it to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    """Raises `OSError`, or `ValueError` for what is no manifest or not as it was written."""
+    try:
+        content: Any = json.loads(path.read_bytes())
+        files = content["files"]
+        if _digest_of(files) != content["sha256"]:
+            raise ValueError("changed since it was written")
+        return {name: Entry(**entry) for name, entry in files.items()}
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
+        raise ValueError("cannot be parsed") from None
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _digests(threads: ThreadPoolExecutor, paths: Mapping[str, Path]) -> dict[str, Entry]:
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    pieces = {
+        name: [threads.submit(_digest, path, start) for start in range(0, sizes[name], PIECE)]
+        for name, path in paths.items()
+    }
+    return {name: Entry(sizes[name], [piece.result() for piece in pieces[name]]) for name in paths}
+
+
+def _digest(path: Path, start: int) -> str:
+    """Of the piece that begins there."""
+    digest, left = hashlib.sha256(), PIECE
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left and (block := file.read(min(left, BLOCK))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))))
