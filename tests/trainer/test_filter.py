@@ -203,7 +203,7 @@ def test_a_runs_latest_policy_may_be_asked_about_other_data(
     trained = prepare("quickstart", words[1:]).config
     with RunFolder(trained) as folder:
         state = State(step=2, version=2, cursor={}, config=config_digest(trained))
-        folder.save(state, lambda path: None)
+        folder.save(state, lambda path: {})
     assert main(["filter", *words, "data.only=[spiral]"]) == 0
     assert "with " in (out := capsys.readouterr().out) and "step_000002" in out
     assert fake.loaded == ["step_000002", "woken"]
