@@ -69,6 +69,10 @@ RESUMABLE_KNOBS = frozenset(
         "eval.temperature",
         "eval.top_p",
         "eval.top_k",
+        "filter.dir",
+        "filter.samples",
+        "filter.least_pass_rate",
+        "filter.most_pass_rate",
     }
 )
 """Knobs that may change when a run continues from its checkpoint: none of them changes what the
@@ -104,13 +108,17 @@ def diff_configs(a: Config, b: Config) -> list[str]:
     return [k for k in left | right if left.get(k, ABSENT) != right.get(k, ABSENT)]
 
 
-def check_resumable(saved: Config, wanted: Config, folder: str) -> None:
+def check_resumable(
+    saved: Config, wanted: Config, folder: str, *, of: tuple[str, ...] = ("",)
+) -> None:
     """Refuse to continue the run in `folder` with a config that optimises something else.
 
-    Raises ConfigError naming each knob with both values, and the ways out.
+    of: how the knobs begin that matter. Raises ConfigError naming each knob with both values, and
+    the ways out.
     """
     old, new = flatten_config(saved), flatten_config(wanted)
-    changed = [k for k in diff_configs(saved, wanted) if k not in RESUMABLE_KNOBS]
+    differing = diff_configs(saved, wanted)
+    changed = [k for k in differing if k not in RESUMABLE_KNOBS and k.startswith(of)]
     if changed:
         listed = "\n".join(
             f"  {k}: {old.get(k, ABSENT)!r} → {new.get(k, ABSENT)!r}" for k in changed

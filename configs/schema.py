@@ -8,7 +8,8 @@ the recipe.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
@@ -17,7 +18,7 @@ from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
 from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
-from keel.configs.sections.run import EvalConfig, RunConfig
+from keel.configs.sections.run import EvalConfig, FilterConfig, RunConfig
 from keel.configs.sections.trainer import TrainerConfig
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "EmbeddedConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "FilterConfig",
     "JudgeConfig",
     "JudgeServerConfig",
     "LengthConfig",
@@ -60,6 +62,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
 
     def __post_init__(self) -> None:
         sampling, unsound = self.rollout.sampling, self.algorithm.allow_unsound
@@ -214,6 +217,18 @@ class Config:
     def engine_dtype(self) -> Dtype:
         """Precision of the engines, and of the weights that they are sent."""
         return self.rollout.dtype or self.model.dtype
+
+    def sampling(self, purpose: Literal["train", "eval"]) -> SamplingConfig:
+        """How completions are sampled that are for `purpose`."""
+        if purpose == "train":
+            return self.rollout.sampling
+        measured = self.eval
+        return replace(
+            self.rollout.sampling,
+            temperature=measured.temperature,
+            top_p=measured.top_p,
+            top_k=measured.top_k,
+        )
 
     @property
     def scoring_deadline_s(self) -> float:

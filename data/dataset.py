@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, DataConfig, SourceConfig
 from keel.data.episodes import load_episodes
 from keel.data.items import Item, Loaded, digest
 from keel.data.jsonl import load_jsonl
+from keel.data.pass_rates import check_same, read_pass_rates
 from keel.data.procedural import load_reasoning_gym
 from keel.data.stream import PromptStream
 from keel.rl.types import Prompt
@@ -36,6 +38,12 @@ class SourceReport:
     """Left out of training because the question is in the held-out set of another source."""
     train: int
     skipped_reasons: tuple[str, ...] = ()
+    rated_out: int = 0
+    """Whose pass rate is out of bounds (`pass_rates`)."""
+    unrated: tuple[str, ...] = ()
+    """Ids of those left out because the table of pass rates does not have them."""
+    unknown: tuple[str, ...] = ()
+    """Ids of the table's that the source does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +64,9 @@ class _Split:
     long: int
     heldout: list[Item]
     train: list[Item]
+    rated_out: int = 0
+    unrated: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 def load_dataset(
@@ -85,8 +96,9 @@ def load_dataset(
             raise ConfigError(
                 f"data.sources[{source.name}]: no prompt is left to train on "
                 f"({len(split.loaded.items)} read, {split.duplicates} repeated, {split.long} too "
-                f"long, {len(split.heldout)} held out, {len(split.train)} held out by another "
-                "source); raise its size or lower its holdout"
+                f"long, {len(split.heldout)} held out, {split.rated_out + len(split.unrated)} left "
+                f"out by pass_rates, {len(split.train)} held out by another source); raise its "
+                "size, lower its holdout or widen the bounds of its pass rates"
             )
         train[source.name] = kept
         report[source.name] = SourceReport(
@@ -98,6 +110,9 @@ def load_dataset(
             leaked=len(split.train) - len(kept),
             train=len(kept) if source.weight > 0 else 0,
             skipped_reasons=split.loaded.skipped,
+            rated_out=split.rated_out,
+            unrated=split.unrated,
+            unknown=split.unknown,
         )
     return Dataset(
         train=PromptStream(
@@ -135,7 +150,7 @@ def _split(
             "held out never train; lower it, or make the source larger or more varied"
         )
     held = _choose_heldout(short, source, seed)
-    return _Split(
+    split = _Split(
         source=source,
         loaded=loaded,
         duplicates=len(loaded.items) - len(distinct),
@@ -143,6 +158,38 @@ def _split(
         heldout=[item for item in short if item.question in held],
         train=[item for item in short if item.question not in held],
     )
+    if source.pass_rates:
+        _keep_rated(split)
+    return split
+
+
+def _keep_rated(split: _Split) -> None:
+    """Leave only prompts to train on whose pass rate is known and within the source's bounds."""
+    source, path = split.source, data_path(split.source.pass_rates)
+    knob = f"data.sources[{source.name}].pass_rates = {source.pass_rates!r}"
+    try:
+        table = read_pass_rates(path)
+        rates = {name: rate for name, rate in table.items() if rate.source == source.name}
+        if not rates:
+            others = ", ".join(sorted({rate.source for rate in table.values()})) or "none at all"
+            raise ValueError(f"{path}: has no prompt of this source; its sources: {others}")
+        rated: list[Item] = []
+        for item in split.train:
+            if (rate := rates.get(item.prompt.prompt_id)) and rate.known:
+                check_same(item.prompt, rate, path)
+                rated.append(item)
+    except ValueError as error:
+        raise ConfigError(f"{knob}: {error}") from error
+    bounds = (source.least_pass_rate, source.most_pass_rate)
+    kept = [item for item in rated if rates[item.prompt.prompt_id].within(*bounds)]
+    names, there = (
+        {item.prompt.prompt_id for item in split.train},
+        {i.prompt.prompt_id for i in rated},
+    )
+    split.unrated = tuple(sorted(names - there))
+    split.unknown = tuple(sorted(rates.keys() - {i.prompt.prompt_id for i in split.loaded.items}))
+    split.rated_out = len(rated) - len(kept)
+    split.train = kept
 
 
 def _choose_heldout(items: list[Item], source: SourceConfig, seed: int) -> set[str]:

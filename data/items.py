@@ -49,6 +49,17 @@ def told(
     return with_system(system_prompt(template), with_system(source.system, messages))
 
 
+def untold(
+    source: SourceConfig, messages: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], ...]:
+    """The messages that `told` made `messages` of."""
+    added, (first, *rest) = told(source, ()), messages
+    if not added:
+        return tuple(messages)
+    own = str(first["content"]).removeprefix(added[0]["content"]).removeprefix("\n\n")
+    return ({**first, "content": own}, *rest) if own else tuple(rest)
+
+
 def digest(text: str) -> str:
     """A short stable hash (Python's own changes with every process)."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

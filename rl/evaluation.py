@@ -1,7 +1,8 @@
-"""What counts as a pass, and what an evaluation says of the completions to a held-out set."""
+"""What counts as a pass, and what an evaluation says of the completions to its prompts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from keel.rl.metrics import Mean, Metric, Sum, mean_of
@@ -21,6 +22,15 @@ def passed(correct: float) -> bool:
     """Whether a completion is wholly right: the one rule of evaluations, filters and comparisons.
     Partial credit is no pass, and neither is NaN."""
     return correct >= PASS
+
+
+def pass_at_k(samples: int, passes: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k completions passes, from `samples` of which
+    `passes` do: 1 − C(n−c, k) / C(n, k) (Chen et al., 2021, Eq. 1). Raises ValueError unless
+    1 ≤ k ≤ samples."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {samples} completions: k must be from 1 to their number")
+    return 1 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from keel.configs.schema import Dtype, RolloutConfig
+from keel.configs.schema import Config, Dtype, RolloutConfig
 
 CAPTURED = 512
 """Tokens of the largest step that vLLM captures as a CUDA graph by itself."""
@@ -30,6 +30,23 @@ class EngineSpec:
     conversations: int = 0
     """Conversations that may be open at once. The keys and values of those that wait for a tool are
     worth keeping, beside those of `config.max_num_seqs` that are being sampled."""
+
+    @classmethod
+    def of(cls, config: Config, model: str) -> Self:
+        """An engine of this run; model: folder of the weights."""
+        return cls(
+            model_path=model,
+            tokenizer=config.model.tokenizer or model,
+            config=config.rollout,
+            dtype=config.engine_dtype,
+            max_model_len=config.max_context,
+            seed=config.run.seed,
+            keep_routing=config.algorithm.keep_routing,
+            keep_sampling_mask=config.algorithm.keep_sampling_mask,
+            conversations=-(-config.agents.max_open // config.rollout.engines)
+            if config.with_agents
+            else 0,
+        )
 
 
 class Started(NamedTuple):

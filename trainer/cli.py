@@ -17,6 +17,8 @@ EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
   keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
+  keel filter my-recipe.yaml filter.samples=16 filter.most_pass_rate=0.9
+                                            pass rates of the prompts, and those worth training on
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
                                             try a rubric before a run
 """
@@ -42,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("train", "train a recipe; continues a run folder that holds a checkpoint"),
         ("check", "validate a recipe and print its plan; starts nothing"),
+        (
+            "filter",
+            "sample each prompt filter.samples times, and keep those that are solved at least once",
+        ),
         ("eval", "score the held-out sets with the last checkpoint, or the base model"),
     ):
         command = commands.add_parser(name, help=text, description=text)

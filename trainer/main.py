@@ -24,8 +24,9 @@ from rich.console import Console
 
 from keel.agents.runner import EpisodeRunner
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError, JudgeConfig, SamplingConfig
+from keel.configs.schema import ConfigError, JudgeConfig
 from keel.data.dataset import Dataset
+from keel.data.filtered import FilterFolder
 from keel.model.embedded.cache import ensure_embedded
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rewards.judge.service import JudgeService
@@ -39,6 +40,7 @@ from keel.trainer import loop
 from keel.trainer.agents import demonstrate, episode_runner
 from keel.trainer.cluster.nodes import hardware_said, seating, start_ray
 from keel.trainer.cluster.reservation import reserved
+from keel.trainer.filter import POLICY, STOPPING, sample_prompts
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules, prepare
@@ -119,6 +121,37 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         print(f"{name} of {whose}: {metric.value:.3f}")
 
 
+def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
+    """`keel filter`: pass rates of the prompts to train on, by the last checkpoint or the base
+    model, and those that are worth it."""
+    task = prepare(recipe, overrides)
+    folder = RunFolder(task.config)
+    folder.check(POLICY)
+    for line in folder.words():
+        print(f"warning: {line}")
+    latest = folder.latest
+    policy = f"{folder.path.resolve()}, {latest.name}" if latest else "the base model"
+    with FilterFolder(task.config, task.dataset.train.sources, policy) as out:
+        if waiting := out.waiting:
+            print(task.text(), flush=True)
+            print(f"{len(waiting):,} prompts to sample, with {policy}", flush=True)
+            with running(task, print) as system, Interrupt(print, STOPPING) as stop:
+                if latest:
+                    system.learner.load(latest)
+                    system.wake()
+                sample_prompts(
+                    waiting,
+                    task.config,
+                    sample=lambda prompt, size: system.submit(prompt, "eval", size),
+                    score=partial(system.scorer.submit, purpose="eval"),
+                    record=out.record,
+                    said=out.said,
+                    stop=stop,
+                    say=partial(print, flush=True),
+                )
+        print(out.finish())
+
+
 def judge(options: argparse.Namespace) -> None:
     """`keel judge`: score a file of answers, so that a rubric can be tried before a run."""
     settings = load_config(options.recipe).rewards.judge if options.recipe else JudgeConfig()
@@ -157,6 +190,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "check": check,
     "eval": evaluate,
+    "filter": filter_prompts,
     "judge": judge,
 }
 
@@ -189,13 +223,14 @@ class System:
     scorer: Scorer
     agents: EpisodeRunner | None = None
 
-    def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
+    def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
+        """size: completions (0: what the recipe says of the purpose)."""
         config = self.task.config
-        size = config.algorithm.group_size if purpose == "train" else config.eval.samples
+        size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
         if prompt.environment:
             assert self.agents is not None
             return self.agents.submit(prompt, group_size=size, purpose=purpose)
-        how = sampling_of(config, purpose)
+        how = config.sampling(purpose)
         return self.pool.submit(prompt, group_size=size, sampling=how, purpose=purpose)
 
     def update(self, version: int, weights: Any) -> Future[None]:
@@ -206,18 +241,6 @@ class System:
     def wake(self) -> None:
         """Have engines that sleep (`rollout.sleep`) sample again, from the current weights."""
         self.update(self.learner.version, self.learner.publish()).result()
-
-
-def sampling_of(config: Config, purpose: Purpose) -> SamplingConfig:
-    sampling, measured = config.rollout.sampling, config.eval
-    if purpose == "train":
-        return sampling
-    return replace(
-        sampling,
-        temperature=measured.temperature,
-        top_p=measured.top_p,
-        top_k=measured.top_k,
-    )
 
 
 @contextmanager
@@ -258,7 +281,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
                 say=say,
             )
         )
-        spec = engine_spec(config, model)
+        spec = EngineSpec.of(config, model)
         pool = ray_pool(
             spec,
             gpu=task.gpu,
@@ -295,7 +318,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
             judge.check_reachable()
         agents = None
         if task.chat is not None:
-            how = {purpose: sampling_of(config, purpose) for purpose in get_args(Purpose)}
+            how = {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
             agents = episode_runner(
                 config,
                 task.chat,
@@ -306,23 +329,6 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
         if sleep:
             system.wake()
         yield system
-
-
-def engine_spec(config: Config, model: str) -> EngineSpec:
-    """What an engine of this run is built from; `model` is the folder of the weights."""
-    return EngineSpec(
-        model_path=model,
-        tokenizer=config.model.tokenizer or model,
-        config=config.rollout,
-        dtype=config.engine_dtype,
-        max_model_len=config.max_context,
-        seed=config.run.seed,
-        keep_routing=config.algorithm.keep_routing,
-        keep_sampling_mask=config.algorithm.keep_sampling_mask,
-        conversations=-(-config.agents.max_open // config.rollout.engines)
-        if config.with_agents
-        else 0,
-    )
 
 
 def model_folder(task: Task, say: Callable[[str], None]) -> str:

@@ -205,6 +205,9 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             "repeated": report.duplicates,
             "too long, dropped": report.long,
             "held out by another source": report.leaked,
+            "out of the bounds of pass rates": report.rated_out,
+            "without a pass rate, left out": len(report.unrated),
+            "pass rates of prompts that it does not have": len(report.unknown),
         }
         notes += [f"{number:,} {what}" for what, number in counted.items() if number]
         environment = source.environment
@@ -216,4 +219,6 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             f"{source.domain_name}, β {source.kl_coef:g}"
         )
         lines += [f"  skipped: {reason}" for reason in report.skipped_reasons[:3]]
+        lines += [f"  without a pass rate: {name}" for name in report.unrated[:3]]
+        lines += [f"  in pass_rates and not in the source: {name}" for name in report.unknown[:3]]
     return lines

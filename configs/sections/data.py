@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
-from keel.configs.sections.base import require
+from keel.configs.sections.base import require, require_pass_rates
 from keel.configs.system_prompts import SystemTemplate
 
 
@@ -73,6 +73,11 @@ class SourceConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """What the policy works in, over many turns (`agents`). With source: jsonl each line is a task
     for it; with reasoning_gym there may be a `program`, and nothing else."""
+    pass_rates: str = ""
+    """Table of `keel filter` (`pass_rates.jsonl`): train on the prompts alone whose pass rate there
+    is from `least_pass_rate` to `most_pass_rate`, and above 0. Held-out sets stay as they are."""
+    least_pass_rate: float = 0.0
+    most_pass_rate: float = 1.0
     size: int = 0
     """reasoning_gym, environment: number of prompts. jsonl: read at most this many lines (0:
     all)."""
@@ -172,6 +177,14 @@ class SourceConfig:
             f"{knob}.holdout",
             self.holdout,
             f"must leave prompts to train on out of size = {self.size} (or set weight: 0)",
+        )
+        require_pass_rates(knob, self.least_pass_rate, self.most_pass_rate)
+        bounds = (self.least_pass_rate, self.most_pass_rate)
+        require(
+            bool(self.pass_rates) or bounds == (0, 1),
+            f"{knob}.pass_rates",
+            self.pass_rates,
+            "name the table that least_pass_rate and most_pass_rate are about",
         )
         require(self.weight >= 0, f"{knob}.weight", self.weight, "must not be negative")
         require(self.kl_coef >= 0, f"{knob}.kl_coef", self.kl_coef, "must not be negative")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.configs.sections.base import require
+from keel.configs.sections.base import require, require_pass_rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +128,21 @@ class EvalConfig:
             self.top_k,
             f"must be above 0 with eval.top_p = {self.top_p} (try 512)",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterConfig:
+    """`keel filter`: which prompts are worth training on, by the policy's own pass rate."""
+
+    dir: str = ""
+    """Where the pass rates and the kept prompts go; empty: `filter` in `run.dir`."""
+    samples: int = 100
+    """Completions of each prompt."""
+    least_pass_rate: float = 0.0
+    """Keep prompts from this pass rate on; one that no completion passes is never kept."""
+    most_pass_rate: float = 1.0
+    """Keep prompts up to this pass rate."""
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, "filter.samples", self.samples, "must be at least 1")
+        require_pass_rates("filter", self.least_pass_rate, self.most_pass_rate)

@@ -172,6 +172,27 @@ def test_a_run_loses_an_engine_is_interrupted_resumed_and_leaves_a_model(
     assert "trainer.lr" in capsys.readouterr().err
 
 
+def test_a_filter_keeps_what_can_be_solved(tmp_path: Path, cache: Path) -> None:
+    """Anything solves the first line, and nothing the second."""
+    lines = [
+        {"id": "easy", "prompt": "Say it.", "answer": r"[\s\S]*", "match": "regex"},
+        {"id": "hard", "prompt": "Say that.", "answer": "(?!)", "match": "regex"},
+    ]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = f"{{name: said, source: jsonl, thinking: false, path: {path}}}"
+    spelling = "{name: spelling, source: reasoning_gym, task: spell_backward, size: 12, holdout: 8}"
+    words = [*small(tmp_path / "run", cache, 1)[:5], "rollout.engines=1", "filter.samples=5"]
+    words += [f"data.sources=[{said}, {spelling}]", "algorithm.group_size=2"]
+    assert "6 of 6 prompts" in keel("filter", *words)
+    table = (tmp_path / "run/filter/pass_rates.jsonl").read_text().splitlines()
+    rates = {line["id"]: line for line in map(json.loads, table)}
+    assert [rates[f"said/{n}"]["passes"] for n in ("easy", "hard")] == [5, 0]
+    assert all(line["samples"] == 5 and line["unscored"] == 0 for line in rates.values())
+    (kept,) = (tmp_path / "run/filter/kept/said.jsonl").read_text().splitlines()
+    assert (json.loads(kept)["id"], json.loads(kept)["pass_rate"]) == ("easy", 1)
+
+
 def test_sampling_ahead_survives_a_dead_engine_and_an_interruption(
     tmp_path: Path, cache: Path, start: Callable[[list[str]], Running]
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 
-from keel.rl.evaluation import evaluation, passed
+from keel.rl.evaluation import evaluation, pass_at_k, passed
 from keel.rl.types import Group, ScoredGroup
 from tests.rl.rollouts import prompt, segment, trajectory
 
@@ -61,3 +62,17 @@ def test_a_whole_score_passes_whatever_order_its_parts_were_added_up_in() -> Non
 @pytest.mark.parametrize("partial", [0.0, 0.5, 0.999, 1999 / 2000, 0.9999999, math.nan])
 def test_partial_credit_is_no_pass_however_near_it_comes(partial: float) -> None:
     assert not passed(partial)
+
+
+@pytest.mark.parametrize("passes", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_pass(passes: int, k: int) -> None:
+    right = [True] * passes + [False] * (5 - passes)
+    choices = list(itertools.combinations(right, k))
+    assert pass_at_k(5, passes, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+@pytest.mark.parametrize("k", [0, 6])
+def test_pass_at_k_needs_k_completions(k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} of 5 completions"):
+        pass_at_k(5, 1, k)

@@ -81,9 +81,10 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def check(self) -> None:
-        """Raises ConfigError if the folder holds a run that this config may not continue, or one
-        whose checkpoints are all damaged. Reads the newest checkpoint to its last bit."""
+    def check(self, of: tuple[str, ...] = ("",)) -> None:
+        """Raises ConfigError if the folder holds a run that this config may not continue (of the
+        knobs that begin with `of`: whose policy it may not use), or one whose checkpoints are all
+        damaged. Reads the newest checkpoint to its last bit."""
         self._check_place()
         newest = checkpoint.latest(self._checkpoints)
         if newest is None:
@@ -107,7 +108,7 @@ class RunFolder:
             except ValueError as error:
                 raise ConfigError(str(error)) from error
         if saved.exists():
-            check_resumable(load_config(saved), self._config, str(self.path))
+            check_resumable(load_config(saved), self._config, str(self.path), of=of)
         elif state.config != checkpoint.config_digest(self._config):
             raise ConfigError(
                 f"run.dir = {self.path}: holds {self.latest.name} of a run with another config "

@@ -13,8 +13,9 @@ FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop
 class Interrupt:
     """While open, answers whether SIGINT or SIGTERM has come. Main thread only."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], first: str = FIRST) -> None:
+        """first: what is said to the first of them."""
+        self._say, self._first = say, first
         self._asked = False
 
     def __call__(self) -> bool:
@@ -35,4 +36,4 @@ class Interrupt:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        self._say(FIRST)
+        self._say(self._first)

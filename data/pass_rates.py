@@ -1,0 +1,112 @@
+"""The table of `keel filter`: what became of the completions to each prompt, a line of JSON each.
+
+    {"id": "sums/7", "source": "sums", "domain": "maths", "samples": 100, "passes": 12,
+     "pass_rate": 0.12, "score": 0.15, "unscored": 1, "dropped": {"late: …": 1}, "digest": "…"}
+
+`passes` and `unscored` are counted as an evaluation does (`keel.rl.evaluation`): a completion that
+is missing or could not be scored is no pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.data.items import digest
+from keel.rl.evaluation import evaluation
+from keel.rl.types import Prompt, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRate:
+    """Of one prompt."""
+
+    id: str
+    """`Prompt.prompt_id`."""
+    source: str
+    domain: str
+    samples: int
+    """Completions that were asked for."""
+    passes: int
+    score: float | None
+    """Mean of `correct` over the completions that have one; None: none has."""
+    unscored: int
+    dropped: Mapping[str, int]
+    """Reason → completions that are missing for it."""
+    digest: str
+    """Of what was asked and what it was scored by."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.passes <= self.samples or self.samples < 1:
+            raise ValueError(f"{self.id}: {self.passes} passes of {self.samples} completions")
+
+    @property
+    def rate(self) -> float:
+        return self.passes / self.samples
+
+    @property
+    def known(self) -> bool:
+        """Whether any completion has a score: without one a rate of 0 says nothing."""
+        return self.unscored < self.samples
+
+    def within(self, least: float, most: float) -> bool:
+        """Whether the prompt is one to train on: it can be solved, and as often as asked for."""
+        return self.passes > 0 and least <= self.rate <= most
+
+    def line(self) -> str:
+        return json.dumps({**asdict(self), "pass_rate": self.rate}, ensure_ascii=False) + "\n"
+
+
+def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> PassRate:
+    """The pass rate of a prompt by all groups of its completions."""
+    found = evaluation(groups)
+    score, passes = found["score"].value, found["pass@1"]
+    samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)
+    return PassRate(
+        id=prompt.prompt_id,
+        source=source,
+        domain=prompt.domain,
+        samples=samples,
+        passes=round(passes.value * samples),
+        score=score if score == score else None,
+        unscored=round(found["unscored"].value),
+        dropped=dict(Counter(reason for group in groups for reason in group.group.dropped)),
+        digest=digest_of(prompt),
+    )
+
+
+def digest_of(prompt: Prompt) -> str:
+    asked: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
+    return digest(json.dumps(asked, sort_keys=True, default=str))
+
+
+def read_pass_rates(path: Path) -> dict[str, PassRate]:
+    """Id of a prompt → its last line. What follows the last line's end was cut off while it was
+    written, and does not count. Raises ValueError naming file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    rates: dict[str, PassRate] = {}
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            record.pop("pass_rate", None)
+            rate = PassRate(**record)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}:{number}: no line of pass rates: {error}") from error
+        rates[rate.id] = rate
+    return rates
+
+
+def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:
+    """Raises ValueError if the rate is that of another prompt with the same id."""
+    if rate.digest != digest_of(prompt):
+        raise ValueError(
+            f"{path}: the pass rate of {prompt.prompt_id} is that of another prompt: the data (or "
+            "run.seed) has changed since it was sampled. Bring it back, or filter anew"
+        )

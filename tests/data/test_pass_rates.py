@@ -1,0 +1,107 @@
+"""A table of pass rates chooses what trains, and never in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import ConfigError, DataConfig, SourceConfig
+from keel.data.dataset import Dataset, load_dataset
+from keel.data.pass_rates import pass_rate_of, read_pass_rates
+from keel.rl.types import Prompt
+from tests.data.rates import scored
+
+
+def load(seed: int = 0, **knobs: Any) -> Dataset:
+    knobs = {"size": 12, "holdout": 2, **knobs}
+    sums = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", **knobs)
+    return load_dataset(DataConfig(sources=(sums,)), seed=seed)
+
+
+def prompts(dataset: Dataset) -> list[Prompt]:
+    return list(dataset.train.sources["sums"])
+
+
+def write(path: Path, passes: dict[str, int], known: list[Prompt], source: str = "sums") -> Path:
+    rates = [
+        pass_rate_of(prompt, source, [scored(prompt, passes[prompt.prompt_id])])
+        for prompt in known
+        if prompt.prompt_id in passes
+    ]
+    path.write_text("".join(rate.line() for rate in rates))
+    return path
+
+
+def test_what_is_missing_is_no_pass_and_its_reasons_are_counted(tmp_path: Path) -> None:
+    (prompt, *_) = prompts(load())
+    groups = [scored(prompt, 3), scored(prompt, 1, samples=3, dropped=("late", "late"))]
+    rate = pass_rate_of(prompt, "sums", groups)
+    assert (rate.samples, rate.passes, rate.rate) == (7, 4, 4 / 7)
+    assert (rate.unscored, dict(rate.dropped), rate.score) == (2, {"late": 2}, 4 / 5)
+    nothing = pass_rate_of(prompt, "sums", [scored(prompt, 0, samples=1, dropped=("late",))])
+    assert (rate.known, nothing.known, nothing.score) == (True, False, None)
+    path = tmp_path / "t.jsonl"
+    path.write_text(nothing.line() + rate.line() + rate.line()[:30])
+    assert read_pass_rates(path) == {prompt.prompt_id: rate}
+
+
+@pytest.mark.parametrize("line", ["[]", "{", '{"id": "a"}', '{"id": 1, "samples": 2}'])
+def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"t\.jsonl:1: no line of pass rates"):
+        read_pass_rates(path)
+
+
+def test_only_prompts_within_the_bounds_train(tmp_path: Path) -> None:
+    whole = load()
+    passes = {prompt.prompt_id: i % 5 for i, prompt in enumerate(prompts(whole))}
+    table = write(tmp_path / "t.jsonl", passes, prompts(whole))
+    for least, most in ((0.0, 1.0), (0.25, 0.75), (0.5, 1.0)):
+        chosen = load(pass_rates=str(table), least_pass_rate=least, most_pass_rate=most)
+        wanted = [n for n, c in passes.items() if c and least <= c / 4 <= most]
+        assert [prompt.prompt_id for prompt in prompts(chosen)] == wanted
+        report = chosen.report["sums"]
+        assert (report.train, report.rated_out) == (len(wanted), 10 - len(wanted))
+        assert chosen.heldout == whole.heldout
+
+
+def test_prompts_that_one_side_does_not_know_are_named(tmp_path: Path) -> None:
+    whole = prompts(load())
+    table = write(tmp_path / "t.jsonl", {p.prompt_id: 2 for p in whole[1:]}, whole)
+    report = load(pass_rates=str(table), size=11).report["sums"]
+    assert report.unrated == (whole[0].prompt_id,)
+    assert report.unknown == (whole[-1].prompt_id,) == ("sums/11",)
+
+
+def test_a_table_of_other_prompts_or_sources_is_refused(tmp_path: Path) -> None:
+    whole = prompts(load())
+    passes = {p.prompt_id: 2 for p in whole}
+    table = write(tmp_path / "t.jsonl", passes, whole)
+    with pytest.raises(ConfigError, match=r"the pass rate of sums/2 is that of another prompt"):
+        load(seed=1, pass_rates=str(table))
+    write(table, passes, whole, source="others")
+    with pytest.raises(ConfigError, match=r"sums\]\.pass_rates.*its sources: others"):
+        load(pass_rates=str(table))
+    with pytest.raises(ConfigError, match=r"pass_rates = '.*/no': .*cannot be read"):
+        load(pass_rates=str(tmp_path / "no"))
+    write(table, dict.fromkeys(passes, 0), whole)
+    with pytest.raises(ConfigError, match="10 left out by pass_rates"):
+        load(pass_rates=str(table))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"least_pass_rate": 0.1}, r"\.pass_rates = '': name the table"),
+        ({"pass_rates": "t", "least_pass_rate": -0.1}, "least_pass_rate = -0.1"),
+        ({"pass_rates": "t", "most_pass_rate": 1.1}, "most_pass_rate = 1.1"),
+        ({"pass_rates": "t", "most_pass_rate": 0.0}, "most_pass_rate = 0.0"),
+        ({"pass_rates": "t", "least_pass_rate": 0.8, "most_pass_rate": 0.3}, "= 0.8"),
+    ],
+)
+def test_bounds_that_no_rate_meets_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(**knobs)

@@ -1,0 +1,97 @@
+"""Samples prompts k times each and hands over what came of each prompt, as soon as it is whole.
+
+A prompt's completions are sampled in groups as large as in training, so that all engines share in
+them and the deadlines of a group hold as they do there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from keel.configs.schema import Config
+from keel.rl.futures import then, when_all
+from keel.rl.types import Group, Prompt, ScoredGroup
+from keel.trainer.feed import GRACE_S
+from keel.trainer.run.view import Progress, duration
+
+POLICY = ("model.", "trainer.")
+"""Knobs that a run's checkpoint is loaded with: these must be the run's own."""
+LOOK_S = 1.0
+"""How often it looks whether to stop."""
+SAY_S = 10.0
+"""Between two lines of progress."""
+STOPPING = "Stopping; the prompts that are done are kept. Press Ctrl-C again to stop at once."
+
+
+def ahead_of(config: Config) -> int:
+    """Prompts under way at once: twice what all engines have room for, and at least two."""
+    room = config.rollout.engines * config.rollout.max_num_seqs
+    if config.with_agents:
+        room = max(room, config.agents.max_open)
+    return max(2, -(-2 * room // config.filter.samples))
+
+
+def sample_prompts(
+    prompts: Sequence[Prompt],
+    config: Config,
+    *,
+    sample: Callable[[Prompt, int], Future[Group]],
+    score: Callable[[Group], Future[ScoredGroup]],
+    record: Callable[[Prompt, Sequence[ScoredGroup]], None],
+    said: Callable[[], str],
+    stop: Callable[[], bool],
+    say: Callable[[str], None],
+) -> None:
+    """`filter.samples` completions of each prompt; returns when all are done, or soon after `stop`.
+
+    sample(prompt, n), score: with deadlines of their own, and they never block; record: called on
+    this thread, once a prompt; said: what a line of progress adds. Raises what sampling or scoring
+    raised, and TimeoutError if no group at all arrives for longer than all their deadlines
+    together.
+    """
+    samples, size = config.filter.samples, config.algorithm.group_size
+    sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
+    queue, flights = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
+    open_groups = set[Future[ScoredGroup]]()
+    progress, done, total = Progress(len(prompts)), 0, len(prompts)
+    progress.left(0)
+    deadline_s = config.group_deadline_s + GRACE_S
+    heard = spoke = time.monotonic()
+    try:
+        while (queue or flights) and not stop():
+            while queue and len(flights) < ahead_of(config):
+                prompt = queue.popleft()
+                groups = [then(sample(prompt, n), score) for n in sizes]
+                open_groups |= set(groups)
+                flights[_all_of(groups)] = prompt
+            arrived, _ = wait(open_groups, LOOK_S, FIRST_COMPLETED)
+            open_groups -= arrived
+            for group in arrived:
+                group.result()  # what one raises ends all, and not with the last of its prompt
+            now = time.monotonic()
+            if arrived:
+                heard = now
+            elif now - heard > deadline_s:
+                raise TimeoutError(
+                    f"waited {deadline_s:.0f} s for a group of completions (rollout.deadline_s, "
+                    "twice in case that an engine is replaced, and the deadlines of its start, of "
+                    f"weights and of rewards): {len(flights)} prompts are under way"
+                )
+            for whole in [flight for flight in flights if flight.done()]:
+                record(flights.pop(whole), whole.result())
+                done += 1
+            if done and (now - spoke > SAY_S or done == total):
+                spoke = now
+                left = progress.left(done) if done < total else None
+                more = f"; {duration(left)} left" if left is not None else ""
+                say(f"sampled {done:,} of {total:,} prompts; {said()}{more}")
+    finally:
+        for group in open_groups:
+            group.cancel()
+
+
+def _all_of(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:
+    return when_all(groups, lambda: [group.result() for group in groups])
