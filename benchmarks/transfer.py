@@ -48,10 +48,10 @@ from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.weight_transfer.buckets import Sent
 from keel.model.weight_transfer.channel import Channel, Rendezvous
 from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.spec import EngineSpec
 from keel.rollout.weight_loading.manifest import checkpoint_names
 from keel.trainer.cluster.nodes import start_ray
 from keel.trainer.learner import Learner
-from keel.trainer.main import engine_spec
 
 GB = 1e9
 DEADLINE_S = 300.0
@@ -177,7 +177,7 @@ def timed(
 ) -> tuple[dict[str, list[float]], list[str]]:
     """Seconds of every update of new engines, by its way; whether the last ones were copies."""
     pool = ray_pool(
-        engine_spec(config, config.model.path),
+        EngineSpec.of(config, config.model.path),
         gpu=not options.small,
         startup_deadline_s=DEADLINE_S,
         options=lambda _: each,

@@ -176,7 +176,7 @@ class Engines:
 
     def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
         """An engine for `task`, loaded with the learner's weights."""
-        spec = main.engine_spec(task.config, model)
+        spec = EngineSpec.of(task.config, model)
         if self.spec is None or self.pool is None or kind_of(spec) != kind_of(self.spec):
             self.close()
             self.spec = spec
