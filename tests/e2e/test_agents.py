@@ -146,7 +146,9 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
     # Resumed; then Ctrl-C twice, which stops it at once.
     watched = start()
     reach(len(done) + 1, watched.run)
-    wait_until(watched.environments, "open episodes")
+    for process in wait_until(watched.environments, "open episodes"):
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()  # so that the step cannot end before the second Ctrl-C
     for _ in range(2):
         watched.run.process.send_signal(signal.SIGINT)
         wait_until(lambda: "Press Ctrl-C again" in watched.run.said(), "the first to be heard")
