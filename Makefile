@@ -48,7 +48,7 @@ sandbox:
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
 unit: install  ## The tests that start no engine, Ray or sandbox: about a minute on two idle cores
-	$(BIN)/python -m pytest -q -n 2 $(FILES) -m "not e2e and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(FILES) -m "not e2e and not gpu" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
