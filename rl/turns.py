@@ -73,8 +73,7 @@ class Parsed:
     calls: tuple[ToolCall | Malformed, ...] = ()
     """In the order written."""
     inside: bool = False
-    """The turn has ended inside its thinking, which the next one goes on with
-    (`tools_in_thinking`)."""
+    """The turn ended inside its thinking, and the next one continues it (`tools_in_thinking`)."""
 
 
 class Chat(Protocol):

@@ -106,8 +106,8 @@ def environment(config: RolloutConfig, *, gpu: bool) -> dict[str, str]:
 def captured_sizes(seqs: int, most: int) -> list[int]:
     """Tokens of the steps that are captured as CUDA graphs, for a batch of `seqs` and at `most` so
     many tokens a step: vLLM's own, to twice the batch, and four more, to four times that. Turns of
-    conversations begin with a few tokens each, beside a whole batch that goes on; launched kernel
-    by kernel, such a step takes as long as four."""
+    conversations begin with a few tokens each, beside a whole batch that goes on. Launched kernel
+    by kernel, such a step kept the host for about 15 ms in a profile (1.2 B parameters, H200)."""
     own = min(2 * seqs, CAPTURED)
     finely = [1, 2, 4, *range(8, 256, 8), *range(256, CAPTURED + 1, 16)]
     wider = [own + own * quarter // 4 for quarter in range(1, 5)]

@@ -65,7 +65,8 @@ class Watched:
     def left(self) -> list[str]:
         """What still runs, once the run has ended."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
         _, alive = psutil.wait_procs(list(self.seen), timeout=30)
         return [self.seen[process] for process in alive]
 
