@@ -14,6 +14,7 @@ import pytest
 
 from keel.agents.host.children import below
 from keel.agents.host.client import Hosted, parent_of
+from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
@@ -179,12 +180,20 @@ def test_where_no_namespace_can_be_made_each_is_started(small: Wrap, monkeypatch
     run(play())
 
 
+async def heard_out(parent: Parent) -> None:
+    """It has waited for all that stood between it and what it forked so far."""
+    assert parent._running is not None
+    with pytest.raises(ValueError, match="No child processes"):
+        await parent._running.ask({"do": "reap", "pid": 1 << 22})
+
+
 def test_a_fork_that_fails_leaves_nothing_with_its_parent(small: Wrap) -> None:
     async def play() -> None:
         async with parent_for(small, "forked") as parent:
             one, other = attacker(small, parent), attacker(small, parent)
             await one.open(TASK, seed=3)
             assert parent is not None and one._process is not None
+            await heard_out(parent)
             inside = Path(f"/proc/{one._process.pid}/status").read_text()
             forker = inside.partition("PPid:")[2].split()[0]
             children = Path(f"/proc/{forker}/task/{forker}/children")
@@ -192,6 +201,7 @@ def test_a_fork_that_fails_leaves_nothing_with_its_parent(small: Wrap) -> None:
             parent._inner = {**(parent._inner or {}), "processes": ""}
             with pytest.raises(EnvironmentLost, match="cannot be forked"):
                 await other.open(TASK, seed=3)
+            await heard_out(parent)
             assert children.read_text().split() == before
             await one.close()
 
