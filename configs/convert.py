@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
+from keel.configs.schema import ConfigError, EvalConfig, RolloutConfig, SamplingConfig
 from keel.configs.suggest import knob_types, section_type, suggest
 
 T = TypeVar("T")
@@ -211,8 +211,3 @@ def _as_float(value: Any) -> float | None:
         except (ValueError, OverflowError):
             return None
     return None
-
-
-def config_from(tree: Mapping[str, Any], where: Mapping[str, str], recipe: str) -> Config:
-    """A whole `Config` from plain nested data. See `build`."""
-    return build(Config, tree, where, recipe)

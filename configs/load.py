@@ -21,10 +21,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from keel.configs.convert import config_from
+from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.configs.suggest import knob_types, section_type
+from keel.configs.synthesis import SynthesisConfig
 
 __all__ = [
     "RESUMABLE_KNOBS",
@@ -33,6 +34,7 @@ __all__ = [
     "dump_config",
     "flatten_config",
     "load_config",
+    "load_synthesis",
 ]
 
 
@@ -45,7 +47,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError naming the file and line (or the override), the knob and the cure.
     """
-    recipe = _find(Path(path))
+    return build(Config, *_tree(Config, Path(path), overrides))
+
+
+def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
+    """As `load_config` has it, the recipe of `keel synthesize`."""
+    return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides))
+
+
+def _tree(
+    root: type, path: Path, overrides: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str], str]:
+    """Plain data, the file and line that set each key, and the recipe's name."""
+    recipe = _find(path)
     layers, where = _read(recipe, ())
     try:
         tree: dict[str, Any] = {}
@@ -54,14 +68,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         for override in overrides:
             _apply(tree, where, override)
         if _refers(tree):  # OmegaConf takes longer over it than all the rest does
-            whole = OmegaConf.create(_with_defaults(Config, tree))
+            whole = OmegaConf.create(_with_defaults(root, tree))
             resolved = OmegaConf.to_container(whole, resolve=True, throw_on_missing=True)
             tree = cast(dict[str, Any], resolved)
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, where, str(recipe))) from error
     except (RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(f"{recipe}: cannot be read: {error}") from error
-    return config_from(tree, where, str(recipe))
+    return tree, where, str(recipe)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

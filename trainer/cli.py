@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
             "sample each prompt filter.samples times, and keep those that are solved at least once",
         ),
         ("eval", "score the held-out sets with the last checkpoint, or the base model"),
+        ("synthesize", "have a model write agents' tasks, and keep those that pass every gate"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", help="a YAML file, or the name of a recipe that comes along")
@@ -86,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if message := recipe_error(arguments):
         print(f"keel {arguments.command}: {message}", file=sys.stderr)
         return REFUSED
+    if arguments.command == "synthesize":
+        return synthesize(arguments)
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     needed = LIBRARIES[arguments.command == "judge" :]  # whose model another machine may serve
@@ -104,15 +107,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(arguments.command, arguments.recipe, arguments.override)
 
 
+def synthesize(arguments: argparse.Namespace) -> int:
+    """Needs neither torch nor engines, only somebody's endpoint."""
+    from keel.configs.load import load_synthesis  # noqa: PLC0415
+    from keel.configs.schema import ConfigError  # noqa: PLC0415
+    from keel.tasks.synthesize import synthesize  # noqa: PLC0415
+
+    try:
+        return synthesize(load_synthesis(arguments.recipe, arguments.override))
+    except ConfigError as error:
+        print(f"keel synthesize: {error}", file=sys.stderr)
+        return REFUSED
+
+
 def recipe_error(arguments: argparse.Namespace) -> str:
     """What is wrong with the recipe in itself, or nothing."""
     if arguments.recipe is None:  # `keel judge` does without
         return ""
-    from keel.configs.load import load_config  # noqa: PLC0415  OmegaConf: a tenth of a second
+    # OmegaConf: a tenth of a second
+    from keel.configs.load import load_config, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
+    load = load_synthesis if arguments.command == "synthesize" else load_config
     try:
-        load_config(arguments.recipe, getattr(arguments, "override", ()))
+        load(arguments.recipe, getattr(arguments, "override", ()))
     except ConfigError as error:
         return str(error)
     return ""

@@ -1,0 +1,112 @@
+"""Every knob of `keel synthesize`: who writes the tasks, what that may cost, and of which family
+they are. A recipe of its own, not part of a run's.
+
+Each family's section is in `configs/sections/`; only the one that `family` names is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from keel.configs.sections.base import ConfigError, require
+
+Family = Literal["general", "code", "search"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthorConfig:
+    """A model behind an OpenAI-compatible endpoint that writes, solves or checks tasks."""
+
+    base_url: str
+    """`http://localhost:8000/v1`"""
+    model: str
+    """As the endpoint calls it."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; empty: the endpoint wants none."""
+    temperature: float = 1.0
+    max_tokens: int = 8192
+    """Longest reply."""
+    max_concurrent: int = 8
+    """Most calls in flight at once."""
+    deadline_s: float = 600.0
+    """Longest wait for one reply, in seconds."""
+    retries: int = 4
+    """Further attempts after a timeout, a refusal for load or a server error."""
+    usd_per_million_prompt_tokens: float = 0.0
+    usd_per_million_completion_tokens: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Sent along with each request, for example `chat_template_kwargs`."""
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.base_url)
+        if url.username or url.password:  # the value is a secret: not for a message
+            raise ConfigError(
+                "author.base_url: holds a password; put the key into an environment variable and "
+                "its name into author.api_key_env"
+            )
+        require(
+            url.scheme in ("http", "https") and bool(url.hostname),
+            "author.base_url",
+            self.base_url,
+            "must be a URL like http://localhost:8000/v1",
+        )
+        require(bool(self.model), "author.model", self.model, "must name the endpoint's model")
+        if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", self.api_key_env):
+            raise ConfigError(  # it may be the key itself: not for a message
+                "author.api_key_env: must be the name of an environment variable, not the key"
+            )
+        for name in ("max_tokens", "max_concurrent"):
+            require(getattr(self, name) >= 1, f"author.{name}", getattr(self, name), "must be >= 1")
+        for name in (
+            "temperature",
+            "retries",
+            "usd_per_million_prompt_tokens",
+            "usd_per_million_completion_tokens",
+        ):
+            require(getattr(self, name) >= 0, f"author.{name}", getattr(self, name), "must be >= 0")
+        require(self.deadline_s > 0, "author.deadline_s", self.deadline_s, "must be > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """Ceilings over all calls, of earlier starts in the same folder too. 0: none."""
+
+    tokens: int = 0
+    """Of prompts and completions together."""
+    usd: float = 0.0
+    """By the prices of the authors."""
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 0, "budget.tokens", self.tokens, "must be >= 0 (0: no ceiling)")
+        require(self.usd >= 0, "budget.usd", self.usd, "must be >= 0 (0: no ceiling)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynthesisConfig:
+    """A whole recipe of `keel synthesize`."""
+
+    family: Family
+    dir: str
+    """What is made goes here, with the record of what was thrown away; called again, it goes on."""
+    seed: int = 0
+    at_once: int = 4
+    """Tasks that are being made at the same time."""
+    author: AuthorConfig
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+
+    def __post_init__(self) -> None:
+        require(bool(self.dir), "dir", self.dir, "must name a folder")
+        require(self.at_once >= 1, "at_once", self.at_once, "must be >= 1")
+        author = self.author
+        priced = author.usd_per_million_prompt_tokens or author.usd_per_million_completion_tokens
+        require(
+            not self.budget.usd or bool(priced),
+            "budget.usd",
+            self.budget.usd,
+            "needs prices: set author.usd_per_million_prompt_tokens and "
+            "author.usd_per_million_completion_tokens",
+        )

@@ -1,0 +1,255 @@
+"""The models that write, solve and check tasks: behind any OpenAI-compatible endpoint, within a
+budget."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, cast
+
+import openai
+from openai import AsyncOpenAI, Timeout
+
+from keel.configs.synthesis import AuthorConfig, BudgetConfig
+from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
+
+CONNECT_S = 10.0
+CHARACTERS_PER_TOKEN = 3
+"""At least, for the bound that a call is held to before its usage is known."""
+MOST_SAID = 300
+
+
+class AuthorLost(RuntimeError):
+    """A model did not answer, however often it was asked. The task is tried again by the next
+    start."""
+
+
+class BudgetSpent(RuntimeError):
+    """The next call might cost more than there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Of one call."""
+
+    model: str
+    purpose: str
+    prompt_tokens: int
+    completion_tokens: int
+    usd: float
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A reply."""
+
+    content: str
+    calls: tuple[ToolCall | Malformed, ...] = ()
+    reasoning: str = ""
+    cut: bool = False
+    """It was longer than `max_tokens`. Its calls are not to be run."""
+
+    def message(self) -> Message:
+        """As the next request has it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [_as_json(call) for call in self.calls]
+        return message
+
+
+class Author(Protocol):
+    """A model that is asked. What is asked for one task waits for nothing but its own replies."""
+
+    name: str
+
+    async def ask(
+        self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
+    ) -> Said:
+        """purpose: what the tokens are counted under. Raises AuthorLost, BudgetSpent."""
+        ...
+
+
+class Budget:
+    """What has been spent, and what calls in flight may yet come to. For one event loop."""
+
+    def __init__(
+        self, limits: BudgetConfig, spent: Sequence[Usage], record: Callable[[Usage], None]
+    ) -> None:
+        """spent: by earlier starts; record: keeps a call's usage for later ones."""
+        self._limits, self._record = limits, record
+        self.spent = list(spent)
+        self._held_tokens, self._held_usd = 0, 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(usage.tokens for usage in self.spent)
+
+    @property
+    def usd(self) -> float:
+        return sum(usage.usd for usage in self.spent)
+
+    @contextmanager
+    def call(self, tokens: int, usd: float) -> Any:
+        """A call of at most that much. Raises BudgetSpent where it might be too much; yields what
+        takes its usage."""
+        for name, limit, now, held, more in (
+            ("tokens", self._limits.tokens, self.tokens, self._held_tokens, tokens),
+            ("usd", self._limits.usd, self.usd, self._held_usd, usd),
+        ):
+            if limit and now + held + more > limit:
+                raise BudgetSpent(
+                    f"budget.{name} = {limit:g}: {now:g} are spent, and the next call may take "
+                    f"{held + more:g}; raise it and start again to go on"
+                )
+        self._held_tokens += tokens
+        self._held_usd += usd
+        try:
+            yield self._took
+        finally:
+            self._held_tokens -= tokens
+            self._held_usd -= usd
+
+    def _took(self, usage: Usage) -> None:
+        self.spent.append(usage)
+        self._record(usage)
+
+
+class EndpointAuthor:
+    """A model behind an OpenAI-compatible endpoint. Belongs to one event loop."""
+
+    def __init__(self, config: AuthorConfig, budget: Budget) -> None:
+        """Raises ValueError without its key."""
+        key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+        if config.api_key_env and not key:
+            raise ValueError(
+                f"author.api_key_env = {config.api_key_env}: there is no such environment variable"
+            )
+        self.name = config.model
+        self._config, self._budget, self._key = config, budget, key
+        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._client = AsyncOpenAI(
+            base_url=config.base_url,
+            # Never the library's own OPENAI_API_KEY: that key belongs to somebody else.
+            api_key=key or "none",
+            max_retries=config.retries,
+            timeout=Timeout(config.deadline_s, connect=min(CONNECT_S, config.deadline_s)),
+        )
+
+    async def ask(
+        self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
+    ) -> Said:
+        config = self._config
+        offered = [tool.as_json() for tool in tools]
+        characters = len(json.dumps([*messages, *offered], ensure_ascii=False))
+        bound = characters // CHARACTERS_PER_TOKEN, config.max_tokens
+        async with self._slots:
+            with self._budget.call(sum(bound), self._price(*bound)) as took:
+                try:
+                    # The library's own deadline is of each attempt, and of each read.
+                    async with asyncio.timeout(config.deadline_s * (1 + config.retries)):
+                        response = await self._client.chat.completions.with_raw_response.create(
+                            model=config.model,
+                            messages=cast(Any, list(messages)),
+                            tools=cast(Any, offered or openai.omit),
+                            temperature=config.temperature,
+                            max_tokens=config.max_tokens,
+                            extra_body=dict(config.extra) or None,
+                        )
+                except (TimeoutError, openai.APITimeoutError) as error:
+                    raise AuthorLost(
+                        f"{self.name}: no reply within author.deadline_s = {config.deadline_s:g}"
+                    ) from error
+                except openai.APIStatusError as error:
+                    said = f"HTTP {error.status_code}: {error.message}"
+                    raise AuthorLost(f"{self.name}: {self._public(said)}") from error
+                except openai.APIError as error:
+                    why = self._public(str(error.__cause__ or error))
+                    raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
+                said, usage = _read(response.text, characters)
+                took(
+                    Usage(
+                        model=self.name,
+                        purpose=purpose,
+                        prompt_tokens=usage[0],
+                        completion_tokens=usage[1],
+                        usd=self._price(*usage),
+                    )
+                )
+                if said is None:
+                    raise AuthorLost(f"{self.name}: its reply is no chat completion")
+                return said
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._client.close()
+
+    def _price(self, prompt_tokens: int, completion_tokens: int) -> float:
+        config = self._config
+        return (
+            prompt_tokens * config.usd_per_million_prompt_tokens
+            + completion_tokens * config.usd_per_million_completion_tokens
+        ) / 1e6
+
+    def _public(self, text: str) -> str:
+        text = (text.replace(self._key, "***") if self._key else text)[:MOST_SAID]
+        return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
+    """The reply, and the tokens of its prompt and of itself: as many as can be where the endpoint
+    does not count them."""
+    asked = characters // CHARACTERS_PER_TOKEN
+    try:
+        body = json.loads(text)
+        choice = body["choices"][0]
+        message = choice["message"]
+        content = str(message.get("content") or "")
+        said = Said(
+            content=content,
+            reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
+            calls=tuple(_call(given) for given in message.get("tool_calls") or ()),
+            cut=choice.get("finish_reason") == "length",
+        )
+        usage = dict(body.get("usage") or {})
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None, (asked, len(text) // CHARACTERS_PER_TOKEN)
+    written = len(content) + len(said.reasoning) + len(str(message.get("tool_calls") or ""))
+    return said, (
+        usage.get("prompt_tokens") or asked,
+        usage.get("completion_tokens") or written // CHARACTERS_PER_TOKEN,
+    )
+
+
+def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
+    number, function = str(given.get("id") or ""), given.get("function") or {}
+    name, text = str(function.get("name") or ""), str(function.get("arguments") or "{}")
+    try:
+        arguments = json.loads(text)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are no JSON object")
+    except ValueError as error:
+        return Malformed(call_id=number, text=f"{name}({text})"[:MOST_SAID], why=str(error))
+    return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
+
+
+def _as_json(call: ToolCall | Malformed) -> dict[str, Any]:
+    name, arguments = "unreadable", "{}"
+    if isinstance(call, ToolCall):
+        name, arguments = call.name, json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def usage_line(usage: Usage) -> str:
+    return json.dumps(asdict(usage), ensure_ascii=False)

@@ -1,0 +1,148 @@
+"""`keel synthesize`: makes tasks one beside the other, within the budget, and goes on where it was
+stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from keel.configs.schema import ConfigError
+from keel.configs.synthesis import SynthesisConfig
+from keel.tasks.author import Author, AuthorLost, Budget, BudgetSpent, EndpointAuthor
+from keel.tasks.ledger import Ledger, Outcome, Refused
+
+Make = Callable[[str], Awaitable[None]]
+"""Makes the task of a key and leaves it in the folder, whole or not at all. Raises Refused where a
+gate throws it away, AuthorLost, BudgetSpent."""
+Say = Callable[[str], object]
+MOST_LOST = 5
+"""Tasks in a row whose author was lost, after which it is not asked any more."""
+
+
+async def make_all(
+    keys: Sequence[str], make: Make, ledger: Ledger, *, at_once: int, say: Say, stop: asyncio.Event
+) -> str:
+    """Makes the tasks that the ledger lacks. Returns why it ended early; "" where it did not."""
+    left = [key for key in keys if key not in ledger.outcomes]
+    queue, why, lost = list(reversed(left)), "", 0
+    if len(left) < len(keys):
+        say(f"{len(keys) - len(left):,} of {len(keys):,} tasks are made already")
+
+    async def worker() -> None:
+        nonlocal why, lost
+        while queue and not why and not stop.is_set():
+            key, begun = queue.pop(), time.monotonic()
+            try:
+                await make(key)
+            except Refused as refused:
+                gate, reason, outcome = refused.gate, refused.reason, "refused"
+            except AuthorLost as error:
+                lost += 1
+                say(f"{key}: {error}; the next start tries it again")
+                if lost >= MOST_LOST:
+                    why = f"{lost} tasks in a row had no answer from their author: {error}"
+                continue
+            except BudgetSpent as error:
+                why = str(error)
+                return
+            else:
+                gate, reason, outcome = "", "", "kept"
+            lost, seconds = 0, round(time.monotonic() - begun, 3)
+            ledger.add(Outcome(key=key, outcome=outcome, gate=gate, reason=reason, seconds=seconds))
+            said = "kept" if outcome == "kept" else f"refused by {gate}: {reason}"
+            done = sum(key in ledger.outcomes for key in keys)
+            say(f"{done:,} of {len(keys):,}: {key} {said}")
+
+    workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
+    if workers:
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            ended = asyncio.gather(*workers)
+            await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*workers, stopping):
+                task.cancel()
+            results = await asyncio.gather(*workers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+    return why or ("stopped" if any(key not in ledger.outcomes for key in left) else "")
+
+
+class Pipeline(Protocol):
+    """A family's way of making tasks. A context: what it needs is there while it is open."""
+
+    keys: Sequence[str]
+    """Of the tasks to make, in order; the same for the same settings."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def make(self, key: str) -> None:
+        """See `Make`."""
+        ...
+
+
+def open_pipeline(config: SynthesisConfig, author: Author, folder: Path) -> Pipeline:
+    """Of the family that the recipe names. Raises ConfigError for settings that cannot be used."""
+    raise ConfigError(f"family = {config.family!r}: has no pipeline")
+
+
+def synthesize(config: SynthesisConfig, say: Say = print) -> int:
+    """The command's exit status: 0 all is made; 1 stopped early, and can be called again. Raises
+    ConfigError."""
+    return asyncio.run(_synthesize(config, say))
+
+
+async def _synthesize(config: SynthesisConfig, say: Say) -> int:
+    folder, stop = Path(config.dir).expanduser(), asyncio.Event()
+    with Ledger(folder, _settings(config)) as ledger:
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, stop.set)
+        budget = Budget(config.budget, ledger.spent, ledger.used)
+        try:
+            author = EndpointAuthor(config.author, budget)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            async with open_pipeline(config, author, folder) as pipeline:
+                why = await make_all(
+                    pipeline.keys, pipeline.make, ledger, at_once=config.at_once, say=say, stop=stop
+                )
+        finally:
+            await author.close()
+            for name in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(name)
+            told(ledger.report(), say)
+    if why:
+        say(f"keel synthesize: {why}. The same command goes on from here")
+    return int(bool(why))
+
+
+def _settings(config: SynthesisConfig) -> dict[str, Any]:
+    """What the tasks depend on: who writes them and what that may cost may change."""
+    section = getattr(config, config.family, None)
+    return {
+        "family": config.family,
+        "seed": config.seed,
+        **(asdict(section) if section is not None else {}),
+    }
+
+
+def told(report: Mapping[str, Any], say: Say) -> None:
+    """The report, for people."""
+    say(f"made {report['made']:,} tasks, kept {report['kept']:,}")
+    for gate, refused in report["refused"].items():
+        say(f"  refused by {gate}: {refused['tasks']:,}")
+        for reason, count in refused["reasons"].items():
+            say(f"    {count:,} × {reason}")
+    for purpose, cost in report["cost"].items():
+        money = f", {cost['usd']:.2f} USD" if cost["usd"] else ""
+        say(f"  {purpose}: {cost['calls']:,} calls, {cost['tokens']:,} tokens{money}")

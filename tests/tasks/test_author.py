@@ -1,0 +1,140 @@
+"""An author behind an endpoint: what it is sent, what is read of it, and what it may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keel.configs.synthesis import AuthorConfig, BudgetConfig
+from keel.rl.turns import Malformed, ToolCall, ToolSpec
+from keel.tasks.author import AuthorLost, Budget, BudgetSpent, EndpointAuthor, Said, Usage
+from tests.rewards.judge.judge_server import Reply, Server, running
+
+LOOK = ToolSpec(
+    name="look", description="", parameters={"type": "object", "properties": {}, "required": []}
+)
+ASK = ({"role": "user", "content": "Write a task."},)
+
+
+def completion(message: dict[str, Any], finish: str = "stop", **usage: int) -> Reply:
+    body = {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"total_tokens": sum(usage.values()), **usage} if usage else None,
+    }
+    return Reply(json.dumps(body))
+
+
+def words(text: str, **usage: int) -> Reply:
+    return completion({"role": "assistant", "content": text}, "stop", **usage)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Server]:
+    with running(lambda _: words("")) as server:
+        yield server
+
+
+def author_of(
+    server: Server, limits: BudgetConfig | None = None, **knobs: Any
+) -> tuple[EndpointAuthor, list[Usage]]:
+    config = AuthorConfig(base_url=server.url, model="m", **{"deadline_s": 5.0, **knobs})
+    kept: list[Usage] = []
+    return EndpointAuthor(config, Budget(limits or BudgetConfig(), [], kept.append)), kept
+
+
+def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[Said | BaseException]:
+    async def all_of_them() -> list[Any]:
+        try:
+            work = (author.ask(ASK, purpose="test", **more) for _ in range(times))
+            return await asyncio.gather(*work, return_exceptions=True)
+        finally:
+            await author.close()
+
+    return asyncio.run(all_of_them())
+
+
+def test_what_is_sent_and_what_is_read(endpoint: Server) -> None:
+    endpoint.forget()
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
+        {"id": "2", "type": "function", "function": {"name": "look", "arguments": '{"at": '}},
+    ]
+    message = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": calls}
+    endpoint.behave = lambda _: completion(message, prompt_tokens=7, completion_tokens=5)
+    author, kept = author_of(
+        endpoint, usd_per_million_prompt_tokens=1.0, usd_per_million_completion_tokens=10.0
+    )
+    (said,) = ask(author, tools=(LOOK,))
+    assert isinstance(said, Said) and (said.content, said.reasoning) == ("", "Hm")
+    good, bad = said.calls
+    assert good == ToolCall(call_id="1", name="look", arguments={"at": 1})
+    assert isinstance(bad, Malformed) and bad.call_id == "2"
+    (request,) = endpoint.requests
+    assert request["messages"] == list(ASK) and request["tools"] == [LOOK.as_json()]
+    assert [usage.tokens for usage in kept] == [12] and kept[0].purpose == "test"
+    assert kept[0].usd == pytest.approx(57e-6)
+
+
+def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
+    endpoint.forget()
+    endpoint.behave = lambda _: replace(
+        words("x", prompt_tokens=10, completion_tokens=50), delay_s=0.05
+    )
+    author, kept = author_of(endpoint, BudgetConfig(tokens=250), max_tokens=100)
+    said = ask(author, times=4)
+    spent = [one for one in said if isinstance(one, BudgetSpent)]
+    assert len(endpoint.requests) == len(kept) == 2 and len(spent) == 2
+    assert "budget.tokens = 250: 0 are spent, and the next call may take 3" in str(spent[0])
+
+
+def test_what_earlier_starts_spent_counts() -> None:
+    before = Usage(model="m", purpose="p", prompt_tokens=1, completion_tokens=1, usd=0.9)
+    budget = Budget(BudgetConfig(usd=1.0), [before], lambda _: None)
+    with pytest.raises(BudgetSpent, match=r"budget.usd = 1: 0.9 are spent"), budget.call(5, 0.2):
+        pass
+    with budget.call(5, 0.05):
+        pass
+
+
+def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
+    endpoint.behave = lambda _: words("a" * 300)
+    author, kept = author_of(endpoint)
+    ask(author)
+    assert kept[0].completion_tokens == 100 and kept[0].prompt_tokens > 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "words_of_it"),
+    [
+        (Reply('{"error": {"message": "no such model: s3cret"}}', status=404), r"HTTP 404: .*\*"),
+        (Reply("", hang_up=True), "at http"),
+        (Reply("[]"), "no chat completion"),
+        (Reply('{"choices": []}'), "no chat completion"),
+        (replace(words("late"), delay_s=1.0), "no reply within author.deadline_s = 0.2"),
+    ],
+)
+def test_a_lost_author_says_why_and_not_its_key(
+    endpoint: Server, reply: Reply, words_of_it: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTHORS_KEY", "s3cret")
+    endpoint.behave = lambda _: reply
+    deadline_s = 0.2 if reply.delay_s else 5.0
+    author, _ = author_of(endpoint, retries=0, api_key_env="AUTHORS_KEY", deadline_s=deadline_s)
+    with pytest.raises(AuthorLost, match=words_of_it) as caught:
+        raise ask(author)[0]  # type: ignore[misc]
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_key_that_is_not_there(endpoint: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTHORS_KEY", raising=False)
+    with pytest.raises(ValueError, match="no such environment variable"):
+        author_of(endpoint, api_key_env="AUTHORS_KEY")

@@ -1,0 +1,160 @@
+"""Tasks made one beside the other: kept, refused, stopped, and gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_synthesis
+from keel.configs.schema import ConfigError
+from keel.tasks.author import AuthorLost, BudgetSpent, Usage
+from keel.tasks.ledger import Ledger, Refused
+from keel.tasks.synthesize import MOST_LOST, Make, make_all, told
+from keel.trainer.cli import main
+
+KEYS = [f"t{n}" for n in range(8)]
+
+
+def made(
+    folder: Path, make: Make, *, stop_at: str = "", at_once: int = 2
+) -> tuple[str, dict[str, Any], list[str]]:
+    async def all_of_them() -> tuple[str, dict[str, Any], list[str]]:
+        lines: list[str] = []
+        stop = asyncio.Event()
+
+        async def one(key: str) -> None:
+            if key == stop_at:
+                stop.set()
+                await asyncio.sleep(60)
+            await make(key)
+
+        with Ledger(folder, {"family": "f", "seed": 1}) as ledger:
+            say = lines.append
+            why = await make_all(KEYS, one, ledger, at_once=at_once, say=say, stop=stop)
+            return why, ledger.report(), lines
+
+    return asyncio.run(asyncio.wait_for(all_of_them(), 20))
+
+
+async def even(key: str) -> None:
+    await asyncio.sleep(0)
+    if int(key[1:]) % 2:
+        raise Refused("parity", "is odd")
+
+
+def test_each_is_kept_or_refused_by_a_gate(tmp_path: Path) -> None:
+    why, report, lines = made(tmp_path / "out", even)
+    assert why == "" and (report["made"], report["kept"]) == (8, 4)
+    assert report["refused"] == {"parity": {"tasks": 4, "reasons": {"is odd": 4}}}
+    assert lines[-1].startswith("8 of 8: ") and json.loads(
+        (tmp_path / "out/report.json").read_text()
+    ) == json.loads(json.dumps(report))
+
+
+def test_a_stopped_one_goes_on_where_it_was(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def make(key: str) -> None:
+        asked.append(key)
+        await even(key)
+
+    why, report, _ = made(tmp_path, make, stop_at="t5", at_once=1)
+    assert (why, report["made"], asked) == ("stopped", 5, KEYS[:5])
+    with (tmp_path / "outcomes.jsonl").open("a") as file:
+        file.write('{"key": "t5", "outc')  # as a crash leaves it
+    why, report, lines = made(tmp_path, make)
+    assert (why, report["made"]) == ("", 8) and sorted(asked) == KEYS
+    assert lines[0] == "5 of 8 tasks are made already"
+
+
+def test_a_spent_budget_ends_it_and_keeps_what_is_done(tmp_path: Path) -> None:
+    async def make(key: str) -> None:
+        if key == "t3":
+            raise BudgetSpent("budget.tokens = 5: …")
+
+    why, report, _ = made(tmp_path, make, at_once=1)
+    assert why == "budget.tokens = 5: …" and report["made"] == 3
+
+
+def test_a_lost_author_is_asked_again_by_the_next_start(tmp_path: Path) -> None:
+    lost = set(KEYS[:2])
+
+    async def make(key: str) -> None:
+        if key in lost:
+            raise AuthorLost("no reply")
+
+    why, report, lines = made(tmp_path, make)
+    assert why == "stopped" and report["made"] == 6 and "t0: no reply; the next start" in lines[0]
+    lost.clear()
+    assert made(tmp_path, make)[1]["made"] == 8
+
+
+def test_an_author_that_is_gone_ends_it(tmp_path: Path) -> None:
+    async def make(key: str) -> None:
+        raise AuthorLost("no route to host")
+
+    why, report, _ = made(tmp_path, make, at_once=1)
+    assert why.startswith(f"{MOST_LOST} tasks in a row") and report["made"] == 0
+
+
+def test_a_defect_of_the_pipeline_is_raised(tmp_path: Path) -> None:
+    async def make(key: str) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        made(tmp_path, make)
+
+
+def test_usage_outlives_the_process(tmp_path: Path) -> None:
+    usage = Usage(model="m", purpose="write", prompt_tokens=3, completion_tokens=4, usd=0.5)
+    with Ledger(tmp_path, {}) as ledger:
+        ledger.used(usage)
+    with Ledger(tmp_path, {}) as ledger:
+        assert ledger.spent == [usage]
+        lines: list[str] = []
+        told(ledger.report(), lines.append)
+    assert "  write: 1 calls, 7 tokens, 0.50 USD" in lines
+
+
+def test_folders_that_are_not_for_it(tmp_path: Path) -> None:
+    another = pytest.raises(ConfigError, match="another synthesis is running")
+    with Ledger(tmp_path / "a", {"seed": 1}) as ledger, another:
+        Ledger(ledger.folder, {"seed": 1}).__enter__()
+    with pytest.raises(ConfigError, match=r"other settings: seed \(1 → 2\)"):
+        Ledger(tmp_path / "a", {"seed": 2}).__enter__()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Ledger(tmp_path / "file" / "in", {}).__enter__()
+
+
+RECIPE = """\
+family: general
+dir: {out}
+author:
+  base_url: http://localhost:1/v1
+  model: m
+"""
+
+
+def test_recipes_are_as_strict_as_those_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(RECIPE.format(out=tmp_path / "out"))
+    assert load_synthesis(recipe, ["author.temperature=0.5"]).author.temperature == 0.5
+    for override, said in (
+        ("author.temprature=1", "tasks.yaml|override 'author.temprature=1': author.temprature"),
+        ("budget.usd=3", "needs prices"),
+        ("author.base_url=localhost", "must be a URL"),
+    ):
+        assert main(["synthesize", str(recipe), override]) == 2
+        error = capsys.readouterr().err
+        assert any(part in error for part in said.split("|")), error
+    recipe.write_text(recipe.read_text() + "  api_key_env: sk-1-2\n")
+    assert main(["synthesize", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert "must be the name of an environment variable" in error and "sk-1-2" not in error
