@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import SynthesisConfig
-from keel.tasks.author import Author, AuthorLost, Budget, BudgetSpent, EndpointAuthor
+from keel.tasks.author import AuthorLost, Budget, BudgetSpent, EndpointAuthor
 from keel.tasks.ledger import Ledger, Outcome, Refused
 
 Make = Callable[[str], Awaitable[None]]
@@ -89,8 +89,15 @@ class Pipeline(Protocol):
         ...
 
 
-def open_pipeline(config: SynthesisConfig, author: Author, folder: Path) -> Pipeline:
+def open_pipeline(config: SynthesisConfig, author: EndpointAuthor, folder: Path) -> Pipeline:
     """Of the family that the recipe names. Raises ConfigError for settings that cannot be used."""
+    if config.family == "search":
+        from keel.tasks.search.pipeline import SearchPipeline  # noqa: PLC0415  (one of several)
+
+        try:
+            return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     raise ConfigError(f"family = {config.family!r}: has no pipeline")
 
 

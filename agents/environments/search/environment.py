@@ -17,6 +17,10 @@ from keel.agents.environments.search.documents import Document, Library, made
 from keel.agents.environments.search.index import Index, ensure_index
 from keel.agents.environments.search.text import excerpt, spans, terms
 
+MARK = (
+    "Put the final answer, a name or a number and nothing else, between <answer> and </answer>, "
+    "once, in your last message."
+)
 MOST_QUERY = 400
 """Characters of a query, and of what is looked for in a document."""
 FOUND = 8
@@ -30,7 +34,8 @@ class Search:
 
     corpus: a folder, or its index in `index` (made where it is missing); library: in their place
     `module:name`, called with `options`, which returns a `Library`. results: of one search;
-    page_characters: of one page. cite: tell the policy how to cite.
+    page_characters: of one page. cite: tell the policy how to
+    cite.
     """
 
     def __init__(
@@ -61,10 +66,15 @@ class Search:
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = task["reward"].get("environment") or {}
         self._evidence = [str(name) for name in own.get("evidence") or ()]
-        *before, last = task["messages"]
-        if self._cite:
-            last = {**last, "content": f"{last['content']}\n\n{HOW}"}
-        return [*before, last]
+        how = [HOW] if self._cite else []
+        if task["reward"].get("kind") == "answer":
+            how.append(MARK)
+        first, *rest = messages = list(task["messages"])
+        if first.get("role") != "system":
+            first, rest = {"role": "system", "content": ""}, messages
+        said = "\n\n".join(filter(None, (str(first["content"]), *how)))
+        # Not into the question: what language the answer is to be in is read from that.
+        return [{**first, "content": said}, *rest] if how else messages
 
     def search(self, query: str) -> str:
         """Search for documents by their words.

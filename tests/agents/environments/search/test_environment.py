@@ -40,9 +40,14 @@ def verdict(search: Search, said: str) -> dict[str, float]:
 def test_the_tools_are_these_three(index: Index, search: Search) -> None:
     opening = Object(search, methods_of(search)).opening(TASK, 1)
     assert [tool["name"] for tool in opening["tools"]] == ["search", "open", "find"]
-    (message,) = opening["messages"]
-    assert message["content"].startswith("Who?\n\nCite ")
-    assert Search(ready=index, cite=False).opening(TASK) == TASK["messages"]
+    system, question = opening["messages"]
+    assert system["content"].startswith("Cite ") and "<answer>" in system["content"]
+    assert question == TASK["messages"][0]
+    own = {"messages": [{"role": "system", "content": "Be brief."}, question], "reward": {}}
+    told = Search(ready=index).opening(own)
+    assert told[0]["content"].startswith("Be brief.\n\nCite ") and told[1:] == [question]
+    assert "<answer>" not in told[0]["content"]
+    assert Search(ready=index, cite=False).opening(own) == own["messages"]
 
 
 def test_search_open_find(search: Search) -> None:
