@@ -33,7 +33,7 @@ _WORD = re.compile(r"[^\W\d_][\w'’-]*")
 _BETWEEN = frozenset(
     {"of", "the", "de", "la", "le", "du", "von", "van", "der", "den", "del", "di", "da", "do", "y"}
 )
-_ENDS = re.compile(r"[.!?:;\n“\"(]\s*$|^\s*$")
+_ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +91,9 @@ def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
 def _name(text: str, run: list[re.Match[str]], alone: set[str]) -> Iterator[str]:
     while run and not run[-1][0][0].isupper():
         run.pop()
-    if len(run) > 1 and _ENDS.search(text, max(0, run[0].start() - 4), run[0].start()):
-        first = run[0][0].lower()
-        if first in _OPENERS:  # The Halvorsen Bridge
-            run = run[1:]
+    if run and _ENDS.search(text[max(0, run[0].start() - 4) : run[0].start()]):
+        # A sentence begins: The Halvorsen Bridge, or a word that is no name.
+        run = run[len(run) == 1 or run[0][0].lower() in _OPENERS :]
     if not run:
         return
     name = text[run[0].start() : run[-1].end()]
