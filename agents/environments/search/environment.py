@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from keel.agents.environments.messages import told
 from keel.agents.environments.search.citations import HOW, citations_in, fault
 from keel.agents.environments.search.documents import Document, Library, made
 from keel.agents.environments.search.index import Index, ensure_index
@@ -66,15 +67,8 @@ class Search:
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = task["reward"].get("environment") or {}
         self._evidence = [str(name) for name in own.get("evidence") or ()]
-        how = [HOW] if self._cite else []
-        if task["reward"].get("kind") == "answer":
-            how.append(MARK)
-        first, *rest = messages = list(task["messages"])
-        if first.get("role") != "system":
-            first, rest = {"role": "system", "content": ""}, messages
-        said = "\n\n".join(filter(None, (str(first["content"]), *how)))
-        # Not into the question: what language the answer is to be in is read from that.
-        return [{**first, "content": said}, *rest] if how else messages
+        mark = MARK if task["reward"].get("kind") == "answer" else ""
+        return told(task["messages"], HOW if self._cite else "", mark)
 
     def search(self, query: str) -> str:
         """Search for documents by their words.
