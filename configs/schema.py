@@ -15,7 +15,7 @@ from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
-from keel.configs.sections.measured import EvalConfig, EvalVariant, FilterConfig
+from keel.configs.sections.measured import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
@@ -33,6 +33,7 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "EmbeddedConfig",
+    "EndpointConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "EvalVariant",
@@ -65,6 +66,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
     def __post_init__(self) -> None:
         sampling, unsound = self.rollout.sampling, self.algorithm.allow_unsound
