@@ -15,10 +15,11 @@ from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
+from keel.configs.sections.measured import EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
-from keel.configs.sections.run import EvalConfig, FilterConfig, RunConfig
+from keel.configs.sections.run import RunConfig
 from keel.configs.sections.trainer import TrainerConfig
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "EmbeddedConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "EvalVariant",
     "FilterConfig",
     "JudgeConfig",
     "JudgeServerConfig",

@@ -1,0 +1,129 @@
+"""What is measured of a policy and never trained on: evaluations, and pass rates of prompts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from keel.configs.sections.base import require, require_pass_rates
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+Thinking = Literal["as-asked", "with", "without"]
+Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalVariant:
+    """`keel eval`: another way of asking the same prompts, measured beside the others."""
+
+    name: str
+    thinking: Thinking = "as-asked"
+    """as-asked: as each source says."""
+    max_tokens: int = 0
+    """Budget of a completion, or of a turn, its thinking included; 0: `rollout.sampling`'s."""
+    ask: str = ""
+    """A line after the last user message; `boxed`: to reason step by step and to put the answer
+    within `\\boxed{}`, for mathematics (DeepSeek-V3.2, section 4.1)."""
+    context: Context = "as-in-training"
+    """What to do when an episode's context is nearly full; as-in-training: `agents.context`."""
+
+    def __post_init__(self) -> None:
+        knob = f"eval.variants[{self.name}]"
+        require(
+            bool(re.fullmatch(r"[\w.+-]+", self.name)),
+            f"{knob}.name",
+            self.name,
+            "must be letters, digits and any of . _ + -",
+        )
+        require(self.max_tokens >= 0, f"{knob}.max_tokens", self.max_tokens, "must be >= 0")
+
+    @property
+    def line(self) -> str:
+        return BOXED if self.ask == "boxed" else self.ask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Evaluations in a run, and `keel eval`."""
+
+    samples: int = 1
+    """Completions per held-out prompt; pass@1 is the fraction that is wholly right."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids: vLLM's
+    engines take no request without a bound if they return sampling masks."""
+
+    pass_at: tuple[int, ...] = ()
+    """`keel eval`: k of pass@k and maj@k; empty: `samples`, and the powers of two below it."""
+    variants: tuple[EvalVariant, ...] = ()
+    """`keel eval`: ways of asking; empty: the recipe's own alone."""
+    checkpoint: str = "last"
+    """`keel eval`: whose completions: `last` (the base model, where the run has no checkpoint),
+    `base`, or the step of a checkpoint that is there."""
+    dir: str = ""
+    """`keel eval`: where completions and results go; empty: a folder in `eval` in `run.dir`."""
+    against: str = ""
+    """`keel eval`: folder of an evaluation of the same prompts, to be compared with pair by
+    pair."""
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, "eval.samples", self.samples, "must be at least 1")
+        for k in self.pass_at:
+            require(
+                1 <= k <= self.samples,
+                "eval.pass_at",
+                list(self.pass_at),
+                f"each must be from 1 to eval.samples = {self.samples}",
+            )
+        names = [variant.name for variant in self.variants]
+        require(len(set(names)) == len(names), "eval.variants", names, "names must differ")
+        require(
+            self.checkpoint in ("last", "base") or self.checkpoint.isdecimal(),
+            "eval.checkpoint",
+            self.checkpoint,
+            "must be last, base, or a step such as '20' in quotes",
+        )
+        require(
+            0.01 <= self.temperature <= 10,
+            "eval.temperature",
+            self.temperature,
+            "must be in [0.01, 10]",
+        )
+        require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
+        require(self.top_k >= 0, "eval.top_k", self.top_k, "must not be negative")
+        require(
+            self.top_p == 1 or self.top_k > 0,
+            "eval.top_k",
+            self.top_k,
+            f"must be above 0 with eval.top_p = {self.top_p} (try 512)",
+        )
+
+    @property
+    def each_variant(self) -> tuple[EvalVariant, ...]:
+        return self.variants or (EvalVariant(name="recipe"),)
+
+    @property
+    def each_pass_at(self) -> tuple[int, ...]:
+        """In order."""
+        powers = [2**n for n in range(self.samples.bit_length()) if 2**n <= self.samples]
+        return tuple(sorted({*(self.pass_at or (*powers, self.samples))}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterConfig:
+    """`keel filter`: which prompts are worth training on, by the policy's own pass rate."""
+
+    dir: str = ""
+    """Where the pass rates and the kept prompts go; empty: `filter` in `run.dir`."""
+    samples: int = 100
+    """Completions of each prompt."""
+    least_pass_rate: float = 0.0
+    """Keep prompts from this pass rate on; one that no completion passes is never kept."""
+    most_pass_rate: float = 1.0
+    """Keep prompts up to this pass rate."""
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, "filter.samples", self.samples, "must be at least 1")
+        require_pass_rates("filter", self.least_pass_rate, self.most_pass_rate)
