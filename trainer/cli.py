@@ -107,7 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The build of torch beside it may be one for CUDA, which would promise GPUs to an engine
         # that has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from keel.trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
+    from keel.model.imports import heavy_imports  # noqa: PLC0415
+
+    with heavy_imports():
+        from keel.trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
 
     if arguments.command == "judge":
         return run("judge", arguments)
