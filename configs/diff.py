@@ -84,8 +84,8 @@ RESUMABLE_KNOBS = frozenset(
 """Knobs that may change when a run continues from its checkpoint: none of them changes what the
 run has been optimising. (`run.steps` also stretches a `linear` or `cosine` schedule.)"""
 
-ELSEWHERE = ("endpoint.",)
-"""Sections that no run depends on: how their knobs begin."""
+ELSEWHERE = ("alarms.", "endpoint.")
+"""Sections on which no run depends: how their knobs begin."""
 
 ABSENT = "(absent)"
 

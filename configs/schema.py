@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
+from keel.configs.sections.alarms import AlarmsConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
@@ -25,6 +26,7 @@ from keel.configs.sections.trainer import TrainerConfig
 __all__ = [
     "CUT_S",
     "AgentsConfig",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "CodeConfig",
     "ColdStartConfig",
@@ -64,6 +66,7 @@ class Config:
     agents: AgentsConfig = field(default_factory=AgentsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
