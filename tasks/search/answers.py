@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from keel.agents.environments.search.text import squeezed
 from keel.rewards.text import answer_in, outside_think
 from keel.tasks.author import Author
 from keel.tasks.ledger import Refused
-from keel.tasks.search.desk import Desk
+from keel.tasks.search.desk import Desk, together
 
 LONGEST = 300
 """Characters of an answer."""
@@ -55,7 +54,7 @@ async def candidates(
 ) -> list[str]:
     """The different answers of all agents. Raises Refused where one of them is among the `right`
     ones, or nobody has an answer."""
-    said = await asyncio.gather(*(answer(desk, one, question) for one in answerers))
+    said = await together(*(answer(desk, one, question) for one in answerers))
     spellings = {squeezed(one) for one in right}
     found = {squeezed(one): one for one in said if squeezed(one)}
     if easy := [one for key, one in found.items() if key in spellings]:

@@ -3,7 +3,6 @@ better than one from memory, by the question's own criteria."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from keel.rl.turns import ToolSpec
 from keel.tasks.author import Author
 from keel.tasks.ledger import Refused
 from keel.tasks.search.answers import Answerer, answer
-from keel.tasks.search.desk import Desk, list_of, shape, texts
+from keel.tasks.search.desk import Desk, list_of, shape, texts, together
 from keel.tasks.search.question import EVIDENCE, MOST, Evidence, evidence_of
 
 LEAST_CRITERIA, MOST_CRITERIA = 3, 8
@@ -109,7 +108,7 @@ async def check_gain(
 ) -> dict[str, float]:
     """Scores of an answer with tools and of one without, means over `passes` judgements. Raises
     Refused where the first is not better by `least`."""
-    with_tools, without = await asyncio.gather(
+    with_tools, without = await together(
         *(
             answer(
                 desk, Answerer(author=author, system="", tools=tools), request.text, at_length=True
@@ -120,7 +119,7 @@ async def check_gain(
     if not with_tools:
         raise Refused("gain", "the agent with tools has no answer")
     rubric = rubric_from(request.spec)
-    better, worse = await asyncio.gather(
+    better, worse = await together(
         *(_score(judge, rubric, request.text, text, passes) for text in (with_tools, without))
     )
     if better - worse < least:
@@ -134,7 +133,7 @@ async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes:
     if not text:
         return 0.0
     task = [{"role": "user", "content": request}]
-    samples = await asyncio.gather(
+    samples = await together(
         *(_judgement(judge, rubric, task, text, number) for number in range(passes))
     )
     return rubric.judged(samples).value

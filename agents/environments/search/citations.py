@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from keel.agents.environments.search.documents import Document
 from keel.agents.environments.search.text import signs, squeezed
@@ -54,6 +55,11 @@ def quoted(quote: str, document: Document) -> str:
     words = squeezed(quote)
     if len(words) < (LEAST_SIGNS if len(signs(quote)) > len(words) / 2 else LEAST):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
-    if words not in squeezed(document.text):
+    if words not in _squeezed(document.text):
         return f"{document.name} does not say {quote[:200]!r}"
     return ""
+
+
+@lru_cache(maxsize=32)  # one long document may be cited many times
+def _squeezed(text: str) -> str:
+    return squeezed(text)

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +30,10 @@ PASSAGE = 900
 SNIPPET = 280
 MOST_TERMS = 48
 """Of a query."""
+SEARCH_S = 10.0
+"""Longest search. A policy must not be able to lose its episode over a slow one."""
+STEPS = 1000
+"""Of SQLite's, between two looks at the clock."""
 _TABLES = """
 create table about (key text primary key, value text);
 create table documents (id integer primary key, name text unique, title text, text text);
@@ -61,8 +66,16 @@ class Index:
         if not (said := _expression(query)):
             return []
         wanted, hits = terms(query), dict[int, Hit]()
-        # A document may have many passages: a few are looked at for each that is wanted.
-        for number, start, stop in self._base.execute(_SEARCH, (said, 8 * most)):
+        until = time.monotonic() + SEARCH_S
+        self._base.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+        try:
+            # A document may have many passages: a few are looked at for each that is wanted.
+            found = self._base.execute(_SEARCH, (said, 8 * most)).fetchall()
+        except sqlite3.OperationalError as error:
+            raise ValueError("the search took too long; use fewer and rarer words") from error
+        finally:
+            self._base.set_progress_handler(None, 0)
+        for number, start, stop in found:
             if number not in hits and len(hits) < most:
                 name, title, text = self._row(number)
                 snippet = excerpt(text[start:stop], wanted, SNIPPET)
@@ -138,7 +151,8 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     os.close(handle)
     try:
         _make(Path(made), folder, files, of)
-        os.chmod(made, 0o644)  # in a sandbox that root starts, others read it
+        if os.geteuid() == 0:
+            os.chmod(made, 0o644)  # in a sandbox that root starts, others read it
         os.replace(made, path)
     except BaseException:
         os.unlink(made)

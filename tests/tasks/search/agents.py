@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import Index, ensure_index
 from keel.configs.sections.search_tasks import AnswererConfig, SearchTasksConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.tasks.author import Said
@@ -91,6 +89,8 @@ class Agents:
             given = self.submits[min(self._submitted, len(self.submits) - 1)]
             self._submitted += 1
             return calls("submit", given)
+        if purpose == "entity":
+            return calls("propose", {"names": ["Wrenfield", "Jarrow", "Zelenograd", "Thames"]})
         if purpose == "answer":
             self._answered += 1
             return self.answers[(self._answered - 1) % len(self.answers)]
@@ -158,14 +158,14 @@ def config_of(folder: Path, **knobs: Any) -> SearchTasksConfig:
     return replace(base, **knobs)
 
 
-def world_of(folder: Path, agents: Agents | None = None, **knobs: Any) -> World:
-    author = ScriptedAuthor(agents or Agents())
+def world_of(
+    folder: Path,
+    agents: Agents | None = None,
+    author: ScriptedAuthor | None = None,
+    **knobs: Any,
+) -> World:
+    author = author or ScriptedAuthor(agents or Agents())
     config, out = config_of(folder, **knobs), folder / "out"
     out.mkdir(exist_ok=True)
     pipeline = SearchPipeline(config, author, lambda _: author, out, seed=1)
     return World(pipeline, author, out)
-
-
-def searched(folder: Path) -> Search:
-    """The environment over the corpus of `config_of`."""
-    return Search(ready=Index(ensure_index(folder / "corpus", folder / "index")))

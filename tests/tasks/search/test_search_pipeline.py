@@ -15,8 +15,10 @@ from keel.configs.sections.base import ConfigError
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
+from keel.tasks.author import AuthorLost, Said
 from keel.tasks.ledger import Refused
 from keel.tasks.search.pipeline import rule_of
+from tests.tasks.authors import ScriptedAuthor
 from tests.tasks.search.agents import (
     EVIDENCE,
     QUESTION,
@@ -222,6 +224,42 @@ def test_what_a_gate_refuses_may_be_mended(tmp_path: Path) -> None:
     assert len(world.lines) == 1
     told = [said[-1]["content"] for purpose, said in world.author.asked if len(said) > 4]
     assert "error: none of the quotes says 'Ada Corvane', the answer" in told
+
+
+def test_entities_by_the_author(tmp_path: Path) -> None:
+    world = world_of(tmp_path, entities="author", count=42)
+
+    async def make() -> None:
+        async with world.pipeline as pipeline:
+            await pipeline.make("people.jsonl#dancu/en")
+
+    asyncio.run(asyncio.wait_for(make(), 30))
+    assert world.lines[0]["provenance"]["entity"] == "Zelenograd"
+
+
+def test_an_agent_that_is_lost_ends_the_others(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    class Slow(ScriptedAuthor):
+        async def ask(self, messages: Any, *, purpose: str, tools: Any = ()) -> Said:
+            if purpose != "answer":
+                return await super().ask(messages, purpose=purpose, tools=tools)
+            if not ended:
+                ended.append("lost")
+                raise AuthorLost("no reply")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("cancelled")
+            raise AssertionError
+
+    async def make() -> None:
+        async with world_of(tmp_path, author=Slow(Agents())).pipeline as pipeline:
+            with pytest.raises(AuthorLost):
+                await pipeline.make(pipeline.keys[0])
+            assert ended == ["lost", "cancelled"]
+
+    asyncio.run(asyncio.wait_for(make(), 30))
 
 
 def test_an_author_that_hands_nothing_in(tmp_path: Path) -> None:
