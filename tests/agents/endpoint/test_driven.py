@@ -86,7 +86,7 @@ def opened(
         dict.fromkeys(programs, environment),
         programs={
             name: AgentProgram(
-                command=[sys.executable, "-IS", "-c", ASK + code] if code else ["no-such-agent"],
+                command=[sys.executable, "-S", "-c", ASK + code] if code else ["no-such-agent"],
                 **{"open_s": 20.0, **settings},
             )
             for name, code in programs.items()
