@@ -194,6 +194,13 @@ def _values(text: str) -> DictConfig:
     return cast(DictConfig, OmegaConf.create(text))
 
 
+@lru_cache(maxsize=256)
+def _overriding(text: str) -> DictConfig:
+    """What stands behind an override's `=`, as `value`. Not to be changed: it is shared."""
+    # from_dotlist rather than yaml.safe_load: values then mean what they mean in a recipe.
+    return OmegaConf.from_dotlist([f"value={text}"])
+
+
 def _text(path: Path) -> str:
     if not path.is_file():
         folder = path.parent
@@ -267,8 +274,7 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
     if not equals or not _STEP.search(key):
         raise ConfigError(f"{origin}: write key=value, for example run.steps=20")
     try:
-        # from_dotlist rather than yaml.safe_load: values then mean what they mean in a recipe.
-        parsed = OmegaConf.from_dotlist([f"value={text}"])
+        parsed = _overriding(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
     value = cast(dict[str, Any], OmegaConf.to_container(parsed))["value"]
