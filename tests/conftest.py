@@ -15,6 +15,7 @@ import pytest
 # Without one, the first test to start Ray leaves a token in the home folder
 # (trainer/cluster/nodes.py).
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
 
 WANTS = {
     "takes minutes": "time (TRITON_INTERPRET=1 runs them)",

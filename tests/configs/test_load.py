@@ -116,7 +116,7 @@ def test_a_value_out_of_range_is_found_where_it_was_written(tmp_path: Path) -> N
     [
         ("trainer.lrr", "did you mean trainer.lr?"),
         ("trainer.learning_rate", "did you mean trainer.lr?"),
-        ("rollout.max_tokens", "did you mean rollout.sampling.max_tokens?"),
+        ("rollout.max_tokens", "did you mean rollout.sampling.max_tokens or "),
         ("lr", "did you mean trainer.lr or "),
         ("trainr.lr", "did you mean trainer?"),
         ("algorithm.num_generations", "did you mean algorithm.group_size?"),
