@@ -20,7 +20,10 @@ from keel.data.pass_rates import digest_of
 from keel.rl.evaluation import ERROR, passed
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 
-DEPENDS_ON = ("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path")
+DEPENDS_ON = (
+    *("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path"),
+    *("endpoint.tells_thinking", "endpoint.extra"),
+)
 SPARED = ("eval.dir", "eval.against", "eval.variants")
 RIGHT = "(right)"
 """The answer of whatever passes: two ways of writing what is right are one answer."""

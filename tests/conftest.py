@@ -1,12 +1,14 @@
-"""What all tests share: a token for the Ray they start, their order, and a line about what was
-skipped."""
+"""What all tests share: a token for the Ray they start, their order, the warnings they log, and a
+line about what was skipped."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """The warnings and errors logged so far in the test."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    yield records
+    logging.getLogger().removeHandler(handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -24,6 +24,7 @@ from keel.trainer import loop
 from keel.trainer.cluster.nodes import hardware_said, seating, start_ray
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.prepare import prepare
+from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
@@ -158,7 +159,11 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
 
     with ExitStack() as stack:
         journal = Journal(
-            folder.path, view, trajectories=config.run.save_trajectories, resumed_at=start
+            folder.path,
+            view,
+            trajectories=config.run.save_trajectories,
+            alarms=Alarms(config.alarms),
+            resumed_at=start,
         )
         stack.callback(journal.close)
         system.pool.say = view.say

@@ -17,6 +17,7 @@ import ray
 import torch
 
 from keel.agents.runner import EpisodeRunner
+from keel.configs.schema import Config
 from keel.data.dataset import Dataset
 from keel.model.embedded.cache import ensure_embedded
 from keel.rewards.judge.service import JudgeService
@@ -87,21 +88,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
             stack.callback(server.stop)
             judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
         model = model_folder(task, say)
-        scorer = stack.enter_context(
-            Scorer(
-                config.data.rewards_by_domain,
-                scale=config.algorithm.scale_advantages,
-                workers=config.rewards.workers,
-                deadline_s=config.rewards.deadline_s,
-                code=asdict(config.rewards.code),
-                lengths=length_rules(config),
-                judge=judge,
-                max_failure_fraction=config.rewards.max_failure_fraction,
-                environments=config.data.domains_with_environments,
-                log=log,
-                say=say,
-            )
-        )
+        scorer = stack.enter_context(scorer_of(config, judge, say, log))
         spec = EngineSpec.of(config, model)
         pool = ray_pool(
             spec,
@@ -142,6 +129,25 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
         if sleep:
             system.wake()
         yield system
+
+
+def scorer_of(
+    config: Config, judge: JudgeService | None, say: Callable[[str], None], log: Path | None = None
+) -> Scorer:
+    """Of the recipe's rewards."""
+    return Scorer(
+        config.data.rewards_by_domain,
+        scale=config.algorithm.scale_advantages,
+        workers=config.rewards.workers,
+        deadline_s=config.rewards.deadline_s,
+        code=asdict(config.rewards.code),
+        lengths=length_rules(config),
+        judge=judge,
+        max_failure_fraction=config.rewards.max_failure_fraction,
+        environments=config.data.domains_with_environments,
+        log=log,
+        say=say,
+    )
 
 
 @contextmanager

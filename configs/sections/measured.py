@@ -3,14 +3,70 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from keel.configs.sections.base import require, require_pass_rates
+from keel.configs.sections.base import ConfigError, require, require_pass_rates
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 Thinking = Literal["as-asked", "with", "without"]
 Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointConfig:
+    """A model behind an OpenAI-compatible endpoint, whose completions `keel eval` and `keel filter`
+    measure in place of the recipe's model. Neither engines nor a trainer are started."""
+
+    base_url: str = ""
+    """`http://localhost:8000/v1`; empty: the recipe's model is measured."""
+    model: str = ""
+    """As the endpoint calls it."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; empty: the endpoint wants none."""
+    max_concurrent: int = 32
+    """Most completions in flight at once."""
+    deadline_s: float = 600.0
+    """Longest wait for one, in seconds."""
+    retries: int = 4
+    """Further attempts after a timeout, a refusal for load or a server error."""
+    tells_thinking: bool = False
+    """Send whether a prompt is to be thought about, as vLLM's and SGLang's servers take it:
+    `chat_template_kwargs: {enable_thinking: …, thinking: …}`."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Sent along with each request."""
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.base_url) == bool(self.model),
+            "endpoint.model",
+            self.model,
+            f"goes together with endpoint.base_url = {self.base_url!r}: set both or none",
+        )
+        if not self.base_url:
+            return
+        url = urlsplit(self.base_url)
+        if url.username or url.password:  # the value is a secret: not for a message
+            raise ConfigError(
+                "endpoint.base_url: holds a password; put the key into an environment variable and "
+                "its name into endpoint.api_key_env"
+            )
+        require(
+            url.scheme in ("http", "https") and bool(url.hostname),
+            "endpoint.base_url",
+            self.base_url,
+            "must be a URL like http://localhost:8000/v1",
+        )
+        if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", self.api_key_env):
+            raise ConfigError(  # it may be the key itself: not for a message
+                "endpoint.api_key_env: must be the name of an environment variable, not the key"
+            )
+        for name, least in (("max_concurrent", 1), ("retries", 0)):
+            value = getattr(self, name)
+            require(value >= least, f"endpoint.{name}", value, f"must be at least {least}")
+        require(self.deadline_s > 0, "endpoint.deadline_s", self.deadline_s, "must be > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +135,7 @@ class EvalConfig:
             )
         names = [variant.name for variant in self.variants]
         require(len(set(names)) == len(names), "eval.variants", names, "names must differ")
-        require(
-            self.checkpoint in ("last", "base") or self.checkpoint.isdecimal(),
-            "eval.checkpoint",
-            self.checkpoint,
-            "must be last, base, or a step such as '20' in quotes",
-        )
+        _require_checkpoint("eval.checkpoint", self.checkpoint)
         require(
             0.01 <= self.temperature <= 10,
             "eval.temperature",
@@ -117,6 +168,8 @@ class FilterConfig:
 
     dir: str = ""
     """Where the pass rates and the kept prompts go; empty: `filter` in `run.dir`."""
+    checkpoint: str = "last"
+    """Whose completions, as in `eval.checkpoint`."""
     samples: int = 100
     """Completions of each prompt."""
     least_pass_rate: float = 0.0
@@ -126,4 +179,14 @@ class FilterConfig:
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, "filter.samples", self.samples, "must be at least 1")
+        _require_checkpoint("filter.checkpoint", self.checkpoint)
         require_pass_rates("filter", self.least_pass_rate, self.most_pass_rate)
+
+
+def _require_checkpoint(knob: str, value: str) -> None:
+    require(
+        value in ("last", "base") or value.isdecimal(),
+        knob,
+        value,
+        "must be last, base, or a step such as '20' in quotes",
+    )
