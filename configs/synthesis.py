@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.general import GeneralConfig
 
 Family = Literal["general", "code", "search"]
 
@@ -96,7 +97,10 @@ class SynthesisConfig:
     at_once: int = 4
     """Tasks that are being made at the same time."""
     author: AuthorConfig
+    reference: AuthorConfig | None = None
+    """general: the model that difficulty is measured by; without one, the author."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    general: GeneralConfig = field(default_factory=GeneralConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "dir", self.dir, "must name a folder")
