@@ -57,7 +57,7 @@ class Making:
     async def run(self) -> None:
         """Leaves the finished folder. Raises Refused, AuthorLost, BudgetSpent."""
         kind = await self._database()
-        shown = await self._rooms.workshop(
+        (shown,) = await self._rooms.workshop(
             "database",
             self._path,
             "shown",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from keel.agents.environments.general.child import Ended
-from keel.agents.environments.general.folder import Folder, folders
+from keel.agents.environments.general.folder import Folder
 from keel.agents.environments.general.parts import solving_child, tools_child, verified
 from keel.agents.inside.errors import Refused
 
@@ -38,7 +39,7 @@ class Workshop:
     is asked."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        (self._folder,) = folders([task["reward"]["environment"]])
+        self._folder = Folder(Path(task["reward"]["environment"]))
         self._within_s, self._seed = task["reward"]["within_s"], seed
 
     def describe(self) -> Any:
@@ -75,15 +76,15 @@ class Workshop:
         """Texts of the database, in order, each once."""
         return strings_of(self._folder)[:most]
 
-    def shown(self, most: int) -> str:
+    def shown(self, most: int) -> list[str]:
         """The database in `most` characters: some of each kind."""
         database = self._folder.database()
         if not isinstance(database, dict | list):
             rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type='table'")
             parts = [f"{sql}\n" + _rows(database, name, SHOWN) for name, sql in rows]
-            return "\n\n".join(parts)[:most]
+            return ["\n\n".join(parts)[:most]]
         kinds: dict[str, Any] = database if isinstance(database, dict) else {"": database}
-        return "\n".join(f"{name}: {_some(kind)}" for name, kind in kinds.items())[:most]
+        return ["\n".join(f"{name}: {_some(kind)}" for name, kind in kinds.items())[:most]]
 
 
 SHOWN = 3

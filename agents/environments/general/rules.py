@@ -46,7 +46,7 @@ def parsed(source: str, part: Part) -> ast.Module:
     """Raises Refused for what is no Python, or says what it may not."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
         raise Refused(f"{part}.py is no Python: {error}") from error
     for node in ast.walk(tree):
         if why := _complaint(node, part):

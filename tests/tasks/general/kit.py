@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from keel.configs.sections.general import GeneralConfig
-from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.tasks.general import gates
 from keel.tasks.general.making import hold_to_all
 from keel.tasks.general.rooms import Rooms
@@ -60,7 +58,7 @@ QUESTIONS = (
     "Which fruit of stall east is the cheapest? A JSON object with name and price.",
     "Which fruit of stalls east and west is the cheapest? A JSON object with name and price.",
 )
-CONFIG: dict[str, Any] = {"call_s": 1.0, "solve_s": 2.0, "verify_s": 1.0, "bash_s": 5.0}
+CONFIG: dict[str, Any] = {"call_s": 3.0, "solve_s": 5.0, "verify_s": 3.0, "bash_s": 5.0}
 
 
 def config(**changes: Any) -> GeneralConfig:
@@ -124,18 +122,3 @@ async def held(rooms: Rooms, path: Path, reference: Counted, seed: int = 3) -> l
         answers.append(answer)
         calls.append(count)
     return calls
-
-
-def works_here() -> str:
-    """Why there is no sandbox on this machine; "" if there is."""
-    from keel.rewards.sandbox.environments import environment_wrap
-
-    try:
-        environment_wrap("bubblewrap")
-    except IsolationError as error:
-        return str(error)
-    return ""
-
-
-def parts(**given: str) -> Mapping[str, str]:
-    return given

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from pathlib import Path
 
 import pytest
 
-from keel.agents.types import EnvironmentLost
-from keel.rl.turns import ToolCall
-from keel.tasks.general import gates
 from keel.tasks.general.rooms import Rooms
 from keel.tasks.ledger import Refused
-from tests.agents.sandboxes import commands, wrap_of
+from tests.agents.sandboxes import wrap_of
 from tests.tasks.general.kit import SOLVE, TOOLS, VERIFY, Counted, config, environment, held
 
 pytestmark = pytest.mark.e2e
+AT_ONCE = 6
 
 BEFORE = "    prices = "
 """Where the solution begins."""
@@ -36,7 +32,6 @@ def verifying(body: str) -> dict[str, str]:
     return {"verify": f"def verify(answer, database):\n    {body}\n"}
 
 
-HOLE = 'import enum\n    os = enum.sys.modules["os"]\n    '
 CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
     # what it does: (the parts that are changed, the gate, a part of its reason)
     "reads the database": (solving('database["fruit"]'), "solution", "'database' is not defined"),
@@ -74,7 +69,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "refuses the solution's answer",
     ),
     "verifier fails": (verifying("return answer.name"), "verified", "AttributeError"),
-    "verifier never ends": (verifying("while True: pass"), "verified", "did not end within 1 s"),
+    "verifier never ends": (verifying("while True: pass"), "verified", "did not end within 3 s"),
     "verifier says a number": (verifying("return 1"), "verified", "True or False"),
     "verifier accepts everything": (verifying("return True"), "empty", "accepts None"),
     "verifier accepts the empty": (
@@ -85,7 +80,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
     "verifier looks at one value": (
         verifying('return isinstance(answer, dict) and answer.get("name") == "apple"'),
         "mutated",
-        "['price']",
+        "without 'price'",
     ),
     "verifier looks at the form": (
         verifying(
@@ -140,7 +135,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "'today'",
     ),
     "tools that import": (tool("import os\n"), "typed", "imports os"),
-    "tools that never load": (tool("while True: pass\n"), "typed", "did not end within 1 s"),
+    "tools that never load": (tool("while True: pass\n"), "typed", "did not end within 3 s"),
     "tool by the order of a set": (
         tool(
             'def more() -> list[str]:\n    """More."""\n'
@@ -152,19 +147,10 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
     "tool that never ends": (
         tool('def more() -> int:\n    """More."""\n    while True: pass\n'),
         "deterministic",
-        "did not end within 1 s",
+        "did not end within 3 s",
     ),
     "harder that is not": ({}, "harder", "3 of 4 attempts"),
-    # Past the rules, through a module of Python's: nothing is there any more.
-    "tools that start a process": (
-        tool(
-            f"def more() -> int:\n    \"\"\"More.\"\"\"\n    {HOLE}return os.fork()\n"
-        ),
-        "passes",
-        "Resource temporarily unavailable",
-    ),
 }
-"""The last entries pass every gate, and their tool fails."""
 
 
 @pytest.fixture(scope="module")
@@ -175,16 +161,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
 
     async def all_of_them() -> dict[str, tuple[str, str]]:
         found: dict[str, tuple[str, str]] = {}
+        slots = asyncio.Semaphore(AT_ONCE)
         async with Rooms(folder / "making", config()) as rooms:
 
             async def one(number: int, name: str) -> None:
                 path = environment(rooms.making / str(number), **CHEATS[name][0])
-                try:
-                    reference = Counted(3, 3 if "that is not" in name else 1)
-                    await held(rooms, path, reference)
-                    found[name] = ("passes", "")
-                except Refused as refused:
-                    found[name] = (refused.gate, refused.reason)
+                reference = Counted(3, 3 if "that is not" in name else 1)
+                async with slots:
+                    try:
+                        await held(rooms, path, reference)
+                        found[name] = ("passes", "")
+                    except Refused as refused:
+                        found[name] = (refused.gate, refused.reason)
 
             await asyncio.gather(*(one(n, name) for n, name in enumerate(CHEATS)))
         return found
@@ -198,4 +186,4 @@ def test_a_cheat_is_refused_by_its_gate(
 ) -> None:
     _, gate, reason = CHEATS[name]
     assert outcomes[name][0] == gate, outcomes[name]
-    assert gate == "passes" or reason in outcomes[name][1]
+    assert reason in outcomes[name][1]
