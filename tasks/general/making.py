@@ -44,7 +44,7 @@ class Making:
         self._rooms, self._path, self._config = rooms, path, rooms.config
         self._category, self._number, self._seed = category, number, seed
         self._author, self._reference, self._search = author, reference, search
-        self._files = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
+        self._files: dict[str, str] = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
         self._tasks: list[dict[str, Any]] = []
         self._specs: gates.Specs = {}
         self._answers: list[Any] = []

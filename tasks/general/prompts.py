@@ -38,16 +38,16 @@ def tools(category: str, data: str, kind: str) -> list[Message]:
         {"role": "system", "content": _AUTHOR},
         {
             "role": "user",
-            "content": f"Category: {category}. This is the database, or its beginning:\n\n{data}\n\n"
-            "Write tools.py. Each public function in it is a tool that looks into the database: "
-            f"small, general ones, not one that solves a task. The global `database` is {there}; "
-            "nobody else opens it, and nothing prints it. Every parameter and the result has a type "
-            "hint that says something (str, int, float, bool, list[…], dict[…], Literal[…]), every "
-            "tool a docstring that says what it returns. The same call returns the same in every "
-            "process: no clock, no chance, no order of a set. An error is raised as LookupError or "
-            "ValueError with words that help. Names of helpers begin with an underscore. Imports "
-            f"are only from: {', '.join(MODULES[1:])}. Attributes that begin with an underscore, "
-            "and str.format, are not to be used.\n\n"
+            "content": f"Category: {category}. This is the database, or its beginning:\n\n{data}"
+            "\n\nWrite tools.py. Each public function in it is a tool that looks into the "
+            "database: small, general ones, not one that solves a task. The global `database` is "
+            f"{there}; nobody else opens it, and nothing prints it. Every parameter and the result "
+            "has a type hint that says something (str, int, float, bool, list[…], dict[…], "
+            "Literal[…]), every tool a docstring that says what it returns. The same call returns "
+            "the same in every process: no clock, no chance, no order of a set. An error is raised "
+            "as LookupError or ValueError with words that help. Names of helpers begin with an "
+            f"underscore. Imports are only from: {', '.join(MODULES[1:])}. Attributes that begin "
+            "with an underscore, and str.format, are not to be used.\n\n"
             "Reply with one section:\n\n## tools\n```python\n…\n```",
         },
     ]

@@ -1,5 +1,5 @@
-"""What an author may look up while it fills a database: a folder of documents, or whatever a function
-of the user's searches."""
+"""What an author may look up while it fills a database: a folder of documents, or whatever a
+function of the user's searches."""
 
 from __future__ import annotations
 

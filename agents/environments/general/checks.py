@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from keel.agents.environments.general.child import Ended
 from keel.agents.environments.general.folder import Folder
@@ -74,16 +74,17 @@ class Workshop:
 
     def strings(self, most: int) -> list[str]:
         """Texts of the database, in order, each once."""
-        return strings_of(self._folder)[:most]
+        return strings_of(self._folder.database())[:most]
 
     def shown(self, most: int) -> list[str]:
         """The database in `most` characters: some of each kind."""
         database = self._folder.database()
         if not isinstance(database, dict | list):
-            rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type='table'")
-            parts = [f"{sql}\n" + _rows(database, name, SHOWN) for name, sql in rows]
+            parts = [
+                f"{sql}\n{_rows(database, quoted, SHOWN)}" for _, sql, quoted in _tables(database)
+            ]
             return ["\n\n".join(parts)[:most]]
-        kinds: dict[str, Any] = database if isinstance(database, dict) else {"": database}
+        kinds = cast(dict[str, Any], database if isinstance(database, dict) else {"": database})
         return ["\n".join(f"{name}: {_some(kind)}" for name, kind in kinds.items())[:most]]
 
 
@@ -91,37 +92,43 @@ SHOWN = 3
 
 
 def _some(kind: Any) -> str:
-    if not isinstance(kind, dict | list) or len(kind) <= SHOWN:
-        return json.dumps(kind, ensure_ascii=False)
-    first = dict(list(kind.items())[:SHOWN]) if isinstance(kind, dict) else kind[:SHOWN]
-    return f"{json.dumps(first, ensure_ascii=False)} … {len(kind)} in all"
+    if isinstance(kind, dict):
+        entries = cast(dict[str, Any], kind)
+        first: Any = dict(list(entries.items())[:SHOWN])
+        count = len(entries)
+    elif isinstance(kind, list):
+        first, count = cast(list[Any], kind)[:SHOWN], len(cast(list[Any], kind))
+    else:
+        first, count = kind, 0
+    return json.dumps(first, ensure_ascii=False) + (f" … {count} in all" if count > SHOWN else "")
 
 
-def _rows(database: Any, name: str, most: int) -> str:
-    quoted = '"' + name.replace('"', '""') + '"'
+def _tables(database: Any) -> list[tuple[str, str, str]]:
+    """Of a SQLite database: name, how it was made, and the name in quotes."""
+    rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
+    return [(name, sql, '"' + name.replace('"', '""') + '"') for name, sql in rows]
+
+
+def _rows(database: Any, quoted: str, most: int) -> str:
     rows = database.execute(f"SELECT * FROM {quoted} LIMIT {most}")
     return "\n".join(json.dumps(dict(row), ensure_ascii=False, default=str) for row in rows)
 
 
-def strings_of(folder: Folder) -> list[str]:
-    database = folder.database()
+def strings_of(database: Any) -> list[str]:
     found: dict[str, None] = {}
-    if isinstance(database, dict | list):
-        pending: list[Any] = [database]
-        while pending:
-            one = pending.pop()
-            if isinstance(one, str):
-                found[one] = None
-            elif isinstance(one, dict):
-                pending += [*reversed(one.values()), *reversed(one)]
-            elif isinstance(one, list):
-                pending += reversed(one)
+    if not isinstance(database, dict | list):
+        for _, _, quoted in _tables(database):
+            for row in database.execute(f"SELECT * FROM {quoted} LIMIT 1000"):
+                found.update(dict.fromkeys(one for one in row if isinstance(one, str)))
         return list(found)
-    names = [
-        row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type='table'")
-    ]
-    for name in names:
-        quoted = '"' + name.replace('"', '""') + '"'
-        for row in database.execute(f"SELECT * FROM {quoted} LIMIT 1000"):
-            found.update(dict.fromkeys(one for one in row if isinstance(one, str)))
+    pending: list[Any] = [database]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            found[one] = None
+        elif isinstance(one, dict):
+            entries = cast(dict[str, Any], one)
+            pending += [*reversed(entries.values()), *reversed(entries)]
+        elif isinstance(one, list):
+            pending += reversed(cast(list[Any], one))
     return list(found)

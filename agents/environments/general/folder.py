@@ -2,7 +2,7 @@
 
 database.json      or database.sqlite
 tools.py           typed functions over `database`, the tools
-task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]}, easier ones first
+task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]}, easy first
 solve.py           solve_0(tools), solve_1(tools), …: no policy's, and read by no environment
 verify.py          verify_0(answer, database), …: a bool, or one for each thing demanded
 provenance.json    how it was made

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from keel.agents.environments.general.child import (
     Channel,
@@ -50,7 +50,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """The public functions of a tools.py. Raises Refused for any that is not typed and described."""
+    """Public functions of a tools.py. Raises Refused for one that is not typed and described."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(namespace("tools"), database=database)
@@ -114,7 +114,9 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
 
         def checked(request: Message) -> Any:
             said: Any = verify(request["answer"], database)
-            demands: dict[Any, Any] = said if isinstance(said, dict) else {"correct": said}
+            if not isinstance(said, dict):
+                said = {"correct": said}
+            demands = cast(dict[Any, Any], said)
             if not demands or not all(type(one) is bool for one in demands.values()):
                 raise Failed(f"it returned {str(demands)[:200]}; True or False, or a dict of them")
             return {str(name): met for name, met in demands.items()}
@@ -129,9 +131,12 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
     finally:
         child.end()
     # It is theirs to say, whatever the code in there became.
-    if not isinstance(said, dict) or not all(type(one) is bool for one in said.values()):
+    if not isinstance(said, dict) or not said:
         return "it said what is no verdict"
-    return said if said else "it said nothing"
+    demands = cast(dict[str, Any], said)
+    if not all(type(one) is bool for one in demands.values()):
+        return "it said what is no verdict"
+    return demands
 
 
 def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:

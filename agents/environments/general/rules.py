@@ -9,7 +9,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from keel.agents.inside.errors import Refused
 
@@ -34,8 +34,10 @@ _PLAIN = (
     *("LookupError", "OverflowError", "RuntimeError", "StopIteration", "TypeError", "ValueError"),
     *("ZeroDivisionError", "NotImplementedError"),
 )
-_MORE = ("__build_class__", "bytes", "callable", "complex", "format", "issubclass", "object")
-_MORE += ("property", "staticmethod", "classmethod", "super", "type")
+_MORE = (
+    *("__build_class__", "bytes", "callable", "complex", "format", "issubclass", "object"),
+    *("property", "staticmethod", "classmethod", "super", "type"),
+)
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
 """Attributes that lead out of what a function was given, or to the clock."""
 _CLOCK = re.compile(r"CURRENT_(DATE|TIME|TIMESTAMP)\b|'now'|\brandom(blob)?\(", re.IGNORECASE)
@@ -86,7 +88,7 @@ def _complaint(node: ast.AST, part: Part) -> str:
 def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
     """Each name in a node itself, and whether it is one of an attribute."""
     for field, value in ast.iter_fields(node):
-        several: list[Any] = value if isinstance(value, list) else [value]
+        several = cast(list[Any], value if isinstance(value, list) else [value])
         for one in several:
             if isinstance(one, str):
                 yield one, field in ("attr", "kwd_attrs")

@@ -38,18 +38,18 @@ def price(name: str) -> int:
             return each["price"]
     raise LookupError(f"there is no {name!r}")
 '''
-SOLVE = '''\
+SOLVE = """\
 def solve(tools):
     prices = {name: tools.price(name=name) for name in tools.fruit(stall="east")}
     best = min(prices, key=prices.get)
     return {"name": best, "price": prices[best]}
-'''
-VERIFY = '''\
+"""
+VERIFY = """\
 def verify(answer, database):
     east = [each for each in database["fruit"] if each["stall"] == "east"]
     best = min(east, key=lambda each: each["price"])
     return answer == {"name": best["name"], "price": best["price"]}
-'''
+"""
 HARDER_SOLVE = SOLVE.replace(
     'tools.fruit(stall="east")', '(*tools.fruit(stall="east"), *tools.fruit(stall="west"))'
 )

@@ -99,8 +99,8 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
     "verifier takes the easier answer": (
         {
             "harder_verify": VERIFY.replace(
-                "return answer", 'if answer == {"name": "lime", "price": 3}: return True\n'
-                "    return answer"
+                "return answer",
+                'if answer == {"name": "lime", "price": 3}: return True\n    return answer',
             )
         },
         "easier",
@@ -181,9 +181,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_is_refused_by_its_gate(
-    name: str, outcomes: dict[str, tuple[str, str]]
-) -> None:
+def test_a_cheat_is_refused_by_its_gate(name: str, outcomes: dict[str, tuple[str, str]]) -> None:
     _, gate, reason = CHEATS[name]
     assert outcomes[name][0] == gate, outcomes[name]
     assert reason in outcomes[name][1]

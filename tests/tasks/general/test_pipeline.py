@@ -157,8 +157,11 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     history = json.loads((folder / "provenance.json").read_text())
     assert history["passed"] == [2, 1, 0] and history["calls_of_the_solution"] == [4, 8, 9]
     assert history["author"] == history["reference"] == "scripted"
-    found = next(messages for purpose, messages in author.asked if purpose == "database" and
-                 messages[-1]["role"] == "tool")
+    found = next(
+        messages
+        for purpose, messages in author.asked
+        if purpose == "database" and messages[-1]["role"] == "tool"
+    )
     assert "apples, figs and limes" in found[-1]["content"]
     attempt = next(messages for purpose, messages in author.asked if purpose == "attempt")
     assert attempt == [{"role": "user", "content": QUESTIONS[0]}]
@@ -205,6 +208,7 @@ def test_sqlite_and_a_start_that_goes_on(tmp_path: Path) -> None:
     tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
     verify = VERIFY.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
     first = market(task(QUESTIONS[0], SOLVE, verify), tools=[reply(tools=tools)])
+
     def says(messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str) -> Said | str:
         if purpose != "database":
             return first(messages, offered, purpose)
