@@ -98,6 +98,7 @@ class Ledger:
 
     def used(self, usage: Usage) -> None:
         """Keeps what a call took."""
+        self.spent.append(usage)
         self._usage.write(usage_line(usage) + "\n")
         self._usage.flush()
 

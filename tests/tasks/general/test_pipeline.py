@@ -19,7 +19,9 @@ from keel.tasks.general.pipeline import GeneralPipeline
 from keel.tasks.general.rooms import Rooms
 from keel.tasks.ledger import Ledger
 from keel.tasks.synthesize import make_all
+from keel.trainer.cli import main
 from tests.agents.sandboxes import wrap_of
+from tests.rewards.judge.judge_server import Reply, running
 from tests.tasks.authors import ScriptedAuthor
 from tests.tasks.general.kit import (
     FRUIT,
@@ -31,6 +33,7 @@ from tests.tasks.general.kit import (
     VERIFY,
     config,
 )
+from tests.tasks.test_author import completion
 
 pytestmark = pytest.mark.e2e
 
@@ -235,3 +238,48 @@ def test_sqlite_and_a_start_that_goes_on(tmp_path: Path) -> None:
     assert (folder / "provenance.json").stat().st_mtime_ns == before
     assert sum(purpose == "tools" for purpose, _ in again.asked) == 1
     assert (folder / "database.sqlite").exists()
+
+
+RECIPE = """\
+family: general
+dir: {dir}/out
+author: {{base_url: "{url}", model: author}}
+reference: {{base_url: "{url}", model: reference}}
+budget: {{tokens: 100000}}
+general:
+  categories: [Fruit markets]
+  documents: {dir}/notes
+  steps: 2
+  attempts: 1
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against a server: the reference has a model of its own, and all of it is counted."""
+    wrap_of()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/fruit.txt").write_text("Fruit.")
+    script = market(EASY, HARDER)
+
+    def behave(request: dict[str, Any]) -> Reply:
+        messages, tools = request["messages"], request.get("tools") or []
+        purpose = "attempt" if request["model"] == "reference" else "database"
+        if not tools:
+            purpose = "task" if "QUESTION" in str(messages[-1]).upper() else "tools"
+        said = script(messages, tools, purpose)
+        said = Said(content=said) if isinstance(said, str) else said
+        return completion(dict(said.message()), prompt_tokens=10, completion_tokens=1)
+
+    with running(behave) as server:
+        recipe = tmp_path / "tasks.yaml"
+        recipe.write_text(RECIPE.format(dir=tmp_path, url=server.url))
+        assert main(["synthesize", str(recipe)]) == 0
+        first = capsys.readouterr().out
+        asked = len(server.requests)
+        assert main(["synthesize", str(recipe)]) == 0 and len(server.requests) == asked
+    assert "1 of 1: fruit_markets-0 kept" in first and "attempt: 2 calls, 22 tokens" in first
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["kept"], report["authors"]) == (1, ["author", "reference"])
+    history = json.loads((tmp_path / "out/tasks/fruit_markets-0/provenance.json").read_text())
+    assert (history["author"], history["reference"]) == ("author", "reference")
+    assert history["passed"] == [1, 0]
