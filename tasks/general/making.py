@@ -137,7 +137,7 @@ class Making:
             raise Refused("database", f"cannot be read: {error}") from error
         if kind not in (".json", ".sqlite") or len(data) > self._config.database_kib << 10:
             raise Refused("database", "is none, or too large")
-        (self._path / f"database{kind}").write_bytes(data)
+        _put(self._path / f"database{kind}", data)
         return kind
 
     async def _revised(self, purpose: str, hold: Callable[[Said], Awaitable[None]]) -> None:
@@ -194,7 +194,7 @@ class Making:
 
     def _write(self, files: dict[str, str], tasks: list[dict[str, Any]]) -> None:
         for name, text in files.items():
-            (self._path / name).write_text(text, encoding="utf-8")
+            _put(self._path / name, text.encode(errors="replace"))
         about = {"name": self._path.name, "category": self._category, "tasks": tasks}
         _write_json(self._path / "task.json", about)
 
@@ -250,4 +250,10 @@ def _joined(before: str, piece: str) -> str:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    _put(path, text.encode(errors="replace"))
+
+
+def _put(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    path.chmod(0o644)  # where Keel runs as root, the sandbox is a user of its own

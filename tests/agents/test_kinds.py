@@ -17,7 +17,7 @@ from keel.agents.host.client import Hosted
 from keel.agents.inside.errors import Refused
 from keel.agents.inside.games import observed
 from keel.agents.inside.hints import described, schema_of, value_of
-from keel.agents.inside.kinds import Object, Tool, methods_of
+from keel.agents.inside.kinds import Tool
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost
 from keel.rl.turns import ToolCall, ToolSpec
@@ -396,22 +396,3 @@ def test_an_interpreter_of_its_own_that_has_no_keel(tmp_path: Path) -> None:
             assert (await use(environment, "call")).text == "fine"
 
     run(play())
-
-
-def test_tools_that_only_the_task_decides_on() -> None:
-    class Later:
-        done = False
-
-        def opening(self, task: Any) -> str:
-            self.offered = [
-                {"name": task["prompt_id"], "description": "", "parameters": {"type": "object"}}
-            ]
-            return "Go."
-
-        def call(self, name: str, arguments: dict[str, Any]) -> Any:
-            return [name, arguments]
-
-    later = Later()
-    environment = Object(later, methods_of(later))
-    assert [tool["name"] for tool in environment.opening({"prompt_id": "f"}, 0)["tools"]] == ["f"]
-    assert environment.call("f", {"x": 1})["text"] == '["f", {"x": 1}]'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ def made(
         lines: list[str] = []
         stop = asyncio.Event()
 
-        async def one(key: str) -> None:
+        async def one(key: str) -> Sequence[Refused] | None:
             if key == stop_at:
                 stop.set()
                 await asyncio.sleep(60)
-            await make(key)
+            return await make(key)
 
         with Ledger(folder, {"family": "f", "seed": 1}) as ledger:
             say = lines.append

@@ -35,6 +35,7 @@ LEAKS = "\n\n".join(
         leak("run", "path", 'return str(found["os"].posix_spawn(path, ["touch", "/tmp/x"], {}))'),
         leak("fork", "most", 'return str([found["os"].fork() for n in range(int(most))])'),
         leak("talk", "to", 'return str(found["socket"].socketpair())'),
+        leak("spoil", "name", 'return str([each.clear() for each in database["fruit"]])'),
         leak("take", "mib", "return str(len(bytes(int(mib) << 20)))"),
         leak(
             "look",
@@ -67,7 +68,7 @@ def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
         async with Rooms(tmp_path / "making", config()) as rooms:
             path = environment(rooms.making / "x", tools=LEAKS, verify=secret)
             about = json.loads((path / "task.json").read_text())
-            about["tasks"][0]["tools"] = ["price", "fruit", "stop", *FAILS]
+            about["tasks"][0]["tools"] = ["price", "spoil", "stop", *FAILS]
             (path / "task.json").write_text(json.dumps(about))
             async with general(rooms, path, 0) as (hosted, opening):
 
@@ -84,6 +85,8 @@ def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
                 for name, (value, _) in FAILS.items():
                     said[name] = await call(name, value.format(folder=path, marker=marker))
                 said["price"] = await call("price", "apple")
+                said["spoil"] = await call("spoil", "apple")
+                said["spoiled"] = await call("price", "apple")
                 await call("submit_result", '{"name": "apple", "price": 4}')
                 verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
             async with general(rooms, path, 0) as (hosted, opening):
@@ -94,7 +97,8 @@ def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
     said, verdict, lost = asyncio.run(asyncio.wait_for(episode(), 120))
     for name, (_, reason) in FAILS.items():
         assert reason in said[name], (name, said[name])
-    assert said["price"] == "4" and not isinstance(verdict, Unscored)
+    assert said["price"] == "4" and "KeyError" in said["spoiled"]  # of its own copy
+    assert not isinstance(verdict, Unscored)
     assert verdict.parts == {"correct": 1.0, "share": 1.0} and lost.during == "call"
     assert not list(tmp_path.rglob(marker)) and not Path("/tmp", marker).exists()
 

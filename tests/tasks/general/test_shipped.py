@@ -19,6 +19,7 @@ from keel.tasks.general.rooms import Rooms
 from tests.agents.sandboxes import wrap_of
 from tests.tasks.general.kit import Counted, config, held
 
+ROOT = Path(__file__).parents[3]
 SHIPPED = folders(["shipped"])
 
 
@@ -57,7 +58,7 @@ def test_three_categories_come_along_and_are_small() -> None:
 
 
 def recipes() -> list[str]:
-    page = (Path(__file__).parents[3] / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/tasks.md").read_text()
     return re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
@@ -72,7 +73,7 @@ def test_the_recipe_of_the_page_is_one(tmp_path: Path) -> None:
 def test_a_run_has_them_by_the_recipe_of_the_page(tmp_path: Path) -> None:
     """In a run's own sandbox: the last task of all, solved and submitted."""
     recipe = tmp_path / "run.yaml"
-    recipe.write_text(f"defaults: agent-trip\n{recipes()[1]}")
+    recipe.write_text(f"defaults: {ROOT}/configs/agent-trip.yaml\n{recipes()[1]}")
     (source,) = load_config(recipe).data.sources
     given = source.environment
     program = Program(target=given.target, arguments=given.arguments, wrap=wrap_of())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from keel.agents.environments.general.folder import SHIPPED, folders
 from keel.agents.environments.general.parts import answer_of
 from keel.agents.environments.general.rules import Part, function, parsed
 from keel.agents.inside.errors import Refused
+from keel.agents.inside.kinds import Object, methods_of
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,22 @@ def test_answers_that_are_json_or_not() -> None:
     for text in ("NaN", "[Infinity]", "1" * 5000, "[" * 100_000, "Kesek Inn", ""):
         assert answer_of(text) == text
     assert answer_of(json.dumps("x")) == "x"
+
+
+def test_tools_that_only_the_task_decides_on() -> None:
+    class Later:
+        done = False
+
+        def opening(self, task: Any) -> str:
+            self.offered = [
+                {"name": task["prompt_id"], "description": "", "parameters": {"type": "object"}}
+            ]
+            return "Go."
+
+        def call(self, name: str, arguments: dict[str, Any]) -> Any:
+            return [name, arguments]
+
+    later = Later()
+    environment = Object(later, methods_of(later))
+    assert [tool["name"] for tool in environment.opening({"prompt_id": "f"}, 0)["tools"]] == ["f"]
+    assert environment.call("f", {"x": 1})["text"] == '["f", {"x": 1}]'
