@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.general import GeneralConfig
 from keel.configs.sections.search_tasks import SearchTasksConfig
 
 Family = Literal["general", "code", "search"]
@@ -97,8 +98,11 @@ class SynthesisConfig:
     at_once: int = 4
     """Tasks that are being made at the same time."""
     author: AuthorConfig
+    reference: AuthorConfig | None = None
+    """general: the model that difficulty is measured by; without one, the author."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
+    general: GeneralConfig = field(default_factory=GeneralConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "dir", self.dir, "must name a folder")

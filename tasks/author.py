@@ -237,7 +237,8 @@ def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
 
 
 def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
-    number, function = str(given.get("id") or ""), given.get("function") or {}
+    number = str(given.get("id") or "")
+    function = cast(dict[str, Any], given.get("function") or {})
     name, text = str(function.get("name") or ""), str(function.get("arguments") or "{}")
     try:
         arguments = json.loads(text)
