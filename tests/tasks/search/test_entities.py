@@ -22,7 +22,8 @@ from tests.tasks.search.agents import calls
 def index(tmp_path: Path) -> Iterator[Index]:
     corpus = write_corpus(tmp_path / "corpus")
     (corpus / "more.txt").write_text(
-        "Yesterday Quellmarsh slept in Vandermeer's hut. Rivers rise. The rivers of Quellmarsh are said to rise. "
+        "Yesterday Quellmarsh slept in Vandermeer's hut. Rivers rise. The rivers of Quellmarsh are "
+        "said to rise. "
         "小説『雪国の夜』を書いたのはアレクサンドルだった。他に「本」もある。"
     )
     index = Index(ensure_index(corpus, tmp_path / "index"))
