@@ -96,7 +96,7 @@ def _name(text: str, run: list[re.Match[str]], alone: set[str]) -> Iterator[str]
         run = run[len(run) == 1 or run[0][0].lower() in _OPENERS :]
     if not run:
         return
-    name = text[run[0].start() : run[-1].end()]
+    name = re.sub(r"['’]s?$", "", text[run[0].start() : run[-1].end()])
     if len(run) == 1:
         alone.add(name)
     yield name

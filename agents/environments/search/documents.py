@@ -140,7 +140,7 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
             if not isinstance(text, str) or not isinstance(title, str):
                 raise ValueError(
                     f'{where}: must be an object with a text: {{"text": "…", "title": "…", '
-                    '"id": "…"}; title and id may be missing'
+                    '"id": "…"}; title and id may be missing. Keep other JSONL out of the corpus'
                 )
             yield where, made(f"{name}#{record.get('id', number)}", title or _heading(text), text)
 

@@ -22,7 +22,8 @@ from tests.tasks.search.agents import calls
 def index(tmp_path: Path) -> Iterator[Index]:
     corpus = write_corpus(tmp_path / "corpus")
     (corpus / "more.txt").write_text(
-        "Yesterday Quellmarsh slept. Rivers rise. The rivers of Quellmarsh are said to rise. "
+        "Yesterday Quellmarsh slept in Vandermeer's hut. Rivers rise. The rivers of Quellmarsh are "
+        "said to rise. "
         "小説『雪国の夜』を書いたのはアレクサンドルだった。他に「本」もある。"
     )
     index = Index(ensure_index(corpus, tmp_path / "index"))
@@ -37,7 +38,14 @@ def names(index: Index, **knobs: int) -> set[str]:
 
 def test_rare_names_and_no_common_words(index: Index) -> None:
     found = names(index)
-    rare = {"Halvorsen Bridge", "Mirela Dancu", "Tobias Wrenfield", "Quellmarsh", "雪国の夜"}
+    rare = {
+        "Halvorsen Bridge",
+        "Mirela Dancu",
+        "Tobias Wrenfield",
+        "Quellmarsh",
+        "雪国の夜",
+        "Vandermeer",
+    }
     assert rare | {"アレクサンドル", "Corvane Society", "Zelenograd Bay"} <= found
     assert not found & {"The", "Rivers", "On", "Every", "本", "Its"}
     assert "Mirela Dancu" not in names(index, most_documents=1)
