@@ -43,9 +43,11 @@ from keel.rl.packing import pack, split_updates
 from keel.rl.types import ScoredGroup, StepResult
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from keel.rollout.spec import EngineSpec
-from keel.trainer import loop, main
+from keel.trainer import loop
+from keel.trainer.cluster.nodes import start_ray
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.prepare import Task, prepare
+from keel.trainer.system import System, model_folder
 
 COMMON = (
     "rollout.engines=1",
@@ -235,7 +237,7 @@ def run_arm(
     changes = [*overrides, f"run.seed={seed}", f"run.steps={steps}"]
     task = prepare("quickstart", changes)
     config = task.config
-    model = main.model_folder(task, print)
+    model = model_folder(task, print)
     began = time.monotonic()
     learner = LocalLearner(model, config)
     pool = engines.ready(task, model, learner)
@@ -245,7 +247,7 @@ def run_arm(
     with Scorer(
         config.data.rewards_by_domain, workers=rewards.workers, deadline_s=rewards.deadline_s
     ) as scorer:
-        system = main.System(task=task, pool=pool, learner=learner, scorer=scorer)  # type: ignore[arg-type]
+        system = System(task=task, pool=pool, learner=learner, scorer=scorer)  # type: ignore[arg-type]
         parts = loop.Parts(
             prompts=task.dataset.train,
             rollouts=system,
@@ -305,7 +307,7 @@ def run_all(options: argparse.Namespace) -> None:
         if (options.arms is None or arm in options.arms) and (experiment, arm, seed) not in done
     ]
     torch.set_num_threads(2)
-    main.start_ray()
+    start_ray()
     engines = Engines()
     try:
         for experiment, arm, seed in wanted:
