@@ -143,6 +143,8 @@ class EpisodeRunner:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSING_S)
+            if self._endpoint is not None:
+                self._endpoint.remove_folder()
 
     def __enter__(self) -> EpisodeRunner:
         return self

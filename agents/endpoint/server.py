@@ -97,6 +97,10 @@ class Endpoint:
             await self.finish(name)
         if self._runner is not None:
             await self._runner.cleanup()
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """That of its socket, from any thread: also where the rest of its end hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recording: Recording, tools: Tools | None = None) -> Address:

@@ -1,10 +1,11 @@
-"""A policy with tools from end to end: trained and written down while an engine dies, stopped in
-the middle of its episodes in both ways, and resumed."""
+"""A policy with tools from end to end, driven by Keel and by an agent program: trained and written
+down while an engine dies, stopped in the middle of its episodes in both ways, and resumed."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -15,22 +16,62 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
+from tests.agents.sandboxes import commands
 from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until
 
 pytestmark = pytest.mark.e2e
 STEPS = 200
 """More than are done."""
+AGENT = """
+from openai import OpenAI
+
+def solve(task):
+    client = OpenAI()  # all that it knows of Keel are OpenAI's environment variables
+    asked = task["messages"][-1]
+    messages = [asked]
+    for _ in range(2):
+        reply = client.chat.completions.create(model="any", messages=messages, temperature=0.1)
+        messages += [reply.choices[0].message.model_dump(exclude_none=True), asked]
+    return reply.choices[0].message.content
+"""
+SOURCES = """
+- name: trip
+  source: environment
+  environment:
+    target: keel.agents.environments.trip.environment:Trip
+    arguments: {{level: 0}}
+    demonstrations: keel.agents.environments.demonstrations:trip_demonstrations
+    isolation: {isolation}
+  size: 64
+  holdout: 8
+- name: spelling
+  source: reasoning_gym
+  task: spell_backward
+  params: {{min_word_len: 4, max_word_len: 7}}
+  size: 200
+  holdout: 4
+  thinking: false
+  environment: {{program: "my_agent:solve", folder: {folder}, isolation: {isolation}}}
+"""
 
 
 def recipe(folder: Path) -> list[str]:
+    """agent-trip with another source."""
     isolation = "bubblewrap"
     try:
         environment_wrap(isolation)
     except IsolationError:  # tests/rewards/sandbox has what is said then
         isolation = "none-i-trust-the-environments"
+    program = folder / "program"
+    for made in (folder, program):
+        made.mkdir(exist_ok=True)
+        made.chmod(0o755)
+    (program / "my_agent.py").write_text(AGENT)
+    sources = yaml.safe_load(SOURCES.format(isolation=isolation, folder=program))
     return [
         "agent-trip",
         f"run.dir={folder / 'run'}",
@@ -38,10 +79,8 @@ def recipe(folder: Path) -> list[str]:
         f"model.embedded.cache_dir={folder / 'cache'}",
         "model.embedded.cold_start.steps=120",  # enough for calls that can be read
         "run.checkpoint_every=1",
-        "data.sources[trip].size=64",
-        "data.sources[trip].holdout=8",
-        f"data.sources[trip].environment.isolation={isolation}",
-        "rollout.engines=1",
+        "run.save_trajectories=8",  # of each group
+        f"data.sources={json.dumps(sources)}",
         "algorithm.prompts_per_step=4",
         "algorithm.group_size=4",
     ]
@@ -83,17 +122,18 @@ class Watched:
 def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for temporary files, with a short name: sockets are put there."""
     with tempfile.TemporaryDirectory(prefix="ka", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
         for name in ("TMPDIR", "RAY_TMPDIR"):
             monkeypatch.setenv(name, folder)
         yield Path(folder)
 
 
 @pytest.fixture
-def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[[], Watched]]:
+def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[..., Watched]]:
     started: list[Watched] = []
 
-    def begin() -> Watched:
-        run = Running(recipe(tmp_path), tmp_path / f"log{len(started)}.txt")
+    def begin(*knobs: str) -> Watched:
+        run = Running([*recipe(tmp_path), *knobs], tmp_path / f"log{len(started)}.txt")
         started.append(Watched(run))
         return started[-1]
 
@@ -105,8 +145,9 @@ def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[[], Watched]]:
 
 
 def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
-    tmp_path: Path, scratch: Path, start: Callable[[], Watched]
+    tmp_path: Path, scratch: Path, start: Callable[..., Watched]
 ) -> None:
+    """Its two engines alternate with the trainer; that of the resumed run does not."""
     folder = tmp_path / "run"
 
     def steps() -> list[dict[str, Any]]:
@@ -117,18 +158,19 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
         assert run.process.poll() is None, run.said()
 
     def nothing_left(watched: Watched) -> None:
-        assert watched.left() == []
+        assert watched.left() == [] and not commands(str(tmp_path / "program").encode())
         # Ray keeps the logs of its sessions, and vLLM the file that its group met at.
         assert not [p for p in scratch.iterdir() if not p.name.startswith(("ray", "vllm_dist_"))]
 
-    # Its engine is killed in the middle of episodes: that costs turns, and the run goes on.
-    watched = start()
+    # An engine is killed in the middle of episodes: that costs turns, and the run goes on.
+    watched = start("rollout.engines=2", "rollout.sleep=true")
     reach(2, watched.run)
     opened = wait_until(watched.environments, "open episodes")
-    (victim,) = watched.run.engine_pids()
-    os.kill(victim, signal.SIGKILL)
-    again = "rollout engine 0 is started again"
-    wait_until(lambda: again in watched.run.said(), again)
+    victims = watched.run.engine_pids()
+    assert len(victims) == 2
+    os.kill(victims[0], signal.SIGKILL)
+    again = r"rollout engine [01] is started again"
+    wait_until(lambda: re.search(again, watched.run.said()), again)
     assert any(process.is_running() for process in opened), "episodes ended with their engine"
     reach(len(steps()) + 1, watched.run)
     # SIGTERM in the middle of others: the step ends, and with it all that is open.
@@ -140,12 +182,18 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
     reached = done[-1]["step"]
     assert "trip, its environment: opens in" in said and "get_all_hotels_by_city" in said
     assert f"stopped after step {reached} of {STEPS}; to go on: keel train agent-trip" in said
-    assert "eval/trip/pass@1" in done[0]
+    assert "its program: asked a model by script for 2 turns" in said
+    assert {"eval/trip/pass@1", "eval/spelling/pass@1"} <= done[0].keys()
     text = (folder / "trajectories" / f"step_{reached:06d}.txt").read_text()
     assert "[call " in text and " calls (" in text and "the environment says: " in text
+    driven = [told for told in text.split("=== ")[1:] if told.startswith("spelling/")]
+    assert driven
+    for told in driven:
+        assert "    2 turns, 0 calls (" in told and ", 1 contexts (" in told
+        assert told.count("[user] Spell this") == 2
 
     # Resumed; then Ctrl-C twice, which stops it at once.
-    watched = start()
+    watched = start("rollout.engines=1")
     reach(len(done) + 1, watched.run)
     for process in wait_until(watched.environments, "open episodes"):
         with suppress(psutil.NoSuchProcess):
@@ -164,6 +212,7 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
         assert step["agents/turns_mean"] >= 1 and step["agents/calls_mean"] > 0
         assert step["rollout/dropped_completions"] == step["agents/crashes"] == 0
         assert step["reward/error"] == 0 and {"reward/correct", "reward/progress"} <= step.keys()
+        assert step["staleness/mean"] == 0 and step["agents/tools_seconds_mean"] > 0
     learned = [step for step in done if "loss" in step]  # not all groups were of one reward
     assert learned
     for step in learned:

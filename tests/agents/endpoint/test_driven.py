@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import tempfile
@@ -268,3 +269,25 @@ def test_more_than_start_at_once_all_get_their_turn(monkeypatch: pytest.MonkeyPa
         assert len(dead.result(60).dropped) == 3
     assert all(isinstance(t, Trajectory) for t in group.trajectories)
     assert len(group.trajectories) == 3
+
+
+def test_a_close_that_takes_too_long_leaves_no_folder() -> None:
+    async def hangs(runner: EpisodeRunner) -> None:
+        await asyncio.Event().wait()
+
+    program = AgentProgram(command=["no-such-agent"])
+    with tempfile.TemporaryDirectory() as folder, patch.object(tempfile, "tempdir", folder):
+        runner = EpisodeRunner(
+            {"asks": NoEnvironment},
+            programs={"asks": program},
+            chat=chat(),
+            turns=Policy(lambda *_: "").turns(),
+            budget=BUDGET,
+            context=NO_CONTEXT,
+            seed=1,
+            most_open=1,
+        )
+        assert os.listdir(folder)
+        with patch("keel.agents.runner.CLOSING_S", 0.2), patch.object(EpisodeRunner, "_end", hangs):
+            runner.close()
+        assert not os.listdir(folder)
