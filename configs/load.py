@@ -132,7 +132,7 @@ class _Dumper(yaml.SafeDumper):
 
     def text(self, data: str) -> yaml.Node:
         style = "'" if data and data[0] in "+-.0123456789" else None
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+        return cast(Any, self).represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 _Dumper.add_representer(str, _Dumper.text)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from keel.agents.environments.messages import told
 
@@ -69,8 +69,8 @@ class Interpreter:
         # What a kernel knows the policy knows: never the seed that the task may be made from.
         own = hashlib.blake2b(f"kernel/{seed}".encode(), digest_size=4).digest()
         self._seed = int.from_bytes(own, "little")
-        given = (task["reward"].get("environment") or {}).get("files") or ()
-        names = put_files(given, self._files, self._where)
+        own_words: Mapping[str, Any] = task["reward"].get("environment") or {}
+        names = put_files(own_words.get("files") or (), self._files, self._where)
         self._start()
         said = f"The working directory of the tool has {', '.join(names)}." if names else ""
         return told(task["messages"], said)
@@ -166,15 +166,16 @@ def put_files(given: Any, folder: str, where: str) -> list[str]:
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
     said: list[str] = []
-    for name in given:
+    files = cast("Mapping[Any, Any] | Sequence[Any]", given)
+    for name in files:
         parts = str(name).split("/")
         if not isinstance(name, str) or not all(parts) or {".", ".."} & set(parts):
             raise ValueError(f"`files` has {name!r}; name a file in the folder, as in a/b.csv")
         to = os.path.join(where, *parts)
         os.makedirs(os.path.dirname(to), exist_ok=True)
-        if isinstance(given, dict):
+        if isinstance(files, Mapping):
             with open(to, "w", encoding="utf-8", newline="") as file:
-                file.write(str(given[name]))
+                file.write(str(files[name]))
         else:
             root = os.path.realpath(folder)
             source = os.path.realpath(os.path.join(root, *parts))

@@ -147,5 +147,6 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
 
 def _heading(text: str) -> str:
     """The first line, where it is short enough to be one."""
-    first = next(filter(None, map(str.strip, text.split("\n", 8)[:8])), "").lstrip("#= ")
+    lines = (line.strip() for line in text.split("\n", 8)[:8])
+    first = next((line for line in lines if line), "").lstrip("#= ")
     return first if len(first) <= 120 else ""

@@ -65,7 +65,7 @@ class Search:
         self._evidence: list[str] = []
 
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
-        own = task["reward"].get("environment") or {}
+        own: Mapping[str, Any] = task["reward"].get("environment") or {}
         self._evidence = [str(name) for name in own.get("evidence") or ()]
         mark = MARK if task["reward"].get("kind") == "answer" else ""
         return told(task["messages"], HOW if self._cite else "", mark)
