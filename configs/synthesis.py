@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.code_tasks import CodeTasksConfig
 
 Family = Literal["general", "code", "search"]
 
@@ -97,6 +98,7 @@ class SynthesisConfig:
     """Tasks that are being made at the same time."""
     author: AuthorConfig
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "dir", self.dir, "must name a folder")

@@ -91,6 +91,10 @@ class Pipeline(Protocol):
 
 def open_pipeline(config: SynthesisConfig, author: Author, folder: Path) -> Pipeline:
     """Of the family that the recipe names. Raises ConfigError for settings that cannot be used."""
+    if config.family == "code":
+        from keel.tasks.code.pipeline import CodePipeline  # noqa: PLC0415  (one family of several)
+
+        return CodePipeline(config.code, author, folder)
     raise ConfigError(f"family = {config.family!r}: has no pipeline")
 
 
