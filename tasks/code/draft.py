@@ -82,7 +82,7 @@ class Rooms:
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
         """folder: its `environment` is all that a sandbox sees. Raises ConfigError."""
         self.folder = (folder / "environment").absolute()
-        for name in ("sealed", "prefixes"):
+        for name in ("sealed", "prefixes", "packages"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._config = config
         self.python = config.python or cast(Any, sys)._base_executable

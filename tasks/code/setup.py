@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keel.agents.environments.code.copies import installed, plain
 from keel.agents.environments.code.languages import matches
-from keel.agents.environments.code.tree import as_json, of_json
+from keel.agents.environments.code.tree import as_json, erase, of_json
 from keel.agents.host.client import Hosted
 from keel.agents.types import ToolResult
 from keel.configs.sections.code_tasks import CodeTasksConfig
@@ -87,7 +88,8 @@ class Prefixes:
         self._records = folder / "prefixes"
         self._records.mkdir(exist_ok=True)
         self._locks: dict[str, asyncio.Lock] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, str]] = {}
+        self._projects = {plain(source.name) for source in config.sources}
 
     async def of(self, candidate: Candidate) -> Built:
         """Raises Refused where no test can be made to pass."""
@@ -98,16 +100,32 @@ class Prefixes:
                 found: dict[str, Any] = json.loads(record.read_text())
                 return Built(**{**found, "generated": of_json(found["generated"])})
             if name in self._refused:
-                raise Refused("setup", self._refused[name])
+                raise Refused(*self._refused[name])
             try:
                 built = await self._build(candidate, name)
+                await self._list(name, candidate)
             except Refused as refused:
-                self._refused[name] = refused.reason
+                self._refused[name] = (refused.gate, refused.reason)
+                # Episodes could read it, and it stands on no list.
+                await asyncio.to_thread(self._remove, name)
                 raise
             fields = {"name": name, "setup": built.setup, "test": built.test}
             text = json.dumps({**fields, "generated": as_json(built.generated)})
             write(record, text.encode())
             return built
+
+    def _remove(self, name: str) -> None:
+        erase(str(self._rooms.folder / "prefixes" / name))
+        (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
+
+    async def _list(self, name: str, candidate: Candidate) -> None:
+        """Keeps which packages are there, for episodes to look whether theirs is among them."""
+        folder = self._rooms.folder
+        found = await asyncio.to_thread(installed, [str(folder / "prefixes" / name)])
+        for other in sorted(self._projects - {plain(one) for one in candidate.project}):
+            if other in found:
+                raise Refused("future", f"what is installed has a copy of {other}, a project too")
+        write(folder / "packages" / f"{name}.json", json.dumps(found).encode())
 
     def _name(self, candidate: Candidate) -> str:
         language, source = candidate.language, candidate.source

@@ -7,10 +7,12 @@ Runs in bubblewrap alone. Any Python from 3.9, no package.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from keel.agents.environments.code import files, grading, processes
@@ -30,8 +32,15 @@ MOST_MIB = 64
 CHECK_S = 60.0
 COMMAND_S = 600
 OWN_FOLDERS = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
-# Shared by all episodes that are forked from the process that imports this.
-_MACHINE: Installed = installed(machine()) if processes.in_sandbox() else {}
+
+
+@lru_cache(maxsize=1)
+def on_machine() -> Installed:
+    return installed(machine())
+
+
+if "keel.agents.inside.parent" in sys.modules:  # episodes are forked from this process
+    on_machine()
 
 
 class Repository:
@@ -78,9 +87,16 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, CHECK_S)
 
     def _look_for_copies(self) -> None:
-        here = installed([self._prefix])
+        """In all prefixes: an episode can read the others', too."""
+        listed = os.path.join(self._folder, "packages")
+        for name in sorted(os.listdir(listed)):
+            with open(os.path.join(listed, name), encoding="utf-8") as file:
+                self._look_in(json.load(file))
+        self._look_in(on_machine())
+
+    def _look_in(self, packages: Installed) -> None:
         for name in map(plain, self._instance["project"]):
-            if found := [*here.get(name, ()), *_MACHINE.get(name, ())]:
+            if found := packages.get(name):
                 raise RuntimeError(f"the episode can read a copy of the project: {found[0]}")
 
     def bash(self, command: str, timeout_s: int = 120) -> str:

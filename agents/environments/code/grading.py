@@ -6,7 +6,6 @@ Any Python from 3.9, no package.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -69,11 +68,8 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     """Of a whole tree. Every process below this one is ended, before and after."""
     language = LANGUAGES[instance["language"]]
-    nonce = f"keel{secrets.token_hex(8)}"
-    name, text = (part.replace("NONCE", nonce) for part in language.canary)
-    if name:
-        path = os.path.join(instance["canary_in"], name)
-        tree = laid(tree, {path: ("f", text.encode())})
+    canaries = {secrets.token_hex(8): good for good in (True, False)}
+    tree = laid(tree, _files(language.canary, instance["canary_in"], canaries))
     processes.stop_all()
     for folder in LIVELY:
         erase(folder)
@@ -87,21 +83,24 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     _, said = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
     processes.stop_all()
     tests = results_in(results)
-    return _canary(tests, nonce, said)
-
-
-def _canary(tests: Mapping[str, str], nonce: str, said: str) -> Results:
-    told = {test: result for test, result in tests.items() if nonce in test}
+    told = {test: nonce for test in tests for nonce in canaries if nonce in test}
     others = {test: result for test, result in tests.items() if test not in told}
-    seen = {
-        match[0]: result
-        for test, result in told.items()
-        if (match := re.search(r"(holds|fails)$", test))
-    }
-    if set(seen) != {"holds", "fails"}:
+    seen = {canaries[nonce]: tests[test] for test, nonce in told.items()}
+    if set(seen) != {True, False}:
         return Results(others, "missing", said)
-    good = seen == {"holds": "passed", "fails": "failed"}
+    good = seen == {True: "passed", False: "failed"}
     return Results(others, "as wanted" if good else "faked", said)
+
+
+def _files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -> Tree:
+    """One that holds and one that does not; by its text alone, neither can be told from a test."""
+    found: Tree = {}
+    for nonce, good in canaries.items() if canary[0] else ():
+        one, two = (10 + secrets.randbelow(90) for _ in range(2))
+        worth = f"{one} * {two} == {one * two + (0 if good else 1 + secrets.randbelow(9))}"
+        name, text = (part.replace("NONCE", nonce) for part in canary)
+        found[os.path.join(folder, name)] = ("f", text.replace("WORTH", worth).encode())
+    return found
 
 
 def solved(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:

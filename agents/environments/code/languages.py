@@ -37,8 +37,8 @@ class Language:
     check: str
     """Succeeds where the tool chain is there."""
     canary: tuple[str, str] = ("", "")
-    """Name and text of a test file with one test that passes, `NONCE_holds`, and one that fails,
-    `NONCE_fails`. Who makes all tests pass makes that one pass, too."""
+    """Name and text of a test file with one test, which passes if WORTH is true. One that must fail
+    and one that must pass run with the others: who fakes all results fakes those, too."""
     build_names_sources: bool = False
     """Whether a new source file has to be named in a file of `steers`."""
     unproven: str = ""
@@ -97,10 +97,7 @@ $pip uninstall -q -y pip setuptools || true
         '--continue-on-collection-errors --junitxml="$JUNIT/pytest.xml"'
     ),
     check='"$PREFIX/bin/python" -c "import pytest"',
-    canary=(
-        "test_NONCE.py",
-        "def test_NONCE_holds():\n    assert True\n\n\ndef test_NONCE_fails():\n    assert False\n",
-    ),
+    canary=("test_NONCE.py", "def test_NONCE():\n    assert WORTH\n"),
 )
 JAVASCRIPT = Language(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
@@ -121,9 +118,8 @@ mkdir -p "$PREFIX/node_modules" && ln -s "$PREFIX/node_modules" "$REPO/node_modu
     check="node --version",
     canary=(
         "NONCE.test.mjs",
-        'import test from "node:test";\n'
-        'test("NONCE_holds", () => {});\n'
-        'test("NONCE_fails", () => { throw new Error(); });\n',
+        'import test from "node:test";\nimport assert from "node:assert";\n'
+        'test("NONCE", () => { assert(WORTH); });\n',
     ),
 )
 _CTEST = (
