@@ -162,7 +162,7 @@ class Repository:
         status, said = processes.run(words, env={}, folder=REPO, within_s=CHECK_S, given=given)
         if status == 0:
             return said
-        raise RuntimeError(said.strip()[-1000:] or "it could not be done")
+        raise ValueError(said.strip()[-1000:] or "it could not be done")
 
 
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
