@@ -29,6 +29,7 @@ from keel.tasks.work import work
 
 BASH_S = 600.0
 MOST_SAID = 1500
+MOST_REASON = 300
 TOOLS = (
     ToolSpec(
         name="bash",
@@ -152,7 +153,7 @@ class Prefixes:
                 if built is not None:
                     return built
                 why = f"the set-up agent found no way; at first, {why}"
-        raise Refused("setup", why)
+        raise Refused("setup", " ".join(why.split())[:MOST_REASON])
 
     def _draft(self, candidate: Candidate, built: Built) -> dict[str, Any]:
         instance = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
