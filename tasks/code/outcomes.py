@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Results = Mapping[str, Any]
-"""{"tests": {name: passed | failed | skipped}, "canary", "said"} of one run."""
+"""{"tests": {name: passed | failed | skipped}, "canary", "said", "seconds"} of one run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class Outcomes:
     flaky: list[str]
     canary: bool
     """Whether each run had it as wanted."""
+    seconds: float
+    """Of the slowest run."""
     about: str
     """Numbers of the first runs, for people."""
 
@@ -39,7 +41,8 @@ def outcomes_of(before: Sequence[Results], after: Sequence[Results]) -> Outcomes
             found["f2p"].append(name)
     about = " and ".join(_counted(run) for run in (before[0], after[0]))
     canary = all(run["canary"] == "as wanted" for run in (*before, *after))
-    return Outcomes(**found, canary=canary, about=f"({about})")
+    seconds = max(run["seconds"] for run in (*before, *after))
+    return Outcomes(**found, canary=canary, seconds=seconds, about=f"({about})")
 
 
 def _counted(run: Results) -> str:

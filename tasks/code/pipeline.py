@@ -36,6 +36,8 @@ from keel.tasks.code.releases import Releases
 from keel.tasks.code.setup import Prefixes
 from keel.tasks.ledger import Refused
 
+LEAST_S, SLOWER = 30.0, 10.0
+"""What an episode's tests may take: so many seconds, and so many times what they took here."""
 PROMPT = """\
 The repository of {name} lies in {repo}. Resolve this issue:
 
@@ -86,6 +88,8 @@ class CodePipeline:
             outcomes = await self._measured(hosted)
         marks = await judge(candidate, self._author, config.least_judged) if config.judge else {}
         instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
+        # A policy whose code never ends is to be worth 0, and soon.
+        instance["tests_s"] = min(config.tests_s, LEAST_S + SLOWER * outcomes.seconds)
         reward = self._rooms.sealed(key, instance)
         try:
             await self._proved(candidate, reward)

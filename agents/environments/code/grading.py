@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class Results(NamedTuple):
     must be."""
     said: str
     """The command's last words."""
+    seconds: float = 0.0
+    """The tests alone."""
 
 
 def environment(prefix: str, more: Mapping[str, str]) -> dict[str, str]:
@@ -80,16 +83,18 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     os.mkdir(results)
     env = environment(prefix, {**instance["env"], "JUNIT": results})
     command = ["/bin/bash", "-c", instance["test"]]
+    begun = time.monotonic()
     _, said = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
+    seconds = round(time.monotonic() - begun, 3)
     processes.stop_all()
     tests = results_in(results)
     told = {test: nonce for test in tests for nonce in canaries if nonce in test}
     others = {test: result for test, result in tests.items() if test not in told}
     seen = {canaries[nonce]: tests[test] for test, nonce in told.items()}
     if set(seen) != {True, False}:
-        return Results(others, "missing", said)
+        return Results(others, "missing", said, seconds)
     good = seen == {True: "passed", False: "failed"}
-    return Results(others, "as wanted" if good else "faked", said)
+    return Results(others, "as wanted" if good else "faked", said, seconds)
 
 
 def _files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -> Tree:

@@ -158,7 +158,7 @@ def test_the_judge_reads_marks_and_refuses_low_ones() -> None:
 
 def test_a_test_that_differs_between_runs_is_left_out() -> None:
     def run(**tests: str) -> dict[str, Any]:
-        return {"tests": tests, "canary": "as wanted", "said": ""}
+        return {"tests": tests, "canary": "as wanted", "said": "", "seconds": len(tests)}
 
     before = [
         run(a="failed", b="passed", c="passed", d="passed", e="failed"),
@@ -170,4 +170,8 @@ def test_a_test_that_differs_between_runs_is_left_out() -> None:
     ]
     found = outcomes_of(before, after)
     assert (found.f2p, found.p2p, found.p2f, found.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
-    assert found.canary and found.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
+    assert (
+        found.canary
+        and found.seconds == 5
+        and found.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
+    )
