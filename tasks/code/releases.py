@@ -64,8 +64,9 @@ def gained(base: Tree, after: Tree) -> str:
             continue
         if not name.endswith((".md", ".rst", ".txt", "changes", "changelog", "history", "news")):
             continue
-        before = base.get(path, ("f", b""))
-        old = set(before[1].decode(errors="replace").splitlines())
+        if path not in base:  # all of it would be new
+            raise Refused("issue", "the older release has no changelog")
+        old = set(base[path][1].decode(errors="replace").splitlines())
         lines = [line for line in entry[1].decode().splitlines() if line not in old]
         if text := "\n".join(lines).strip():
             return text

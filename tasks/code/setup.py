@@ -153,7 +153,7 @@ class Prefixes:
                 if built is not None:
                     return built
                 why = f"the set-up agent found no way; at first, {why}"
-        raise Refused("setup", " ".join(why.split())[:MOST_REASON])
+        raise Refused("setup", " ".join(why.split())[-MOST_REASON:])
 
     def _draft(self, candidate: Candidate, built: Built) -> dict[str, Any]:
         instance = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)

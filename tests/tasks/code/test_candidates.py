@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_a_merge_says_what_was_merged() -> None:
     assert told(said) == "Handle nothing"
 
 
-def _archive(path: Path, files: dict[str, str]) -> str:
+def _archive(path: Path, files: Mapping[str, str]) -> str:
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"adding/{name}")
@@ -88,6 +89,9 @@ def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
     assert found.version == "1.0" and "../x" not in found.after
     assert found.issue.startswith("# 1.1\nTotals of an empty") and "First." not in found.issue
     filters.look(found, config())
+    unlike = _archive(tmp_path / "adding-0.9.tar.gz", BEFORE)
+    with pytest.raises(Refused, match="the older release has no changelog"):
+        Releases(source(git="", archives=(unlike, pair[1]))).load("")
     silent = _archive(tmp_path / "adding-1.2.tar.gz", {**BEFORE, **AFTER})
     with pytest.raises(Refused, match="no changelog"):
         Releases(source(git="", archives=(old, silent))).load("")
