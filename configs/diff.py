@@ -69,7 +69,13 @@ RESUMABLE_KNOBS = frozenset(
         "eval.temperature",
         "eval.top_p",
         "eval.top_k",
+        "eval.pass_at",
+        "eval.variants",
+        "eval.checkpoint",
+        "eval.dir",
+        "eval.against",
         "filter.dir",
+        "filter.checkpoint",
         "filter.samples",
         "filter.least_pass_rate",
         "filter.most_pass_rate",
@@ -77,6 +83,9 @@ RESUMABLE_KNOBS = frozenset(
 )
 """Knobs that may change when a run continues from its checkpoint: none of them changes what the
 run has been optimising. (`run.steps` also stretches a `linear` or `cosine` schedule.)"""
+
+ELSEWHERE = ("alarms.", "endpoint.")
+"""Sections on which no run depends: how their knobs begin."""
 
 ABSENT = "(absent)"
 
@@ -118,7 +127,11 @@ def check_resumable(
     """
     old, new = flatten_config(saved), flatten_config(wanted)
     differing = diff_configs(saved, wanted)
-    changed = [k for k in differing if k not in RESUMABLE_KNOBS and k.startswith(of)]
+    changed = [
+        knob
+        for knob in differing
+        if knob not in RESUMABLE_KNOBS and not knob.startswith(ELSEWHERE) and knob.startswith(of)
+    ]
     if changed:
         listed = "\n".join(
             f"  {k}: {old.get(k, ABSENT)!r} → {new.get(k, ABSENT)!r}" for k in changed

@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,7 +65,7 @@ def _tree(
     try:
         tree: dict[str, Any] = {}
         for layer in layers:
-            tree = _merged(tree, cast(dict[str, Any], OmegaConf.to_container(layer)))
+            tree = _merged(tree, layer)
         for override in overrides:
             _apply(tree, where, override)
         if _refers(tree):  # OmegaConf takes longer over it than all the rest does
@@ -135,30 +136,32 @@ def _escaped(value: Any) -> Any:
     return value
 
 
-def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[DictConfig], dict[str, str]]:
+def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The recipe's layers, its ancestors first, and the file and line that set each key."""
     path = path.expanduser()
     if path.resolve() in trail:
         raise ConfigError(f"{path}: `defaults` goes round in a circle")
     text = _text(path)
     lines: dict[str, str] = {}
-    nodes: list[tuple[str, yaml.Node, int]] = []
+    nodes: Sequence[_Placed] = ()
     try:
-        root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
-        if root is not None and not isinstance(root, yaml.MappingNode):
+        root = _composed(text)
+        if root is None:
             raise ConfigError(f"{path}:1: a recipe is made of `section:` and `key: value` lines")
-        nodes = list(_nodes(root))
+        nodes = root
         lines = {key: f"{path}:{line}" for key, _, line in nodes}
-        layer = cast(DictConfig, OmegaConf.create(text) if root is not None else OmegaConf.create())
+        values = _values(text)
+        layer = cast(dict[str, Any], OmegaConf.to_container(values))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {_reason(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, lines, str(path))) from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply, or an alias that holds itself") from error
-    if "defaults" not in layer:
+    if "defaults" not in values:
         return [layer], lines
-    base = layer.pop("defaults")
+    base = values["defaults"]
+    del layer["defaults"]
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{lines['defaults']}: defaults = {base!r}: must be the path of a recipe")
     try:
@@ -170,6 +173,25 @@ def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[DictConfig], dict[s
     )
     kept = {key: line for key, line in base_lines.items() if not key.startswith(replaced)}
     return [*ancestors, layer], kept | lines
+
+
+_Placed = tuple[str, yaml.Node, int]
+"""A dotted key, its value and its line."""
+
+
+# Parsing is most of what loading takes, and tests load few recipes many times.
+@lru_cache(maxsize=64)
+def _composed(text: str) -> Sequence[_Placed] | None:
+    """None: it is no mapping. (By PyYAML's own parser: libyaml's ends the process where brackets
+    are nested deeply.)"""
+    root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
+    return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
+
+
+@lru_cache(maxsize=64)
+def _values(text: str) -> DictConfig:
+    """Not to be changed: it is shared."""
+    return cast(DictConfig, OmegaConf.create(text))
 
 
 def _text(path: Path) -> str:
@@ -200,8 +222,8 @@ def _shipped_hint(path: Path) -> str:
     return "" if path.suffix else f"; Keel comes with {', '.join(names)}"
 
 
-def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.Node, int]]:
-    """(dotted key, value, line) of everything below `node`."""
+def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
+    """Everything below `node`."""
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(name.value), name, value) for name, value in node.value]

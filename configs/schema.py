@@ -12,18 +12,21 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
+from keel.configs.sections.alarms import AlarmsConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
+from keel.configs.sections.measured import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
-from keel.configs.sections.run import EvalConfig, FilterConfig, RunConfig
+from keel.configs.sections.run import RunConfig
 from keel.configs.sections.trainer import TrainerConfig
 
 __all__ = [
     "CUT_S",
     "AgentsConfig",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "CodeConfig",
     "ColdStartConfig",
@@ -32,8 +35,10 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "EmbeddedConfig",
+    "EndpointConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "EvalVariant",
     "FilterConfig",
     "JudgeConfig",
     "JudgeServerConfig",
@@ -61,8 +66,10 @@ class Config:
     agents: AgentsConfig = field(default_factory=AgentsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
     def __post_init__(self) -> None:
         sampling, unsound = self.rollout.sampling, self.algorithm.allow_unsound

@@ -22,7 +22,10 @@ from keel.data.pass_rates import PassRate, check_same, pass_rate_of, read_pass_r
 from keel.rl.evaluation import pass_at_k
 from keel.rl.types import Prompt, ScoredGroup
 
-SECTIONS = ("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed")
+SECTIONS = (
+    *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
+    *("endpoint.tells_thinking", "endpoint.extra"),
+)
 """Knobs that a pass rate depends on, RESUMABLE_KNOBS left out, and besides these …"""
 MEASURED = ("eval.temperature", "eval.top_p", "eval.top_k", "filter.samples", "rollout.deadline_s")
 REASONS = 5

@@ -1,18 +1,21 @@
-"""What all tests share: a token for the Ray they start, their order, and a line about what was
-skipped."""
+"""What all tests share: a token for the Ray they start, their order, the warnings they log, and a
+line about what was skipped."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 # Without one, the first test to start Ray leaves a token in the home folder
 # (trainer/cluster/nodes.py).
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
 
 WANTS = {
     "takes minutes": "time (TRITON_INTERPRET=1 runs them)",
@@ -40,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """The warnings and errors logged so far in the test."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    yield records
+    logging.getLogger().removeHandler(handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -28,9 +28,9 @@ MAY_IMPORT = {
     "rollout": {"rl", "model", "configs"},
     "trainer": {"rl", "model", "configs"},
 }
-COMMANDS = {"trainer/cli.py": {"tasks"}}
+COMMANDS = {"trainer/cli.py": {"data", "tasks"}}
 """What starts neither engine nor trainer."""
-WIRING = ("trainer/agents.py", "trainer/main.py", "trainer/prepare.py")
+WIRING = tuple(f"trainer/{name}.py" for name in ("agents", "evaluate", "main", "prepare", "system"))
 WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
     "vllm": ("rollout/",),

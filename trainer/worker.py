@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from keel.configs.schema import Config
+from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch
@@ -64,8 +65,9 @@ class TrainerWorker:
         """Import what `start` needs, which takes a while and no memory of a GPU: the rank can do it
         while the engine that it shares a GPU with still starts. Raises `RuntimeError` for a library
         without what this run needs of it."""
-        import keel.model.weight_transfer.sender  # noqa: PLC0415
-        import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
+        with heavy_imports():
+            import keel.model.weight_transfer.sender  # noqa: PLC0415
+            import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
         from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
 
         check_libraries(expert_parallel=expert_parallel)

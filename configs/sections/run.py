@@ -1,11 +1,11 @@
-"""The run itself, and how it is evaluated."""
+"""The run itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.configs.sections.base import require, require_pass_rates
+from keel.configs.sections.base import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,49 +100,3 @@ class RunConfig:
     def speaks_of_gpus(self) -> bool:
         """Whether the recipe says what GPUs there will be."""
         return self.gpu_gib > 0 or self.gpus_per_node > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    samples: int = 1
-    """Completions per held-out prompt; pass@1 is the fraction that is wholly right."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids: vLLM's
-    engines take no request without a bound if they return sampling masks."""
-
-    def __post_init__(self) -> None:
-        require(self.samples >= 1, "eval.samples", self.samples, "must be at least 1")
-        require(
-            0.01 <= self.temperature <= 10,
-            "eval.temperature",
-            self.temperature,
-            "must be in [0.01, 10]",
-        )
-        require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
-        require(self.top_k >= 0, "eval.top_k", self.top_k, "must not be negative")
-        require(
-            self.top_p == 1 or self.top_k > 0,
-            "eval.top_k",
-            self.top_k,
-            f"must be above 0 with eval.top_p = {self.top_p} (try 512)",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilterConfig:
-    """`keel filter`: which prompts are worth training on, by the policy's own pass rate."""
-
-    dir: str = ""
-    """Where the pass rates and the kept prompts go; empty: `filter` in `run.dir`."""
-    samples: int = 100
-    """Completions of each prompt."""
-    least_pass_rate: float = 0.0
-    """Keep prompts from this pass rate on; one that no completion passes is never kept."""
-    most_pass_rate: float = 1.0
-    """Keep prompts up to this pass rate."""
-
-    def __post_init__(self) -> None:
-        require(self.samples >= 1, "filter.samples", self.samples, "must be at least 1")
-        require_pass_rates("filter", self.least_pass_rate, self.most_pass_rate)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keel.configs.schema import SamplingConfig
+from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
@@ -32,7 +33,8 @@ class RolloutWorker:
 
     def __init__(self, spec: EngineSpec) -> None:
         # vLLM is loaded in the actor's process only, under its environment.
-        from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
+        with heavy_imports():
+            from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
         heard = _Warnings()
         ours = logging.getLogger("keel")

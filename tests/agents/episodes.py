@@ -50,16 +50,24 @@ def transcript(*messages: dict[str, Any], finish_reason: str = "stop") -> Transc
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     """On an event loop of its own. Nothing may be left of it: no process, file or thread."""
     before = held()
-
-    async def bounded() -> Any:
-        return await asyncio.wait_for(work, 60)
-
-    result = asyncio.run(bounded())
+    result = result_of(work, within_s=60)
     until = time.monotonic() + 2
     while (left := more(held(), before)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left
     return result
+
+
+def result_of(work: Coroutine[Any, Any, Any], *, within_s: float) -> Any:
+    """Its result, on an event loop of its own. It is no result of the loop's task, since that one's
+    repr is made when the loop takes back Ctrl-C, which is slow for the arrays of a trajectory."""
+    results: list[Any] = []
+
+    async def bounded() -> None:
+        results.append(await asyncio.wait_for(work, within_s))
+
+    asyncio.run(bounded())
+    return results[0]
 
 
 def more(now: Held, before: Held) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import Prompt, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Marks
+from tests.agents.episodes import result_of
 
 END = "<|im_end|>"
 ADD = ToolSpec(
@@ -185,7 +186,7 @@ def play(
         environment_seed=7,
         crash_is_failure=crash_is_failure,
     )
-    return asyncio.run(asyncio.wait_for(episode.run(), 20))
+    return result_of(episode.run(), within_s=20)
 
 
 def says(*turns: str) -> Policy:

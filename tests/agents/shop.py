@@ -1,13 +1,11 @@
-"""An environment that goes wrong in the way and at the place that it is asked to."""
+"""An environment that goes wrong in the way and at the place that it is asked to. A hundred
+processes load it, so what takes long to import is imported where it is used."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from typing import Annotated, Literal, Optional
@@ -89,6 +87,8 @@ class Shop:
 
         :param seconds: How long.
         """
+        import asyncio  # noqa: PLC0415
+
         await asyncio.sleep(seconds)
         go_wrong(then)
         self.done = then == "done"
@@ -105,6 +105,8 @@ class Shop:
 
     def hire(self) -> list:
         """Two helpers, of which one leaves the group; both ignore being asked to go."""
+        import subprocess  # noqa: PLC0415
+
         deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
         started = [
             subprocess.Popen([sys.executable, "-S", "-c", deaf], start_new_session=apart)
@@ -114,6 +116,8 @@ class Shop:
 
     def look(self) -> dict:
         """What can be seen of Keel's secrets and packages."""
+        import tempfile  # noqa: PLC0415
+
         return {
             "environ": sorted(os.environ),
             "keel": sorted(name for name in sys.modules if name.startswith("keel")),

@@ -274,8 +274,8 @@ def test_many_at_once_share_nothing() -> None:
             await environment.close()
 
     async def play() -> None:
-        starting = asyncio.Semaphore(4)
-        assert set(await asyncio.gather(*(one(seed, starting) for seed in range(12)))) == {"fine"}
+        starting = asyncio.Semaphore(3)
+        assert set(await asyncio.gather(*(one(seed, starting) for seed in range(7)))) == {"fine"}
 
     run(play())
 

@@ -57,6 +57,13 @@ def test_a_recipe_and_overrides_become_a_config(tmp_path: Path) -> None:
     assert config.trainer.lr == 1e-5
 
 
+def test_loads_of_one_recipe_share_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, RECIPE.replace("chain_sum", "gcd, params: {x: [1]}"))
+    changed = load_config(path, ["data.sources.0.params.x.0=2"])
+    assert changed.data.sources[0].params == {"x": [2]}
+    assert load_config(path).data.sources[0].params == {"x": [1]}
+
+
 def test_numbers_written_as_text_count_as_floats(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, RECIPE + "trainer: {lr: '2e-6', eps: 1, beta1: '0.5'}"))
     assert (config.trainer.lr, config.trainer.eps, config.trainer.beta1) == (2e-6, 1.0, 0.5)
@@ -109,7 +116,7 @@ def test_a_value_out_of_range_is_found_where_it_was_written(tmp_path: Path) -> N
     [
         ("trainer.lrr", "did you mean trainer.lr?"),
         ("trainer.learning_rate", "did you mean trainer.lr?"),
-        ("rollout.max_tokens", "did you mean rollout.sampling.max_tokens?"),
+        ("rollout.max_tokens", "did you mean rollout.sampling.max_tokens or "),
         ("lr", "did you mean trainer.lr or "),
         ("trainr.lr", "did you mean trainer?"),
         ("algorithm.num_generations", "did you mean algorithm.group_size?"),

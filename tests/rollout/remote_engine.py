@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.buckets import Bucket, Checksum, pack_flat
 from keel.model.weight_transfer.channel import SharedMemory
 from keel.rl.turns import TurnRequest
@@ -101,8 +102,9 @@ def _start(
         plain_weights.install()
     vllm_changes.make(changes)
     # vLLM stays out of pytest's process.
-    from keel.rollout.engine import fallbacks, shims, vllm_engine  # noqa: PLC0415
-    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
+    with heavy_imports():
+        from keel.rollout.engine import fallbacks, shims, vllm_engine  # noqa: PLC0415
+        from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
 
     logging.getLogger(fallbacks.__name__).addHandler(Heard())
     if without:

@@ -96,21 +96,21 @@ def test_an_attribute_of_instances_that_is_renamed_is_named(
 
 
 def test_without_the_fast_path_auto_is_native_and_says_so_once(
-    doctored: Any, caplog: pytest.LogCaptureFixture
+    doctored: Any, logged: list[logging.LogRecord]
 ) -> None:
     from keel.rollout.engine.fallbacks import choose_recorder  # noqa: PLC0415
 
     assert choose_recorder(RolloutConfig(), gpu=True) == "packed"
-    assert not caplog.records
+    assert not logged
     doctored(f"{SCHEDULER}._free_request", "renamed")
     assert choose_recorder(RolloutConfig(), gpu=True) == "native"
-    (line,) = caplog.records
+    (line,) = logged
     assert line.levelno == logging.WARNING
     for part in ("vLLM 0.32", "has no _free_request", "vLLM's own scheduler", "rollout.recorder"):
         assert part in line.getMessage()
     assert choose_recorder(RolloutConfig(recorder="native"), gpu=True) == "native"
     assert choose_recorder(RolloutConfig(), gpu=False) == "v1"
-    assert len(caplog.records) == 1, "a recorder that is not used is of no interest"
+    assert len(logged) == 1, "a recorder that is not used is of no interest"
 
 
 def test_a_recorder_that_the_recipe_names_is_not_replaced(doctored: Any) -> None:
@@ -131,13 +131,13 @@ def test_what_nothing_stands_in_for_ends_in_one_error(doctored: Any) -> None:
 
 
 def test_copies_that_are_switched_off_are_not_looked_at(
-    doctored: Any, caplog: pytest.LogCaptureFixture
+    doctored: Any, logged: list[logging.LogRecord]
 ) -> None:
     from keel.rollout.engine.fallbacks import SWITCHED_OFF, no_copies  # noqa: PLC0415
 
     assert no_copies(RolloutConfig()) == ""
     doctored("vllm.model_executor.layers.attention:is_deferred_attention_layer", "renamed")
     assert no_copies(RolloutConfig(copy_weights=False)) == SWITCHED_OFF
-    assert not caplog.records
+    assert not logged
     assert "is_deferred_attention_layer" in no_copies(RolloutConfig())
-    assert "rollout.copy_weights" in caplog.records[0].getMessage()
+    assert "rollout.copy_weights" in logged[0].getMessage()

@@ -56,6 +56,7 @@ class Engines:
     def run(self, prompts: int) -> None:
         sample_prompts(
             [prompt(f"p{i}") for i in range(prompts)],
+            CONFIG.filter.samples,
             CONFIG,
             sample=self.sample,
             score=self.score,
@@ -83,7 +84,7 @@ def ready(value: Any) -> Future[Any]:
 
 def test_each_prompt_gets_k_completions_in_groups_as_in_training() -> None:
     engines = AtOnce()
-    prompts = 2 * ahead_of(CONFIG) + 1
+    prompts = 2 * ahead_of(CONFIG, 10) + 1
     engines.run(prompts)
     assert [(p.prompt_id, size) for p, size, _ in engines.asked] == [
         (f"p{i}", size) for i in range(prompts) for size in (4, 4, 2)
@@ -105,7 +106,7 @@ def test_it_stops_when_asked_keeps_what_is_whole_and_gives_up_the_rest() -> None
     engines = Stops()
     engines.run(99)
     assert list(engines.recorded) == ["p0"]
-    assert len(engines.asked) == 3 * ahead_of(CONFIG), "more under way than there is room for"
+    assert len(engines.asked) == 3 * ahead_of(CONFIG, 10), "more under way than there is room for"
     assert all(future.cancelled() for p, _, future in engines.asked if p.prompt_id != "p0")
 
 
@@ -165,7 +166,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     def running(*_: object) -> Iterator[Any]:
         yield system
 
-    monkeypatch.setattr("keel.trainer.main.running", running)
+    monkeypatch.setattr("keel.trainer.evaluate.running", running)
     return system
 
 

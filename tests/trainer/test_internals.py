@@ -120,12 +120,11 @@ def test_a_transformers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ray_that_says_it_nowhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     monkeypatch.setattr(ray_internals, "STATE", "ray._private.moved")
     nodes = [{"NodeID": "a", "Resources": {"GPU": 8.0}}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    with caplog.at_level(logging.WARNING):
-        assert [ray_internals.free_by_node() for _ in range(2)] == [{"a": {"GPU": 8.0}}] * 2
-    (line,) = caplog.messages
+    assert [ray_internals.free_by_node() for _ in range(2)] == [{"a": {"GPU": 8.0}}] * 2
+    (line,) = (record.getMessage() for record in logged)
     assert "GPUs that others use count as free here" in line

@@ -19,15 +19,15 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.rl.metrics import Mean
 from keel.trainer.cli import main
-from keel.trainer.main import COMMANDS, model_folder
+from keel.trainer.main import COMMANDS
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import MANIFEST, write_manifest
 from keel.trainer.run.words import closing_words
+from keel.trainer.system import model_folder
 from tests.rollout.chat.families import tokenizer_of
 from tests.trainer.engine.batches import write_model
 
@@ -256,7 +256,7 @@ def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
         devices.append(device)
         return Path("somewhere")
 
-    monkeypatch.setattr("keel.trainer.main.ensure_embedded", instead)
+    monkeypatch.setattr("keel.trainer.system.ensure_embedded", instead)
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
     assert model_folder(replace(task, hardware=Hardware(gpu=wanted)), print) == "somewhere"
     assert devices == [device]
@@ -327,28 +327,3 @@ def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -
         (path / "metrics.jsonl").touch()
         said = closing_words(folder, task.config, 1, "quickstart", ())
     assert f"tensorboard --logdir '{path}'" in said
-
-
-def test_an_evaluation_names_the_checkpoint_that_it_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    overrides = (f"run.dir={tmp_path}", *FEW)
-    task = prepare("quickstart", overrides)
-    digest = config_digest(task.config)
-
-    def save(step: int) -> None:
-        state = State(step=step, version=step, cursor={}, config=digest)
-        RunFolder(task.config).save(state, lambda path: {})
-
-    save(1)
-    # The run goes on while its checkpoint is evaluated.
-    learner = SimpleNamespace(load=lambda path: save(2))
-
-    @contextmanager
-    def running(*_: object) -> Iterator[Any]:
-        yield SimpleNamespace(learner=learner, scorer=None, wake=lambda: None)
-
-    monkeypatch.setattr("keel.trainer.main.running", running)
-    monkeypatch.setattr("keel.trainer.loop.evaluate", lambda *_: {"pass@1": Mean(1.0, 2.0)})
-    code, out, _ = run(capsys, "eval", "quickstart", *overrides)
-    assert code == 0 and "pass@1 of step_000001: 0.500" in out

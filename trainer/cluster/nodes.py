@@ -52,6 +52,8 @@ def start_ray() -> None:
         return
     # Memory is ours to plan; Ray's own monitor would kill a worker on a busy shared machine.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    # Processes made ready for tasks: all of ours are actors with an environment of their own.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _bring_a_token()
     try:
         ray.init(

@@ -158,6 +158,23 @@ class RunFolder:
                 return path
         return None
 
+    def chosen(self, knob: str, which: str) -> Path | None:
+        """`last`: the newest; `base`: none; else the step of one. Raises ConfigError where there is
+        none of that step, or it is damaged."""
+        if which == "base":
+            return None
+        latest = self.latest
+        if which == "last":
+            return latest
+        there = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
+        knob = f"{knob} = {which}"
+        if (path := there.get(int(which))) is None:
+            known = ", ".join(map(str, sorted(there))) or "none"
+            raise ConfigError(f"{knob}: {self._checkpoints} has checkpoints of steps: {known}")
+        if problems := checkpoint.problems(path):
+            raise ConfigError(f"{knob}: {path} is damaged ({said(problems)})")
+        return path
+
     def state(self) -> State | None:
         """Of `latest`."""
         latest = self.latest

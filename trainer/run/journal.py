@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from keel.rl.metrics import Metric, values
 from keel.rl.types import ScoredGroup, Trajectory
+from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.view import View
 
 REPAIR = "repair the line or take it out"
@@ -31,11 +32,13 @@ class Journal:
         view: View,
         *,
         trajectories: int,
+        alarms: Alarms | None = None,
         resumed_at: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`trajectories`: how many to write out a step. `resumed_at`: the last step to keep."""
-        self._view = view
+        """`trajectories`: how many to write out a step. `alarms`: looks at each step. `resumed_at`:
+        the last one to keep."""
+        self._view, self._alarms = view, alarms
         self._clock = clock
         self._per_step = trajectories
         self._metrics = folder / "metrics.jsonl"
@@ -55,6 +58,9 @@ class Journal:
     ) -> None:
         """Raises `OSError` naming the folder if it cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
+        lines: list[str] = []
+        if self._alarms is not None and step > 0:
+            numbers["alarms"], lines = self._alarms.look(step, numbers, sample)
         try:
             self._write(step, numbers, choose(sample, self._per_step))
         except OSError as error:
@@ -62,6 +68,8 @@ class Journal:
                 f"run.dir = {self._metrics.parent}: step {step} cannot be written ({error}). The "
                 "run can be resumed from its last checkpoint"
             ) from error
+        for line in lines:
+            self._view.say(line)
         self._view.record(step, numbers)
 
     def _write(

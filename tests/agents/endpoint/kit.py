@@ -19,6 +19,7 @@ from keel.agents.endpoint.requests import Warnings, asked_of
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
+from tests.agents.episodes import result_of
 from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
 
 Messages = list[dict[str, Any]]
@@ -158,11 +159,7 @@ def _written(call: dict[str, Any]) -> str:
 
 
 def play(work: Any) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(60):
-            return await work
-
-    return asyncio.run(bounded())
+    return result_of(work, within_s=60)
 
 
 @asynccontextmanager

@@ -228,7 +228,7 @@ def test_what_the_template_would_not_show_is_refused() -> None:
 
 
 def test_settings_of_sampling_are_ignored_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
+    logged: list[logging.LogRecord],
 ) -> None:
     policy = Policy(["a", "b"])
     body = {
@@ -245,9 +245,8 @@ def test_settings_of_sampling_are_ignored_with_one_warning(
                 status, _ = await post(address, json.dumps(body).encode())
                 assert status == 200
 
-    with caplog.at_level(logging.WARNING):
-        run(work())
-    said = sorted(record.getMessage() for record in caplog.records)
+    run(work())
+    said = sorted(record.getMessage() for record in logged)
     named = [line.partition("request sets ")[2].partition(",")[0] for line in said]
     assert named == ["seed", "stop", "temperature"] and len(policy.turns) == 2
     assert "half �" in CHAT.decode(policy.turns[0][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sqlite3
 from pathlib import Path
@@ -128,7 +129,7 @@ def test_the_cache_in_a_file(tmp_path: Path) -> None:
         Cache(str(tmp_path / FILE))
 
 
-def test_a_cache_that_breaks_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_breaks_warns_once(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
     cache = Cache(str(tmp_path))
     other = sqlite3.connect(tmp_path / FILE)
     other.execute("DROP TABLE replies")
@@ -136,4 +137,4 @@ def test_a_cache_that_breaks_warns_once(tmp_path: Path, caplog: pytest.LogCaptur
     cache.put("key", "reply")
     assert cache.get("key") is None
     cache.close()
-    assert len(caplog.records) == 1
+    assert len(logged) == 1

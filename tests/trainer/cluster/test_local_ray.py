@@ -39,13 +39,15 @@ seen = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
 print("shown", any(token in word for words in seen for word in words or ()))
 """
 ACTOR = """
-import ray, sys
+import psutil, ray, sys
 from keel.trainer.cluster.nodes import start_ray
 start_ray()
 class Worker:
     def where(self): return sys.executable
 actor = ray.remote(Worker).options(runtime_env={"env_vars": {"A": "1"}}).remote()
 print(ray.get(actor.where.remote(), timeout=60))
+ours = psutil.Process().children(recursive=True)
+print([p.pid for p in ours if "ray::IDLE" in " ".join(p.cmdline())])
 """
 
 
@@ -78,5 +80,6 @@ def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    assert run(home / "bin" / "python", ACTOR, tmp_path).strip() == str(home / "bin" / "python")
+    where, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
+    assert (where, idle) == (str(home / "bin" / "python"), "[]")  # no process but the actor's
     assert token.read_text() == "1" * 64

@@ -1,0 +1,213 @@
+"""What `keel eval` leaves behind, prompt by prompt, so that a stopped one goes on where it was.
+
+samples.jsonl   a line for each prompt in each variant: its completions and what each is worth
+results.json    what they come to, by variant and set
+settings.json   what they depend on
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from keel.configs.diff import flatten_config
+from keel.configs.schema import Config, ConfigError
+from keel.data.pass_rates import digest_of
+from keel.rl.evaluation import ERROR, passed
+from keel.rl.types import Prompt, ScoredGroup, Trajectory
+
+DEPENDS_ON = (
+    *("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path"),
+    *("endpoint.tells_thinking", "endpoint.extra"),
+)
+SPARED = ("eval.dir", "eval.against", "eval.variants")
+RIGHT = "(right)"
+"""The answer of whatever passes: two ways of writing what is right are one answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A prompt as it was asked in a variant, and what came."""
+
+    variant: str
+    source: str
+    domain: str
+    id: str
+    """`Prompt.prompt_id`."""
+    digest: str
+    """Of the prompt as the recipe has it, before any variant."""
+    samples: Sequence[Mapping[str, Any]]
+    """Of each completion: correct, error, tokens, finish_reason, answer, messages."""
+    missing: Sequence[str]
+    """A reason for each completion that was asked for and did not come."""
+
+    @property
+    def number(self) -> int:
+        return len(self.samples) + len(self.missing)
+
+    @property
+    def passes(self) -> int:
+        return sum(passed(sample["correct"]) for sample in self.samples)
+
+    @property
+    def answers(self) -> list[str]:
+        """One for each completion, the missing ones' empty."""
+        given = [RIGHT if passed(s["correct"]) else str(s["answer"]) for s in self.samples]
+        return given + [""] * len(self.missing)
+
+
+def asked_of(
+    variant: str,
+    source: str,
+    prompt: Prompt,
+    groups: Sequence[ScoredGroup],
+    answer: Callable[[Trajectory], str],
+) -> Asked:
+    """answer: what a completion answers, as text that others can agree with; "" where nothing."""
+    samples = [
+        {
+            "correct": float(parts["correct"]),
+            "error": float(parts.get(ERROR, 0.0)),
+            "tokens": trajectory.sampled_tokens,
+            "finish_reason": trajectory.finish_reason,
+            "answer": answer(trajectory),
+            "messages": [dict(message) for message in trajectory.messages],
+        }
+        for group in groups
+        for trajectory, parts in zip(group.group.trajectories, group.parts_G, strict=True)
+    ]
+    return Asked(
+        variant=variant,
+        source=source,
+        domain=prompt.domain,
+        id=prompt.prompt_id,
+        digest=digest_of(prompt),
+        samples=samples,
+        missing=[reason for group in groups for reason in group.group.dropped],
+    )
+
+
+def read_evaluation(folder: Path) -> list[Asked]:
+    """Raises ConfigError naming file and line."""
+    path = folder / "samples.jsonl"
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogatepass")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as an evaluation: {error}") from error
+    asked: list[Asked] = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            asked.append(Asked(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: no line of an evaluation: {error}") from error
+    return asked
+
+
+class EvaluationFolder:
+    """Open as a context: finds or creates the folder, and holds it while open."""
+
+    def __init__(self, config: Config, policy: str, name: str) -> None:
+        """policy: whose completions, for people; name: of the folder in `run.dir`/eval, where
+        `eval.dir` does not say another."""
+        self._given = bool(config.eval.dir)
+        under = Path(config.run.dir).expanduser() / "eval" / name
+        self.path = Path(config.eval.dir).expanduser() if self._given else under
+        flat = flatten_config(config)
+        self._settings = {
+            "policy": policy,
+            "variants": json.dumps([asdict(one) for one in config.eval.each_variant]),
+            **{
+                knob: repr(value)
+                for knob, value in flat.items()
+                if knob.startswith(DEPENDS_ON) and not knob.startswith(SPARED)
+            },
+        }
+        self.asked: list[Asked] = []
+
+    def __enter__(self) -> Self:
+        """Goes on with an unfinished evaluation of the same settings, or begins a new one beside
+        those that are there. Raises ConfigError if that cannot be."""
+        knob = f"eval.dir = {self.path}"
+        try:
+            while not self._take():
+                if self._given:
+                    raise ConfigError(
+                        f"{knob}: holds an evaluation that has ended or has other settings; choose "
+                        "another folder"
+                    )
+                self.path = _next(self.path)
+            self.asked = read_evaluation(self.path)
+            self._file = (self.path / "samples.jsonl").open("r+b")
+            self._file.seek(self._file.read().rfind(b"\n") + 1)
+            self._file.truncate()
+        except BlockingIOError as error:
+            self._lock.close()
+            raise ConfigError(
+                f"{knob}: another evaluation is running there; choose another folder"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"{knob}: cannot be written ({error.strerror})") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._lock.close()
+
+    def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Those that have not been asked in this variant. Raises ConfigError where one was that had
+        another text."""
+        known = {one.id: one.digest for one in self.asked if one.variant == variant}
+        for prompt in prompts:
+            if known.get(prompt.prompt_id, digest_of(prompt)) != digest_of(prompt):
+                raise ConfigError(
+                    f"{self.path}: has completions to another prompt called {prompt.prompt_id}: "
+                    "the data has changed. Choose another eval.dir, or bring it back"
+                )
+        return [prompt for prompt in prompts if prompt.prompt_id not in known]
+
+    def add(self, asked: Asked) -> None:
+        """Write down what came of a prompt in a variant."""
+        line = json.dumps(asdict(asked), ensure_ascii=False) + "\n"
+        self._file.write(line.encode("utf-8", "surrogatepass"))
+        self._file.flush()
+        self.asked.append(asked)
+
+    def said(self) -> str:
+        """How it stands, in few words."""
+        passes, number = (sum(of) for of in zip(*((a.passes, a.number) for a in self.asked)))  # noqa: B905
+        return f"pass@1 so far {passes / number:.3f}"
+
+    def finish(self, found: Mapping[str, Any]) -> None:
+        """All is there: write the results."""
+        written = {"settings": self._settings, "results": found}
+        fresh = self.path / "results.tmp"
+        fresh.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(self.path / "results.json")
+
+    def _take(self) -> bool:
+        """Whether the folder is there, ours and not finished. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        settings, samples = self.path / "settings.json", self.path / "samples.jsonl"
+        self._lock = (self.path / ".lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not settings.exists():
+            fresh = settings.with_suffix(".tmp")
+            fresh.write_text(json.dumps(self._settings, indent=1) + "\n", encoding="utf-8")
+            fresh.replace(settings)
+        if (self.path / "results.json").exists() or (
+            json.loads(settings.read_text(encoding="utf-8")) != self._settings
+        ):
+            self._lock.close()
+            return False
+        samples.touch()
+        return True
+
+
+def _next(path: Path) -> Path:
+    """`step_20` → `step_20.2` → `step_20.3`."""
+    name, _, number = path.name.partition(".")
+    return path.with_name(f"{name}.{int(number or 1) + 1}")

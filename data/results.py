@@ -1,0 +1,152 @@
+"""What an evaluation comes to, by variant and set, and how two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from keel.configs.schema import ConfigError
+from keel.data.estimates import Difference, majority_at_k, paired_difference, pass_interval
+from keel.data.evaluated import RIGHT, Asked, read_evaluation
+from keel.rl.evaluation import pass_at_k, passed
+
+
+def summary(asked: Sequence[Asked], pass_at: Sequence[int]) -> dict[str, Any]:
+    """Of the completions to some prompts. pass_at: k of pass@k and maj@k, none above the number of
+    completions to a prompt."""
+    samples = [sample for one in asked for sample in one.samples]
+    tokens = [sample["tokens"] for sample in samples]
+    passes, numbers = [one.passes for one in asked], [one.number for one in asked]
+    found: dict[str, Any] = {
+        "prompts": len(asked),
+        "completions": sum(numbers),
+        "pass@1": sum(passes) / sum(numbers),
+        "pass@1_interval": pass_interval(passes, numbers),
+    }
+    for k in pass_at:
+        if k > 1:
+            found[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in asked)
+            found[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in asked)
+    unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
+    return found | {
+        "score": fmean(s["correct"] for s in samples) if samples else None,
+        "tokens_mean": fmean(tokens) if tokens else None,
+        "tokens_median": median(tokens) if tokens else None,
+        "tokens_most": max(tokens, default=None),
+        "cut": sum(s["finish_reason"] != "stop" for s in samples) / max(1, len(samples)),
+        "unscored": unscored + sum(len(one.missing) for one in asked),
+    }
+
+
+def results(asked: Sequence[Asked], pass_at: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Variant → set (a source, `domain …` where that is not one source, or `all`) → `summary`."""
+    found: dict[str, dict[str, Any]] = {}
+    for variant in dict.fromkeys(one.variant for one in asked):
+        mine = [one for one in asked if one.variant == variant]
+        sources = dict.fromkeys(one.source for one in mine)
+        sets = {name: [one for one in mine if one.source == name] for name in sources}
+        domains = sorted({one.domain for one in mine} - set(sources))
+        sets |= {f"domain {name}": [o for o in mine if o.domain == name] for name in domains}
+        if len(sources) > 1:
+            sets["all"] = mine
+        found[variant] = {name: summary(some, pass_at) for name, some in sets.items()}
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """`results`, for people."""
+    head = ["", "prompts", "pass@1", "95 %"]
+    first = next(iter(next(iter(found.values())).values()))
+    more = [name for name in first if name.startswith(("pass@", "maj@")) and "_" not in name][1:]
+    rows = [[*head, *more, "score", "tokens", "most", "cut", "unscored"]]
+    for variant, sets in found.items():
+        for name, of in sets.items():
+            low, high = of["pass@1_interval"]
+            rows.append(
+                [
+                    f"{variant}: {name}" if len(found) > 1 else name,
+                    f"{of['prompts']:,}",
+                    f"{of['pass@1']:.3f}",
+                    f"{low:.3f}–{high:.3f}",
+                    *(f"{of[metric]:.3f}" for metric in more),
+                    "–" if of["score"] is None else f"{of['score']:.3f}",
+                    "–" if of["tokens_mean"] is None else f"{of['tokens_mean']:,.1f}",
+                    "–" if of["tokens_most"] is None else f"{of['tokens_most']:,}",
+                    f"{of['cut']:.3f}",
+                    f"{of['unscored']:,}",
+                ]
+            )
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of text, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:{'>' if n else '<'}{width}}"
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def compared(
+    first: Sequence[Asked], second: Sequence[Asked]
+) -> dict[str, dict[str, tuple[int, Difference]]]:
+    """Variant → set → pairs and the difference of their pass@1, over the prompts that both have.
+    Raises ValueError where they have none in common, or different ones of the same name."""
+    theirs = {(one.variant, one.id): one for one in first}
+    pairs = [(theirs[key], one) for one in second if (key := (one.variant, one.id)) in theirs]
+    if not pairs:
+        raise ValueError("the two evaluations have no prompt of the same variant in common")
+    for one, other in pairs:
+        if one.digest != other.digest:
+            raise ValueError(f"{one.id}: the two evaluations have different prompts of this name")
+    found: dict[str, dict[str, tuple[int, Difference]]] = {}
+    for variant in dict.fromkeys(other.variant for _, other in pairs):
+        mine = [pair for pair in pairs if pair[1].variant == variant]
+        sources = dict.fromkeys(other.source for _, other in mine)
+        sets = {name: [pair for pair in mine if pair[1].source == name] for name in sources}
+        if len(sources) > 1:
+            sets["all"] = mine
+        found[variant] = {
+            name: (
+                len(some),
+                paired_difference(
+                    [one.passes / one.number for one, _ in some],
+                    [other.passes / other.number for _, other in some],
+                ),
+            )
+            for name, some in sets.items()
+        }
+    return found
+
+
+def compared_table(found: Mapping[str, Mapping[str, tuple[int, Difference]]]) -> list[str]:
+    """`compared`, for people."""
+    rows = [["", "pairs", "pass@1", "95 %", "p"]]
+    for variant, sets in found.items():
+        for name, (pairs, of) in sets.items():
+            rows.append(
+                [
+                    f"{variant}: {name}" if len(found) > 1 else name,
+                    f"{pairs:,}",
+                    f"{of.mean:+.3f}",
+                    f"{of.low:+.3f} … {of.high:+.3f}",
+                    f"{of.p:.4f}",
+                ]
+            )
+    return aligned(rows)
+
+
+def compare(first: str, second: str) -> str:
+    """Two folders of `keel eval`, pair by pair, for people. Raises ConfigError."""
+    before, after = (read_evaluation(Path(folder)) for folder in (first, second))
+    try:
+        lines = compared_table(compared(before, after))
+    except ValueError as error:
+        raise ConfigError(f"{first}, {second}: {error}") from error
+    return "\n".join([f"{second} − {first}:", *lines])

@@ -1,0 +1,174 @@
+"""Completions from an endpoint: measured by the commands, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import EndpointConfig, SamplingConfig
+from keel.rl.types import Group, Prompt
+from keel.rollout.endpoint import EndpointCompletions
+from keel.trainer.cli import main
+from tests.rewards.judge.judge_server import Reply, Server, running
+
+ASKED = Prompt(
+    prompt_id="p", domain="d", messages=({"role": "user", "content": "Why?"},), thinking=True
+)
+SAMPLING = SamplingConfig(max_tokens=20, top_k=8, top_p=0.9, temperature=0.7)
+
+
+def says(message: dict[str, Any], tokens: int | None = 3, finish: str = "stop") -> Reply:
+    usage = None if tokens is None else {"completion_tokens": tokens, "prompt_tokens": 1}
+    if usage:
+        usage["total_tokens"] = 1 + usage["completion_tokens"]
+    body = {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": usage,
+    }
+    return Reply(json.dumps(body))
+
+
+def words(text: str, **more: Any) -> Reply:
+    return says({"role": "assistant", "content": text}, **more)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Server]:
+    with running(lambda _: words("")) as server:
+        yield server
+
+
+def group(server: Server, size: int = 2, **knobs: Any) -> Group:
+    config = EndpointConfig(
+        base_url=server.url, model="m", **{"deadline_s": 5.0, "retries": 0, **knobs}
+    )
+    with EndpointCompletions(config) as completions:
+        return completions.submit(ASKED, group_size=size, sampling=SAMPLING).result(20)
+
+
+def test_a_completion(endpoint: Server) -> None:
+    endpoint.forget()
+    thought = {"role": "assistant", "content": "So. ", "reasoning_content": "Hm"}
+    endpoint.behave = lambda _: says(thought, tokens=7, finish="length")
+    found = group(endpoint, tells_thinking=True, extra={"chat_template_kwargs": {"x": 1}})
+    assert len(found.trajectories) == 2 and not found.dropped
+    one = found.trajectories[1]
+    assert (one.sibling, one.sampled_tokens, one.finish_reason) == (1, 7, "length")
+    assert one.messages[0] == {
+        "role": "assistant",
+        "content": "So.",
+        "reasoning_content": "Hm",
+        "raw": "<think>Hm</think>So. ",
+    }
+    sent = endpoint.requests[0]
+    assert (sent["top_k"], sent["top_p"], sent["temperature"], sent["max_tokens"]) == (
+        8,
+        0.9,
+        0.7,
+        20,
+    )
+    told = {"x": 1, "enable_thinking": True, "thinking": True}
+    assert sent["chat_template_kwargs"] == told and "tools" not in sent
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (words("x", tokens=None), "does not count the tokens"),
+        (Reply('{"choices": []}'), "no chat completion"),
+        (Reply("[]"), "reply is none"),
+        (Reply('{"error": {"message": "too long"}}', status=400), "HTTP 400: .*too long"),
+        (replace(words("x"), delay_s=1.0), "no reply within endpoint.deadline_s = 0.2"),
+    ],
+)
+def test_what_is_no_completion_is_dropped_with_its_reason(
+    endpoint: Server, reply: Reply, reason: str
+) -> None:
+    endpoint.behave = lambda _: reply
+    found = group(endpoint, deadline_s=0.2 if reply.delay_s else 5.0)
+    assert not found.trajectories and len(found.dropped) == 2
+    assert re.search(reason, found.dropped[0])
+
+
+@pytest.mark.parametrize(
+    "reply", [Reply('{"error": {"message": "bad key k3y"}}', status=401), Reply("", hang_up=True)]
+)
+def test_what_every_request_would_meet_ends_it(
+    endpoint: Server, reply: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENDPOINTS_KEY", "k3y")
+    endpoint.behave = lambda _: reply
+    with pytest.raises(RuntimeError, match=r"endpoint.base_url = http") as caught:
+        group(endpoint, api_key_env="ENDPOINTS_KEY")
+    assert "k3y" not in str(caught.value)
+
+
+def spells(request: dict[str, Any]) -> Reply:
+    """Right, but for words with an e."""
+    word = re.findall(r": (\w+)", request["messages"][-1]["content"])[-1]
+    return words(word if "e" in word else word[::-1], tokens=len(word))
+
+
+RECIPE = (
+    "quickstart",
+    "data.only=[spelling]",
+    "data.sources[spelling].size=20",
+    "data.sources[spelling].holdout=8",
+    "rewards.workers=0",
+    "endpoint.model=m",
+)
+
+
+def test_an_endpoint_is_evaluated_and_filters(
+    endpoint: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.behave = spells
+    there = (*RECIPE, f"run.dir={tmp_path}", f"endpoint.base_url={endpoint.url}")
+    assert main(["eval", *there, "eval.samples=2"]) == 0
+    assert f"sampling with m at {endpoint.url}" in capsys.readouterr().out
+    folder = tmp_path / "eval" / "m"
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    found = json.loads((folder / "results.json").read_text())["results"]["recipe"]["spelling"]
+    right = ["e" not in line["samples"][0]["answer"] for line in lines]
+    assert len(lines) == 8 and found["pass@1"] == sum(right) / 8 and 0 < sum(right) < 8
+    assert [line["samples"][1]["correct"] == 1 for line in lines] == right
+
+    assert main(["filter", *there, "filter.samples=2"]) == 0
+    rates = [json.loads(line) for line in (tmp_path / "filter/pass_rates.jsonl").open()]
+    assert {rate["pass_rate"] for rate in rates} <= {0, 1} and len(rates) >= 10
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("endpoint.base_url=localhost", "must be a URL"),
+        ("endpoint.base_url=http://a:b@c/v1", "holds a password"),
+        ("endpoint.model=''", "goes together with endpoint.base_url"),
+        ("endpoint.api_key_env=NOT_THERE_AT_ALL", "no such environment variable"),
+        ("eval.variants=[{name: a, thinking: with}]", "the endpoint is not told"),
+    ],
+)
+def test_what_cannot_be_measured_there(
+    override: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = (*RECIPE, f"run.dir={tmp_path}", "endpoint.base_url=http://localhost:1/v1")
+    assert main(["eval", *there, override]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_environments_are_not_for_an_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = ("endpoint.base_url=http://localhost:1/v1", "endpoint.model=m", f"run.dir={tmp_path}")
+    assert main(["eval", "agent-trip", *there]) == 2
+    assert "episodes in environments need tokens" in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""What a run says by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.configs.schema import AlarmsConfig, ConfigError
+from keel.rl.metrics import Mean, Sum
+from keel.rl.types import Group, Prompt, ScoredGroup
+from keel.trainer.run.alarms import ALARMS, Alarms
+from keel.trainer.run.journal import Journal
+
+FINE = {alarm.metric: 1.0 if alarm.below else 0.0 for alarm in ALARMS}
+
+
+def lost(*reasons: str) -> ScoredGroup:
+    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
+    return ScoredGroup(
+        group=Group(prompt=prompt, trajectories=(), dropped=reasons),
+        rewards_G=np.zeros(0, np.float32),
+        parts_G=(),
+        advantages_G=np.zeros(0, np.float32),
+    )
+
+
+@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.knob)
+def test_each_rings_beyond_its_threshold_alone(alarm: Any) -> None:
+    limit = getattr(AlarmsConfig(), alarm.knob)
+    beyond, within = (0.5 * limit, 2 * limit) if alarm.below else (limit + 1, 0.5 * limit)
+    assert Alarms(AlarmsConfig()).look(1, FINE | {alarm.metric: within}, []) == (0, [])
+    number, (line,) = Alarms(AlarmsConfig()).look(1, FINE | {alarm.metric: beyond}, [])
+    assert number == 1 and f"alarms.{alarm.knob} = {limit:g}" in line and alarm.metric in line
+    off = AlarmsConfig(**{alarm.knob: 0})
+    assert Alarms(off).look(1, FINE | {alarm.metric: beyond}, []) == (0, [])
+
+
+def test_one_that_goes_on_is_said_now_and_then_and_one_that_returns_at_once() -> None:
+    alarms, said = Alarms(AlarmsConfig(every=5)), []
+    for step in range(1, 16):
+        bad = step != 8
+        number, lines = alarms.look(step, {"kl/ref": 9.0 * bad}, [])
+        assert number == bad
+        said += [step] * len(lines)
+    assert said == [1, 6, 9, 14]
+
+
+def test_what_is_missing_is_said_with_its_reasons() -> None:
+    numbers = {"rollout/dropped_completions": 4.0}
+    groups = [lost("late: a", "late: a"), lost("late: b", "late: a")]
+    _, (line,) = Alarms(AlarmsConfig()).look(3, numbers, groups)
+    assert line.startswith(
+        "step 3: 4 completions are missing from the batch: 3 late: a; 1 late: b (alarms.missing"
+    )
+    assert Alarms(AlarmsConfig(missing=0)).look(3, numbers, groups) == (0, [])
+
+
+def test_the_journal_says_and_counts_them(tmp_path: Path) -> None:
+    said: list[str] = []
+    view = SimpleNamespace(say=said.append, record=lambda step, numbers: None)
+    journal = Journal(tmp_path, view, trajectories=1, alarms=Alarms(AlarmsConfig()))
+    bad = {"kl/ref": Mean(5.0, 1), "rollout/dropped_completions": Sum(2)}
+    journal.record(0, bad, [])
+    journal.record(1, bad, [lost("late", "late")])
+    journal.close()
+    assert len(said) == 2 and all(line.startswith("step 1: ") for line in said)
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert '"alarms"' not in first and '"alarms": 2' in second
+
+
+def test_thresholds_are_not_negative() -> None:
+    with pytest.raises(ConfigError, match=r"alarms.kl = -1: must not be negative"):
+        AlarmsConfig(kl=-1)

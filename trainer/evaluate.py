@@ -1,0 +1,305 @@
+"""Wiring: `keel eval` and `keel filter`, which sample and score and train nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError, EvalVariant
+from keel.data.dataset import Dataset, load_dataset
+from keel.data.evaluated import Asked, EvaluationFolder, asked_of, read_evaluation
+from keel.data.filtered import FilterFolder
+from keel.data.results import compared, compared_table, results, table
+from keel.rewards.checks import check_spec
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import is_judged
+from keel.rewards.scorer import Scorer
+from keel.rewards.text import final_text, marked_answer
+from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
+from keel.rollout.endpoint import EndpointCompletions
+from keel.trainer.filter import POLICY, STOPPING, sample_prompts
+from keel.trainer.prepare import check_rewards, prepare, source_lines
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.interrupt import Interrupt
+from keel.trainer.system import System, episodes, running, scorer_of
+
+MOST_ANSWER = 200
+"""Characters: what is longer, and not marked as the answer, is none to agree with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Whose completions are measured, to what prompts."""
+
+    config: Config
+    dataset: Dataset
+    policy: str
+    """For people, and to know it again."""
+    name: str
+    """Fit for a folder."""
+    text: str
+    """What is planned."""
+    sampling: Callable[[], AbstractContextManager[System | Remote]]
+    """What samples and scores, started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A model behind an endpoint, and a scorer. Serves as `System` does."""
+
+    config: Config
+    completions: EndpointCompletions
+    scorer: Scorer
+
+    def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
+        how = self.config.sampling(purpose)
+        return self.completions.submit(prompt, group_size=size, sampling=how)
+
+
+def evaluate(recipe: str, overrides: Sequence[str]) -> None:
+    """`keel eval`: the held-out sets, in each of `eval.variants`, by a checkpoint, the base model
+    or a model behind an endpoint."""
+    config = load_config(recipe, overrides)
+    for variant in config.eval.each_variant:
+        _check_variant(config, variant)
+    other = read_evaluation(Path(config.eval.against)) if config.eval.against else ()
+    subject = _subject(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
+    heldout = subject.dataset.heldout
+    if not heldout:
+        raise ConfigError(
+            "data.sources: no source has a holdout, so there is nothing to evaluate on. A file of "
+            "problems that is there for this alone has weight: 0, and holdout: their number"
+        )
+    with EvaluationFolder(config, subject.policy, subject.name) as out:
+        print(f"{subject.text}\nsampling with {subject.policy}", flush=True)
+        with subject.sampling() as system, Interrupt(print, STOPPING) as stop:
+            for variant in config.eval.each_variant:
+                if not stop():
+                    _ask(subject, system, variant, out, stop)
+        whole = not any(
+            out.waiting(variant.name, prompts)
+            for variant in config.eval.each_variant
+            for prompts in heldout.values()
+        )
+        print("\n".join(_told(out, config, whole=whole, against=other)))
+
+
+def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
+    """`keel filter`: pass rates of the prompts to train on, by a checkpoint, the base model or a
+    model behind an endpoint, and those that are worth it."""
+    config = load_config(recipe, overrides)
+    subject = _subject(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
+    with FilterFolder(config, subject.dataset.train.sources, subject.policy) as out:
+        if waiting := out.waiting:
+            print(f"{subject.text}\n{len(waiting):,} prompts to sample, with {subject.policy}")
+            with subject.sampling() as system, Interrupt(print, STOPPING) as stop:
+                sample_prompts(
+                    waiting,
+                    config.filter.samples,
+                    config,
+                    sample=lambda prompt, size: system.submit(prompt, "eval", size),
+                    score=partial(system.scorer.submit, purpose="eval"),
+                    record=out.record,
+                    said=out.said,
+                    stop=stop,
+                    say=partial(print, flush=True),
+                )
+        print(out.finish())
+
+
+def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) -> Subject:
+    """Raises ConfigError. checkpoint: what `knob` says."""
+    config = load_config(recipe, overrides)
+    if config.endpoint.base_url:
+        return _remote(config)
+    task = prepare(recipe, overrides)
+    folder = RunFolder(task.config)
+    folder.check(POLICY)
+    for line in folder.words():
+        print(f"warning: {line}")
+    chosen = folder.chosen(knob, checkpoint)
+
+    @contextmanager
+    def sampling() -> Iterator[System]:
+        with running(task, partial(print, flush=True)) as system:
+            if chosen:
+                system.learner.load(chosen)
+                system.wake()
+            yield system
+
+    return Subject(
+        config=task.config,
+        dataset=task.dataset,
+        policy=f"{folder.path.resolve()}, {chosen.name}" if chosen else "the base model",
+        name=chosen.name if chosen else "base",
+        text=task.text(),
+        sampling=sampling,
+    )
+
+
+def _remote(config: Config) -> Subject:
+    """Its prompts are not counted in tokens: nobody knows how the endpoint would. Raises
+    ConfigError."""
+    endpoint = config.endpoint
+    if config.with_agents:
+        raise ConfigError(
+            f"endpoint.base_url = {endpoint.base_url}: gives texts, and episodes in environments "
+            "need tokens; leave their sources out (data.only), or serve the model by model.path"
+        )
+    dataset = load_dataset(
+        config.data, seed=config.run.seed, count_tokens=lambda _: 0, check_reward=check_spec
+    )
+    notes = check_rewards(config, dataset)
+    everything = [*dataset.train.sources.values(), *dataset.heldout.values()]
+    judged = any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
+    if judged and not config.rewards.judge.base_url:
+        raise ConfigError(
+            "rewards.judge.base_url: with endpoint.base_url, nothing is served here; give the "
+            "judge of these rubrics an endpoint, too"
+        )
+    try:
+        completions = EndpointCompletions(endpoint)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    @contextmanager
+    def sampling() -> Iterator[Remote]:
+        with ExitStack() as stack:
+            judge = None
+            if judged:
+                judge = stack.enter_context(JudgeService(config.rewards.judge))
+                judge.check_reachable()
+            scorer = stack.enter_context(scorer_of(config, judge, print))
+            stack.enter_context(completions)
+            yield Remote(config=config, completions=completions, scorer=scorer)
+
+    lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
+    return Subject(
+        config=config,
+        dataset=dataset,
+        policy=f"{endpoint.model} at {endpoint.base_url}",
+        name=re.sub(r"[^\w+-]+", "-", endpoint.model).strip("-") or "endpoint",
+        text="\n".join(lines),
+        sampling=sampling,
+    )
+
+
+def _told(
+    out: EvaluationFolder, config: Config, *, whole: bool, against: Sequence[Asked]
+) -> list[str]:
+    """What came of it, for people; written down where all is there. Raises ConfigError for an
+    evaluation that it cannot be compared with."""
+    if not out.asked:
+        return [f"nothing was sampled; the same command goes on in {out.path}"]
+    found = results(out.asked, config.eval.each_pass_at)
+    lines = table(found)
+    reasons = Counter(reason for one in out.asked for reason in one.missing)
+    lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
+    if whole:
+        out.finish(found)
+    else:
+        lines.append("not all is sampled; the same command goes on")
+    if against:
+        try:
+            lines += [f"− {config.eval.against}:", *compared_table(compared(against, out.asked))]
+        except ValueError as error:
+            raise ConfigError(f"eval.against = {config.eval.against}: {error}") from error
+    return [*lines, f"completions and results: {out.path}"]
+
+
+def _check_variant(config: Config, variant: EvalVariant) -> None:
+    """Raises ConfigError for one that the engines have no room for, or that asks nothing."""
+    knob, most = f"eval.variants[{variant.name}]", config.rollout.sampling.max_tokens
+    if variant.max_tokens > most:
+        raise ConfigError(
+            f"{knob}.max_tokens = {variant.max_tokens}: the engines have room for "
+            f"rollout.sampling.max_tokens = {most}; raise that"
+        )
+    there, told = bool(config.endpoint.base_url), config.endpoint.tells_thinking
+    if there and not told and variant.thinking != "as-asked":
+        raise ConfigError(
+            f"{knob}.thinking = {variant.thinking}: the endpoint is not told; set "
+            "endpoint.tells_thinking, if it takes that"
+        )
+    if variant.context != "as-in-training" and not config.with_agents:
+        raise ConfigError(f"{knob}.context = {variant.context}: no source has an environment")
+
+
+def _ask(
+    subject: Subject,
+    system: System | Remote,
+    variant: EvalVariant,
+    out: EvaluationFolder,
+    stop: Interrupt,
+) -> None:
+    sources = {
+        prompt.prompt_id: (prompt, source)
+        for source, prompts in subject.dataset.heldout.items()
+        for prompt in out.waiting(variant.name, prompts)
+    }
+
+    def record(asked: Prompt, groups: Sequence[ScoredGroup]) -> None:
+        prompt, source = sources[asked.prompt_id]
+        out.add(asked_of(variant.name, source, prompt, groups, answer_of))
+
+    config = subject.config
+    with _in(config, system, variant) as changed:
+        if len(config.eval.each_variant) > 1:
+            print(f"variant {variant.name}", flush=True)
+        sample_prompts(
+            [as_asked(prompt, variant) for prompt, _ in sources.values()],
+            config.eval.samples,
+            config,
+            sample=lambda prompt, size: changed.submit(prompt, "eval", size),
+            score=partial(system.scorer.submit, purpose="eval"),
+            record=record,
+            said=out.said,
+            stop=stop,
+            say=partial(print, flush=True),
+        )
+
+
+@contextmanager
+def _in(given: Config, system: System | Remote, variant: EvalVariant) -> Iterator[System | Remote]:
+    """The system, to sample as the variant has it."""
+    config = given
+    if variant.max_tokens:
+        sampling = replace(config.rollout.sampling, max_tokens=variant.max_tokens)
+        config = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    if variant.context != "as-in-training":
+        config = replace(config, agents=replace(config.agents, context=variant.context))
+    if config is given:
+        yield system
+        return
+    if isinstance(system, Remote):
+        yield replace(system, config=config)
+        return
+    changed = replace(system.task, config=config)
+    with episodes(changed, system.pool) as agents:
+        yield replace(system, task=changed, agents=agents)
+
+
+def as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
+    """The prompt in the variant's words."""
+    thinking = prompt.thinking if variant.thinking == "as-asked" else variant.thinking == "with"
+    messages = [dict(message) for message in prompt.messages]
+    last = next((m for m in reversed(messages) if m.get("role") == "user"), None)
+    if variant.line and last is not None:
+        last["content"] = f"{last['content']}\n{variant.line}"
+    return replace(prompt, thinking=thinking, messages=tuple(messages))
+
+
+def answer_of(trajectory: Trajectory) -> str:
+    """What is marked as the answer; else all that was said, where that is short."""
+    said = final_text(trajectory.messages).strip()
+    answer = marked_answer(said)
+    if answer is None:
+        answer = said if len(said) <= MOST_ANSWER else ""
+    return " ".join(answer.split())

@@ -1,0 +1,197 @@
+"""Wiring: engines, trainer, scorer and episodes of a recipe, started side by side, ended together.
+
+The order is by cost: what can be refused is refused before Ray starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import ray
+import torch
+
+from keel.agents.runner import EpisodeRunner
+from keel.configs.schema import Config
+from keel.data.dataset import Dataset
+from keel.model.embedded.cache import ensure_embedded
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.scorer import Scorer
+from keel.rl.types import Group, Prompt, Purpose
+from keel.rollout.judge.server import JudgeServer
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.spec import EngineSpec
+from keel.trainer.agents import demonstrate, episode_runner
+from keel.trainer.cluster.nodes import start_ray
+from keel.trainer.cluster.reservation import reserved
+from keel.trainer.learner import Learner
+from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
+from keel.trainer.prepare import EMBEDDED, Task, length_rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """Engines, trainer and scorer, started. Serves as the loop's `Rollouts`."""
+
+    task: Task
+    pool: RolloutPool
+    learner: Learner
+    scorer: Scorer
+    agents: EpisodeRunner | None = None
+
+    def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
+        """size: completions (0: what the recipe says of the purpose)."""
+        config = self.task.config
+        size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
+        if prompt.environment:
+            assert self.agents is not None
+            return self.agents.submit(prompt, group_size=size, purpose=purpose)
+        how = config.sampling(purpose)
+        return self.pool.submit(prompt, group_size=size, sampling=how, purpose=purpose)
+
+    def update(self, version: int, weights: Any) -> Future[None]:
+        if self.agents is not None:
+            self.agents.updating(version)
+        return self.pool.update(version, weights)
+
+    def wake(self) -> None:
+        """Have engines that sleep (`rollout.sleep`) sample again, from the current weights."""
+        self.update(self.learner.version, self.learner.publish()).result()
+
+
+@contextmanager
+def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> Iterator[System]:
+    """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
+    what reward functions print."""
+    config, deadline = task.config, task.config.run.startup_deadline_s
+    with ExitStack() as stack:
+        judge = None
+        if task.judged and not config.rewards.judge.serve:
+            judge = stack.enter_context(JudgeService(config.rewards.judge))
+            judge.check_reachable()
+        start_ray()
+        stack.callback(ray.shutdown)
+        seats = None
+        if task.gpu:
+            seats = stack.enter_context(reserved(config, deadline_s=deadline))
+            for line in seats.placement.lines():
+                say(line)
+        if config.rewards.judge.serve:
+            where = seats.options(JUDGE, 0) if seats else {}
+            server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)
+            stack.callback(server.stop)
+            judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
+        model = model_folder(task, say)
+        scorer = stack.enter_context(scorer_of(config, judge, say, log))
+        spec = EngineSpec.of(config, model)
+        pool = ray_pool(
+            spec,
+            gpu=task.gpu,
+            startup_deadline_s=deadline,
+            # An engine that was started again may have to wait for a step to end.
+            update_deadline_s=config.sending_deadline_s + config.trainer.deadline_s,
+            options=partial(seats.options, ENGINE) if seats else None,
+        )
+        stack.callback(pool.shutdown)
+        rank_options = partial(seats.options, RANK) if seats else None
+        sleep = config.rollout.sleep
+        learner = Learner(
+            model,
+            config,
+            gpu=task.gpu,
+            actor_options=rank_options,
+            **({"make_room": pool.sleep} if sleep else {}),
+        )
+        stack.callback(learner.shutdown)
+        say(f"starting {config.rollout.engines} engine(s), {config.trainer.ranks} trainer rank(s)")
+        both = ThreadPoolExecutor(2)
+        # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
+        stack.callback(both.shutdown, wait=False, cancel_futures=True)
+        engines = both.submit(pool.start)
+        learner.prepared()
+        if seats and seats.placement.shared:
+            # vLLM takes all that the GPU has lost while it started for its own use, and makes its
+            # KV cache smaller by it: the trainer must not take memory in the meantime.
+            engines.result()
+        trainer = both.submit(learner.start)
+        for line in (*engines.result(), *trainer.result()):
+            say(f"warning: {line}")
+        if judge and config.rewards.judge.serve:
+            judge.check_reachable()
+        agents = stack.enter_context(episodes(task, pool))
+        system = System(task=task, pool=pool, learner=learner, scorer=scorer, agents=agents)
+        if sleep:
+            system.wake()
+        yield system
+
+
+def scorer_of(
+    config: Config, judge: JudgeService | None, say: Callable[[str], None], log: Path | None = None
+) -> Scorer:
+    """Of the recipe's rewards."""
+    return Scorer(
+        config.data.rewards_by_domain,
+        scale=config.algorithm.scale_advantages,
+        workers=config.rewards.workers,
+        deadline_s=config.rewards.deadline_s,
+        code=asdict(config.rewards.code),
+        lengths=length_rules(config),
+        judge=judge,
+        max_failure_fraction=config.rewards.max_failure_fraction,
+        environments=config.data.domains_with_environments,
+        log=log,
+        say=say,
+    )
+
+
+@contextmanager
+def episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
+    """What runs episodes on the engines as the recipe has it; None where no source has any."""
+    if task.chat is None:
+        yield None
+        return
+    how = {purpose: task.config.sampling(purpose) for purpose in get_args(Purpose)}
+    runner = episode_runner(
+        task.config,
+        task.chat,
+        lambda request, purpose: pool.turn(request, sampling=how[purpose], purpose=purpose),
+    )
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def model_folder(task: Task, say: Callable[[str], None]) -> str:
+    """Where the weights are: the recipe's model, or the embedded one, taught if it is new."""
+    config = task.config
+    if config.model.path != EMBEDDED:
+        return config.model.path
+    steps = config.model.embedded.cold_start.steps
+
+    def progress(step: int, loss: float, seconds: float) -> None:
+        if step % max(1, steps // 5) == 0:
+            say(f"cold start {step}/{steps}: loss {loss:.3f}, {seconds:.0f} s")
+
+    folder = ensure_embedded(
+        config.model.embedded,
+        seed=config.run.seed,
+        sources=config.data.sources,
+        heldout_questions=heldout_questions(task.dataset),
+        demonstrate=partial(demonstrate, config),
+        device="cuda" if task.gpu and torch.cuda.is_available() else "cpu",
+        progress=progress,
+    )
+    return str(folder)
+
+
+def heldout_questions(dataset: Dataset) -> set[str]:
+    return {
+        str(prompt.messages[-1]["content"]) for held in dataset.heldout.values() for prompt in held
+    }
