@@ -31,6 +31,7 @@ def instance(folder: Path) -> dict[str, Any]:
     (rooms.folder / "packages" / "p.json").write_text("{}")
     built = Built(name="p", setup="", test=TEST)
     found = instance_of(candidate(), built, tests_s=60.0)
+    found["env"] = {}  # one of the attacks is a plugin
     found |= {"f2p": [WHERE + "the_hidden_one"], "p2p": [WHERE + "some"], "canary": True}
     return rooms.sealed("one", found)
 

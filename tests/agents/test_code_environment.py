@@ -66,10 +66,10 @@ def test_what_grades_it_is_out_of_reach(tmp_path: Path) -> None:
             (tmp_path / "instances").mkdir()
             said = await bash(hosted, hunt.replace("hidden_one", "hidden[_]one"))
             assert said.split() == ["environment", "searched"], said
-            for path in ("/proc/self/environ", "/proc/self/cmdline", "/proc/self/mem"):
-                await bash(hosted, f"ln -sf {path} link")
-                seen = await use(hosted, "view", path="link")
-                assert "key" not in seen.text and "reward" not in seen.text
+            # Links that lead into the process that reads lead into one that knows nothing.
+            await bash(hosted, "ln -sf /proc/self/cmdline link; ln -sf /proc/self/mem memory")
+            assert "files.py" in (await use(hosted, "view", path="link")).text
+            assert (await use(hosted, "view", path="memory")).failed
             above = "ls -la /proc/$PPID/fd /proc/$PPID/mem; cat /proc/$PPID/environ | tr '\\0' ' '"
             assert "Permission denied" in await bash(hosted, above)
             python = "import urllib.request as u; u.urlopen('http://192.0.2.1', timeout=2)"
@@ -154,19 +154,22 @@ CHEATS = {
 }
 
 
-def test_cheating_is_worth_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", [0, 1])
+def test_cheating_is_worth_nothing(half: int, tmp_path: Path) -> None:
     """And none is left out: all but the honest one are graded 0."""
+    cheats = dict(list(CHEATS.items())[half::2])
     rewards: dict[str, float] = {}
     facts: dict[str, dict[str, object]] = {}
 
     async def play() -> None:
         async with opened(tmp_path) as open_:
-            for name, command in {**CHEATS, "honest": f"{WATCHER}{PLUGIN}{FIX}"}.items():
+            for name, command in {**cheats, "honest": f"{WATCHER}{PLUGIN}{FIX}"}.items():
                 async with open_() as hosted:
                     await bash(hosted, command)
                     rewards[name], facts[name] = await worth(hosted)
 
     run(play())
-    assert rewards == {**dict.fromkeys(CHEATS, 0.0), "honest": 1.0}, facts
-    assert facts["pytest patched"]["canary"] == facts["junit rewritten"]["canary"] == "faked"
-    assert facts["background"]["f2p_passed"] == 0 and facts["background"]["p2p_passed"] == 1
+    assert rewards == {**dict.fromkeys(cheats, 0.0), "honest": 1.0}, facts
+    faked = {name for name, found in facts.items() if found.get("canary") == "faked"}
+    assert faked == {"pytest patched", "junit rewritten"} & set(cheats)
+    assert "background" not in cheats or facts["background"]["p2p_passed"] == 1

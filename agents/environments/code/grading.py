@@ -19,6 +19,14 @@ from keel.agents.environments.code.tree import Tree, erase, laid, write_tree
 
 LIVELY = ("/tmp", "/dev/shm")
 """All that can be written to."""
+WORDS = (
+    "all any args base both call case cast copy date deep each edge empty end equal error extra "
+    "false few file first flat float global group head index inner input int items iter join key "
+    "kind last left len like line list local long lower many map max merge mixed mode more name "
+    "nested next none null odd old only order other outer output pair part path plain raw repr "
+    "right same short simple single size some space start step strict text time true type upper"
+)
+"""Of names that tests might have."""
 
 
 class Results(NamedTuple):
@@ -71,7 +79,7 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     """Of a whole tree. Every process below this one is ended, before and after."""
     language = LANGUAGES[instance["language"]]
-    canaries = {secrets.token_hex(8): good for good in (True, False)}
+    canaries = {_name(): good for good in (True, False)}
     tree = laid(tree, _files(language.canary, instance["canary_in"], canaries))
     processes.stop_all()
     for folder in LIVELY:
@@ -95,6 +103,10 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
         return Results(others, "missing", said, seconds)
     good = seen == {True: "passed", False: "failed"}
     return Results(others, "as wanted" if good else "faked", said, seconds)
+
+
+def _name() -> str:
+    return "_".join(secrets.choice(WORDS.split()) for _ in range(4))
 
 
 def _files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -> Tree:

@@ -72,7 +72,16 @@ def repository(folder: Path, *changes: tuple[str, Files]) -> Path:
 
 
 def source(folder: Path | None = None, **more: Any) -> CodeSourceConfig:
-    given = {"name": "adding", "git": str(folder or "x"), "setup": SETUP, "test": TEST, **more}
+    # Plugins of ours take time.
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    given = {
+        "name": "adding",
+        "env": env,
+        "git": str(folder or "x"),
+        "setup": SETUP,
+        "test": TEST,
+        **more,
+    }
     return CodeSourceConfig(**given)
 
 
