@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.code_tasks import CodeTasksConfig
+from keel.configs.sections.general import GeneralConfig
+from keel.configs.sections.search_tasks import SearchTasksConfig
 
 Family = Literal["general", "code", "search"]
 
@@ -97,8 +99,12 @@ class SynthesisConfig:
     at_once: int = 4
     """Tasks that are being made at the same time."""
     author: AuthorConfig
+    reference: AuthorConfig | None = None
+    """general: the model that difficulty is measured by; without one, the author."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
+    search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
+    general: GeneralConfig = field(default_factory=GeneralConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "dir", self.dir, "must name a folder")
@@ -112,3 +118,19 @@ class SynthesisConfig:
             "needs prices: set author.usd_per_million_prompt_tokens and "
             "author.usd_per_million_completion_tokens",
         )
+        if self.family == "search":
+            _check_search(self.search, author)
+
+
+def _check_search(search: SearchTasksConfig, author: AuthorConfig) -> None:
+    require(bool(search.corpus), "search.corpus", "", "name a folder of text, HTML or JSONL")
+    for knob, changes in (
+        *((f"search.answerers[{n}].author", one.author) for n, one in enumerate(search.answerers)),
+        ("search.verifier", search.verifier),
+    ):
+        try:
+            replace(author, **changes)
+        except TypeError as error:
+            raise ConfigError(f"{knob} = {dict(changes)}: not what an author has: {error}") from (
+                error
+            )

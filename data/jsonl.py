@@ -13,7 +13,9 @@
 numbers), `exact` (as text), `choice` (letter or text of one of `choices`), `regex` (matches all of
 the pattern `answer`) or `schema` (JSON that is valid under the schema `answer`).
 `criteria` may come with `reference` (docs/rubrics.md), and `tests` with the keys of CODE_KEYS
-(docs/rewards.md); `reward` is a whole reward spec. Other keys are ignored.
+(docs/rewards.md); `reward` is a whole reward spec. `environment`, an object, is what the source's
+environment alone reads: files of the task, documents that the answer rests on. Other keys are
+ignored.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ CODE_KEYS = (
 )
 REWARD_KEYS = ("answer", "criteria", "tests", "reward")
 """A line has exactly one of them."""
+FOR_ENVIRONMENT = "environment"
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -138,6 +141,10 @@ def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
         raise BadLine(f"`id` must be text or a number, is {_kind(label)}")
     environment = source.name if source.environment.given else ""
     reward = _reward(record, as_text, alone=not source.environment.grades)
+    if environment and (own := record.get(FOR_ENVIRONMENT)) is not None:
+        if not isinstance(own, dict):
+            raise BadLine(f"`{FOR_ENVIRONMENT}` must be an object, is {_kind(own)}")
+        reward[FOR_ENVIRONMENT] = own
     messages = _messages(record, source)
     _check_encodable(record)
     return Prompt(

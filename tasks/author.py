@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, cast
 
 import openai
@@ -134,6 +134,7 @@ class EndpointAuthor:
             )
         self.name = config.model
         self._config, self._budget, self._key = config, budget, key
+        self._others: list[EndpointAuthor] = []
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._client = AsyncOpenAI(
             base_url=config.base_url,
@@ -187,8 +188,15 @@ class EndpointAuthor:
                     raise AuthorLost(f"{self.name}: its reply is no chat completion")
                 return said
 
+    def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
+        """With other settings, and of the same budget; closed with this one. Raises ValueError."""
+        self._others.append(EndpointAuthor(replace(self._config, **changes), self._budget))
+        return self._others[-1]
+
     async def close(self) -> None:
         """End the connections."""
+        for other in self._others:
+            await other.close()
         await self._client.close()
 
     def _price(self, prompt_tokens: int, completion_tokens: int) -> float:
@@ -229,7 +237,8 @@ def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
 
 
 def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
-    number, function = str(given.get("id") or ""), given.get("function") or {}
+    number = str(given.get("id") or "")
+    function = cast(dict[str, Any], given.get("function") or {})
     name, text = str(function.get("name") or ""), str(function.get("arguments") or "{}")
     try:
         arguments = json.loads(text)

@@ -2,10 +2,10 @@
 by the next start, which goes on from there.
 
 outcomes.jsonl   a line for each task that was kept or refused: {"key", "outcome", "gate", "reason",
-                 "seconds"}
+                 "seconds", "drafts"}
 usage.jsonl      a line for each call of a model: {"model", "purpose", "prompt_tokens", …}
 settings.json    what the tasks depend on
-report.json      made, kept, refused by each gate and why, tokens and money by purpose
+report.json      made, kept, refused by each gate and why, drafts too, tokens and money by purpose
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -36,6 +36,9 @@ class Outcome:
     """What refused it."""
     reason: str = ""
     seconds: float = 0.0
+    drafts: Sequence[Sequence[str]] = ()
+    """(gate, reason) of what was thrown away on the way: the author wrote it again, or did
+    without."""
 
 
 class Refused(Exception):
@@ -44,6 +47,8 @@ class Refused(Exception):
     def __init__(self, gate: str, reason: str) -> None:
         super().__init__(f"{gate}: {reason}")
         self.gate, self.reason = gate, reason
+        self.drafts: Sequence[Refused] = ()
+        """Thrown away before it."""
 
 
 class Ledger:
@@ -93,6 +98,7 @@ class Ledger:
 
     def used(self, usage: Usage) -> None:
         """Keeps what a call took."""
+        self.spent.append(usage)
         self._usage.write(usage_line(usage) + "\n")
         self._usage.flush()
 
@@ -108,6 +114,7 @@ class Ledger:
         for outcome in self.outcomes.values():
             if outcome.outcome == "refused":
                 by_gate.setdefault(outcome.gate, Counter())[outcome.reason[:MOST_SAID]] += 1
+        drafts = Counter(gate for each in self.outcomes.values() for gate, _ in each.drafts)
         purposes: dict[str, dict[str, float]] = {}
         for usage in self.spent:
             of = purposes.setdefault(usage.purpose, {"calls": 0, "tokens": 0, "usd": 0.0})
@@ -121,6 +128,7 @@ class Ledger:
                 gate: {"tasks": reasons.total(), "reasons": dict(reasons.most_common(REASONS))}
                 for gate, reasons in sorted(by_gate.items())
             },
+            "drafts": dict(drafts.most_common()),
             "cost": purposes,
             "authors": sorted({usage.model for usage in self.spent}),
         }

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from keel.configs.schema import ConfigError
-from keel.configs.synthesis import SynthesisConfig
+from keel.configs.synthesis import AuthorConfig, SynthesisConfig
 from keel.tasks.author import Author, AuthorLost, Budget, BudgetSpent, EndpointAuthor
 from keel.tasks.ledger import Ledger, Outcome, Refused
 
-Make = Callable[[str], Awaitable[None]]
-"""Makes the task of a key and leaves it in the folder, whole or not at all. Raises Refused where a
-gate throws it away, AuthorLost, BudgetSpent."""
+Make = Callable[[str], Awaitable[Sequence[Refused] | None]]
+"""Makes the task of a key and leaves it in the folder, whole or not at all. Returns what was thrown
+away on the way. Raises Refused where a gate throws the task away, AuthorLost, BudgetSpent."""
 Say = Callable[[str], object]
 MOST_LOST = 5
 """Tasks in a row whose author was lost, after which it is not asked any more."""
@@ -38,9 +38,10 @@ async def make_all(
         while queue and not why and not stop.is_set():
             key, begun = queue.pop(), time.monotonic()
             try:
-                await make(key)
+                drafts = await make(key) or ()
             except Refused as refused:
                 gate, reason, outcome = refused.gate, refused.reason, "refused"
+                drafts = refused.drafts
             except AuthorLost as error:
                 lost += 1
                 say(f"{key}: {error}; the next start tries it again")
@@ -53,7 +54,16 @@ async def make_all(
             else:
                 gate, reason, outcome = "", "", "kept"
             lost, seconds = 0, round(time.monotonic() - begun, 3)
-            ledger.add(Outcome(key=key, outcome=outcome, gate=gate, reason=reason, seconds=seconds))
+            ledger.add(
+                Outcome(
+                    key=key,
+                    outcome=outcome,
+                    gate=gate,
+                    reason=reason,
+                    seconds=seconds,
+                    drafts=[(draft.gate, draft.reason) for draft in drafts],
+                )
+            )
             said = "kept" if outcome == "kept" else f"refused by {gate}: {reason}"
             done = sum(key in ledger.outcomes for key in keys)
             say(f"{done:,} of {len(keys):,}: {key} {said}")
@@ -84,15 +94,35 @@ class Pipeline(Protocol):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def make(self, key: str) -> None:
+    async def make(self, key: str) -> Sequence[Refused] | None:
         """See `Make`."""
         ...
 
 
-def open_pipeline(config: SynthesisConfig, author: Author, folder: Path) -> Pipeline:
-    """Of the family that the recipe names. Raises ConfigError for settings that cannot be used."""
+def open_pipeline(
+    config: SynthesisConfig,
+    author: EndpointAuthor,
+    folder: Path,
+    more: Callable[[AuthorConfig], Author],
+) -> Pipeline:
+    """Of the family that the recipe names. more: other authors. Raises ConfigError for settings
+    that cannot be used."""
+    if config.family == "general":
+        from keel.tasks.general.pipeline import GeneralPipeline  # noqa: PLC0415
+
+        reference = more(config.reference) if config.reference else author
+        return GeneralPipeline(
+            config.general, folder, author=author, reference=reference, seed=config.seed
+        )
+    if config.family == "search":
+        from keel.tasks.search.pipeline import SearchPipeline  # noqa: PLC0415
+
+        try:
+            return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     if config.family == "code":
-        from keel.tasks.code.pipeline import CodePipeline  # noqa: PLC0415  (one family of several)
+        from keel.tasks.code.pipeline import CodePipeline  # noqa: PLC0415
 
         return CodePipeline(config.code, author, folder)
     raise ConfigError(f"family = {config.family!r}: has no pipeline")
@@ -111,17 +141,24 @@ async def _synthesize(config: SynthesisConfig, say: Say) -> int:
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, stop.set)
         budget = Budget(config.budget, ledger.spent, ledger.used)
+        authors: list[EndpointAuthor] = []
+
+        def author_of(given: AuthorConfig) -> EndpointAuthor:
+            try:
+                authors.append(EndpointAuthor(given, budget))
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            return authors[-1]
+
         try:
-            author = EndpointAuthor(config.author, budget)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        try:
-            async with open_pipeline(config, author, folder) as pipeline:
+            author = author_of(config.author)
+            async with open_pipeline(config, author, folder, author_of) as pipeline:
                 why = await make_all(
                     pipeline.keys, pipeline.make, ledger, at_once=config.at_once, say=say, stop=stop
                 )
         finally:
-            await author.close()
+            for each in authors:
+                await each.close()
             for name in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(name)
             told(ledger.report(), say)
@@ -147,6 +184,9 @@ def told(report: Mapping[str, Any], say: Say) -> None:
         say(f"  refused by {gate}: {refused['tasks']:,}")
         for reason, count in refused["reasons"].items():
             say(f"    {count:,} × {reason}")
+    if report["drafts"]:
+        drafts = ", ".join(f"{count:,} by {gate}" for gate, count in report["drafts"].items())
+        say(f"  drafts refused, and written again or done without: {drafts}")
     for purpose, cost in report["cost"].items():
         money = f", {cost['usd']:.2f} USD" if cost["usd"] else ""
         say(f"  {purpose}: {cost['calls']:,} calls, {cost['tokens']:,} tokens{money}")

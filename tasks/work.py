@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.agents.schemas import Arguments
+from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import ToolResult
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.tasks.author import Author
@@ -42,7 +42,7 @@ async def work(
 ) -> Worked:
     """call: runs one whose arguments fit its tool's schema, within a deadline of its own; what does
     not fit is answered with what is wrong. Raises what `author` and `call` raise."""
-    said, schemas = list(messages), Arguments(tools)
+    said, schemas = list(messages), arguments_of(tools)
     for _ in range(most_turns):
         reply = await author.ask(said, purpose=purpose, tools=tools)
         said.append(reply.message())

@@ -60,8 +60,12 @@ def imports_of(path: Path) -> list[str]:
 
 
 def sources(*more: str) -> list[Path]:
+    """Without tasks that come along, which are data."""
     return [
-        path for package in (*MAY_IMPORT, *more) for path in sorted((ROOT / package).rglob("*.py"))
+        path
+        for package in (*MAY_IMPORT, *more)
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if "shipped" not in path.parts
     ]
 
 

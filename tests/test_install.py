@@ -71,6 +71,10 @@ PIP = """
 import json, os, sys
 import pip._internal.commands.install
 from pip._internal.cli.main import main
+from pip._internal.network import session
+from pip._internal.resolution.resolvelib import resolver
+agent = session.user_agent()
+session.user_agent = lambda: agent
 for line in sys.stdin:
     words, environment, said = json.loads(line)
     if not (child := os.fork()):
@@ -82,7 +86,8 @@ for line in sys.stdin:
         os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Half of a second goes by before pip begins. This one has begun, and forks for each command."""
+"""Half of a second goes by before pip begins, and as much until it has said in its user agent what
+is installed. This one has done both, and forks for each command."""
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "xdist"])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "1")], ids=["one process", "xdist"])
 def test_one_line_says_what_was_skipped_for_want_of_what(
     workers: tuple[str, ...], tmp_path: Path, no_bubblewrap: str
 ) -> None:

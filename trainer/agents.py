@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -80,6 +80,8 @@ def check_environments(
             *dataset.heldout.get(source.name, ()),
         )
         task = prompts[0]
+        if source.source == "environment":  # the last: a `size` too large is found here
+            task = max(prompts, key=lambda each: int(each.prompt_id.rpartition("/")[2]))
         try:
             notes |= asyncio.run(_looked_at(config, source, task, chat))
         except ValueError as error:
@@ -235,19 +237,38 @@ def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
 
 def program(config: Config, source: SourceConfig) -> Program:
     given = source.environment
+    arguments, made = prepared(config, source)
     return Program(
         target=given.target,
         kind=given.kind,
-        arguments=given.arguments,
+        arguments=arguments,
         python=given.python or sys.executable,
         folder=Path(given.folder) if given.folder else None,
         env=given.env,
         preload=given.preload,
         memory_mib=given.memory_mib,
         deadlines=deadlines(given),
-        readable=readable(given),
+        readable=(*readable(given), *made),
         wrap=wrap(config, source),
     )
+
+
+def prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], Sequence[Path]]:
+    """The arguments of an environment, and files that it reads in its sandbox: one of Keel's own
+    may have something made of them before, such as the index of a corpus. Raises ValueError."""
+    given = source.environment
+    module = given.target.partition(":")[0]
+    prepare = getattr(import_module(module), "prepare", None) if _is_ours(module) else None
+    if prepare is None:
+        return given.arguments, ()
+    try:
+        return prepare(given.arguments, [*_prompt_files(config)])
+    except OSError as error:
+        raise ValueError(f"{given.target}: {error}") from error
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("keel.agents.environments.")
 
 
 def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
@@ -300,8 +321,7 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
     name: they hold the answers, and what the policy runs reads what an environment does."""
     given = source.environment
     named = {Path(path).resolve() for path in given.readable}
-    files = (data_path(each.path) for each in config.data.sources if each.path)
-    answers = [path for path in files if path.resolve() not in named]
+    answers = [path for path in _prompt_files(config) if path.resolve() not in named]
     return (
         environment_wrap(
             given.isolation,
@@ -312,6 +332,10 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
         )
         or not_wrapped
     )
+
+
+def _prompt_files(config: Config) -> list[Path]:
+    return [data_path(source.path) for source in config.data.sources if source.path]
 
 
 def deadlines(given: EnvironmentConfig) -> Deadlines:

@@ -1,4 +1,8 @@
-"""A Python interpreter that keeps its state from call to call: a Jupyter kernel.
+"""A Python interpreter that keeps its state from call to call: a Jupyter kernel, and files to look
+into.
+
+A task may bring files, in a line of JSONL: `"environment": {"files": ["sales.csv"]}`, of the folder
+`files`, or with their text, `{"files": {"sales.csv": "day,units\\n…"}}`. Each episode has copies.
 
 Runs in the environment's process, whose interpreter needs the packages jupyter_client and
 ipykernel. The kernel is reached by sockets of the file system, never by the network.
@@ -6,14 +10,18 @@ ipykernel. The kernel is reached by sockets of the file system, never by the net
 
 from __future__ import annotations
 
+import hashlib
 import os
 import queue
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from keel.agents.environments.messages import told
 
 CELL_S = 120.0
 """Longest run of one cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""
@@ -32,10 +40,11 @@ class Interpreter:
     """An environment of one tool; the verdict is somebody else's.
 
     cell_s: seconds for one cell; ending_s: longest wait for one that was interrupted to end. A
-    call's own deadline must be later than both and START_S together.
+    call's own deadline must be later than both and START_S together. files: the folder that tasks
+    name files of; the policy can read all of it.
     """
 
-    def __init__(self, cell_s: float = CELL_S, ending_s: float = ENDING_S) -> None:
+    def __init__(self, cell_s: float = CELL_S, ending_s: float = ENDING_S, files: str = "") -> None:
         if not 0 < cell_s < 86_400:
             raise ValueError(f"interpreter: cell_s = {cell_s} must be positive and less than a day")
         try:
@@ -47,15 +56,24 @@ class Interpreter:
         self._kind: Any = KernelManager
         self._started = 0
         self._seed = 0
+        self._files = files
         self._folder = tempfile.mkdtemp(prefix="kernel-")
+        self._where = os.path.join(self._folder, "work")
+        os.mkdir(self._where)
         os.environ["IPYTHONDIR"] = os.path.join(self._folder, "ipython")
         os.environ["JUPYTER_RUNTIME_DIR"] = self._folder
         self._manager: Any = None
         self._client: Any = None
 
-    def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        self._seed = seed
+    def opening(self, task: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+        # What a kernel knows the policy knows: never the seed that the task may be made from.
+        own = hashlib.blake2b(f"kernel/{seed}".encode(), digest_size=4).digest()
+        self._seed = int.from_bytes(own, "little")
+        given = (task["reward"].get("environment") or {}).get("files") or ()
+        names = put_files(given, self._files, self._where)
         self._start()
+        said = f"The working directory of the tool has {', '.join(names)}." if names else ""
+        return told(task["messages"], said)
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints, and the value of its last expression.
@@ -89,7 +107,7 @@ class Interpreter:
         )
         # History is a database in somebody's home; colours are noise.
         options = ["--HistoryManager.enabled=False", "--InteractiveShell.colors=NoColor"]
-        self._manager.start_kernel(extra_arguments=options)
+        self._manager.start_kernel(extra_arguments=options, cwd=self._where)
         self._client = self._manager.blocking_client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=START_S)
@@ -140,6 +158,46 @@ class Interpreter:
             if reply["parent_header"].get("msg_id") == number:
                 return reply["content"]["status"] == "aborted"
         return False
+
+
+def put_files(given: Any, folder: str, where: str) -> list[str]:
+    """Files of a task into an episode's folder; returns each with its size, for people. given:
+    their names in `folder`, or their text by name. Raises ValueError for what is no file."""
+    if not isinstance(given, (list, tuple, dict)):
+        raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
+    said: list[str] = []
+    for name in given:
+        parts = str(name).split("/")
+        if not isinstance(name, str) or not all(parts) or {".", ".."} & set(parts):
+            raise ValueError(f"`files` has {name!r}; name a file in the folder, as in a/b.csv")
+        to = os.path.join(where, *parts)
+        os.makedirs(os.path.dirname(to), exist_ok=True)
+        if isinstance(given, dict):
+            with open(to, "w", encoding="utf-8", newline="") as file:
+                file.write(str(given[name]))
+        else:
+            root = os.path.realpath(folder)
+            source = os.path.realpath(os.path.join(root, *parts))
+            if not folder or os.path.commonpath((root, source)) != root:
+                raise ValueError(f"`files` has {name!r}: not in the folder {folder!r} (files)")
+            if not os.path.isfile(source):
+                raise ValueError(f"`files` has {name!r}: there is no such file in {folder}")
+            shutil.copyfile(source, to)
+        said.append(f"{name} ({os.path.getsize(to):,} bytes)")
+    return said
+
+
+def prepare(
+    arguments: Mapping[str, Any], without: Sequence[Path]
+) -> tuple[dict[str, Any], list[Path]]:
+    """Before a run, outside the sandbox: the arguments, and what an episode reads of this machine.
+    without: files with answers, which it does not see anyway. Raises ValueError."""
+    if not (folder := str(arguments.get("files") or "")):
+        return dict(arguments), []
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise ValueError(f"interpreter: files = {folder}: there is no such folder")
+    return {**arguments, "files": str(path)}, [path]
 
 
 class _Said:

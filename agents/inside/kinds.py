@@ -11,7 +11,9 @@ from keel.agents.inside.hints import described, hints_of, object_schema, schema_
 
 OWN = ("opening", "reply", "verdict", "close")
 """Methods that are no tools. An attribute `done` that is True ends the episode; `offered` is the
-names of the tools that the policy is told of, where it is not all of them."""
+names of the tools that the policy is told of, where it is not all of them; or tools that only the
+task decides on, as they are told of (name, description, parameters): their calls go to the method
+`call(name, arguments)`."""
 
 
 class Tool:
@@ -80,12 +82,16 @@ class Object:
         self._found = found
         self.grades = hasattr(found, "verdict")
         self._tools = {name: Tool(name, function) for name, function in functions.items()}
+        self._of_the_task = False
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
         said = self._ask("opening", task=task, seed=seed)
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
         offered = getattr(self._found, "offered", None)  # the task may decide
-        names = list(self._tools) if offered is None else list(offered)
+        names: list[Any] = list(self._tools) if offered is None else list(offered)
+        self._of_the_task = any(isinstance(one, dict) for one in names)
+        if self._of_the_task:
+            return {"messages": messages, "tools": names}
         if unknown := [name for name in names if name not in self._tools]:
             raise Refused(
                 f"`offered` has {unknown[0]!r}, and the tools are {', '.join(self._tools)}"
@@ -93,7 +99,10 @@ class Object:
         return {"messages": messages, "tools": [self._tools[name].spec for name in names]}
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        text = self._tools[name](arguments)
+        if self._of_the_task:
+            text = text_of(awaited(self._found.call(name, arguments)))
+        else:
+            text = self._tools[name](arguments)
         return {"text": text, "done": getattr(self._found, "done", False) is True}
 
     def reply(self, said: dict[str, Any]) -> Any:

@@ -72,7 +72,7 @@ class SourceConfig:
     there is looked up in what came with Keel."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """What the policy works in, over many turns (`agents`). With source: jsonl each line is a task
-    for it; with reasoning_gym there may be a `program`, and nothing else."""
+    for it; with reasoning_gym it has the tools, and the task's own verifier grades."""
     pass_rates: str = ""
     """Table of `keel filter` (`pass_rates.jsonl`): train on the prompts alone whose pass rate there
     is from `least_pass_rate` to `most_pass_rate`, and above 0. Held-out sets stay as they are."""
@@ -112,13 +112,6 @@ class SourceConfig:
             require(bool(self.task), f"{knob}.task", self.task, "name a reasoning_gym task")
             require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 prompt")
             require(not self.path, f"{knob}.path", self.path, "belongs to source: jsonl")
-            require(
-                self.environment.alone,
-                f"{knob}.environment",
-                self.environment.said,
-                "belongs to source: environment or jsonl; of an environment's keys a program alone "
-                "may answer these tasks",
-            )
         elif self.source == "environment":
             require(
                 self.environment.given,

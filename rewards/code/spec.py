@@ -73,6 +73,7 @@ _KEYS = [
     "time_limit_s",
     "memory_mib",
     "tolerance",
+    "environment",
 ]  # of a spec
 _STDIN_KEYS, _CALL_KEYS = ("stdin", "stdout"), ("call", "args", "kwargs", "returns")
 

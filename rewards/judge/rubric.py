@@ -90,7 +90,7 @@ def rubric_from(spec: Mapping[str, Any]) -> Rubric:
 
     Raises ValueError naming the criterion and the cure.
     """
-    check_keys(spec, ("kind", "criteria", "reference"), "rubric")
+    check_keys(spec, ("kind", "criteria", "reference", "environment"), "rubric")
     listed = spec.get("criteria")
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise ValueError("rubric: without criteria; list at least one under `criteria`")

@@ -29,6 +29,12 @@ def as_json(value: Any) -> str:
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
+def inert(text: str) -> str:
+    """`text` over as many lines as it has, with the escapes of `as_json`: for tools' results, which
+    models read as they stand."""
+    return _ESCAPED.sub(_escape, text)
+
+
 def size(text: str) -> int:
     """Characters that `text` takes as JSON, without the quotes."""
     return len(as_json(text)) - 2

@@ -73,7 +73,7 @@ def test_in_this_process() -> None:
     "sandboxed", [False, pytest.param(True, marks=pytest.mark.e2e)], ids=["alone", "sandbox"]
 )
 def test_in_processes_that_are_forked(sandboxed: bool) -> None:
-    many = 60 if sandboxed else 40
+    many = 60 if sandboxed else 24
 
     others = set(below(os.getpid()))  # of other tests
 

@@ -173,13 +173,13 @@ def small_task(world: World, days: int, **fields: Any) -> Task:
 def test_the_verifier_and_the_solver_by_brute_force(fields: dict[str, Any]) -> None:
     """Every plan of one day in small worlds, those included whose things are elsewhere."""
     possible = 0
-    for seed in range(5):
+    for seed in range(4):
         world = make_world(seed, SMALL, DATES)
         task = small_task(world, 1, **({"start": world.cities[0]} | fields))
         good = 0
         for plan in plans(world, task):
             wanted = by_hand(world, task, plan)
-            assert right(world, task, json.dumps(plan)) == wanted, plan
+            assert all(judge(world, task, plan).values()) == wanted, plan
             good += wanted
         trip = Trip(ready=(world, task, LEVELS[4]))
         assert answers(trip, solve(task)) == (good > 0)

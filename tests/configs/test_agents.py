@@ -45,7 +45,6 @@ def config(*sources: SourceConfig, stop: tuple[str, ...] = (), **agents: Any) ->
         ({"environment": EnvironmentConfig()}, r"sources\[shop\].environment .* name one"),
         ({"size": 0}, r"size = 0: must be at least 1 task"),
         ({"system": "Be kind."}, r"system .* opens the conversation itself"),
-        ({"source": "reasoning_gym", "task": "chain_sum"}, "environment .* belongs to"),
         ({"environment": EnvironmentConfig(url="http://x")}, "an MCP server .* grades none"),
         (
             {"system_template": "tools-in-thinking", "thinking": False},
@@ -59,14 +58,6 @@ def config(*sources: SourceConfig, stop: tuple[str, ...] = (), **agents: Any) ->
                 "system_template": "tools",
             },
             "no tools without an environment",
-        ),
-        (
-            {
-                "source": "reasoning_gym",
-                "task": "chain_sum",
-                "environment": EnvironmentConfig(program="a.py:f", target="shop:Shop"),
-            },
-            "environment = 'shop:Shop': .* a program alone",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.configs.schema import ConfigError, SourceConfig
+from keel.configs.schema import ConfigError, EnvironmentConfig, SourceConfig
 from keel.data.jsonl import MATCHES, load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rewards.rules import verifiers
@@ -212,3 +212,27 @@ def test_files_that_hold_nothing(tmp_path: Path) -> None:
         load_jsonl(source(tmp_path / "prompt.jsonl"))
     with pytest.raises(ConfigError, match="is a folder"):
         load_jsonl(source(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "judged",
+    [
+        {"answer": "4"},
+        {"criteria": [{"name": "n", "text": "t", "weight": 1}]},
+        {"tests": [{"stdin": "1", "stdout": "1"}]},
+        {"reward": {"kind": "proof"}},
+        {},
+    ],
+)
+def test_what_a_line_says_to_its_environment(tmp_path: Path, judged: dict[str, Any]) -> None:
+    line = {"prompt": "x", **judged, "environment": {"files": ["a.csv"]}}
+    path = write(tmp_path, json.dumps(line))
+    given = EnvironmentConfig(target="a:B")
+    (item,) = load_jsonl(source(path, environment=given), check_spec).items
+    assert item.prompt.reward["environment"] == {"files": ["a.csv"]}
+    if judged:
+        (item,) = load_jsonl(source(path), check_spec).items
+        assert "environment" not in item.prompt.reward
+    path.write_text(json.dumps({**line, "environment": "a.csv"}))
+    with pytest.raises(ConfigError, match="`environment` must be an object, is text"):
+        load_jsonl(source(path, environment=given))

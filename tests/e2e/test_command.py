@@ -111,38 +111,43 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Running]]:
             run.process.wait(timeout=30)
 
 
-def test_a_run_loses_an_engine_is_interrupted_resumed_and_leaves_a_model(
+def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     tmp_path: Path,
     cache: Path,
     start: Callable[[list[str]], Running],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its two engines alternate with the trainer; that of the resumed run does not."""
+    """One that samples ahead; tests/e2e/test_agents.py has one whose engines sleep."""
     folder = tmp_path / "run"
-    turns = ["rollout.engines=2", "rollout.sleep=true", "run.checkpoint_every=5"]
-    run = start([*small(folder, cache, steps=200), *turns])
+    ahead = ["algorithm.max_lag=1", "algorithm.filter_groups=correct"]
+    begun = ["rollout.weight_transfer=direct", "run.checkpoint_every=2"]
+    run = start([*small(folder, cache, steps=200), *ahead, *begun])
     wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
-    victims = run.engine_pids()
-    assert len(victims) == 2
-    os.kill(victims[0], signal.SIGKILL)
-    after = len(metrics(folder)) + 4
+    (victim,) = run.engine_pids()
+    os.kill(victim, signal.SIGKILL)
+    after = len(metrics(folder)) + 3
     wait_until(lambda: len(metrics(folder)) >= after or run.process.poll() is not None, "more")
     run.process.send_signal(signal.SIGINT)
     said = run.finish()
-    assert "rollout engine 0 is started again" in said or "rollout engine 1 is started" in said
+    assert "rollout engine 0 is started again" in said
     reached = metrics(folder)[-1]["step"]
     assert f"stopped after step {reached} of 200; to go on: keel train quickstart" in said
     *before, last = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert last == f"step_{reached:06d}" and set(before) <= {f"step_{n:06d}" for n in (5, 10, 15)}
+    assert last == f"step_{reached:06d}"
+    assert set(before) <= {f"step_{step:06d}" for step in range(2, reached, 2)}
+    # What was being sampled ahead has not been trained on; a resumed run begins with it.
+    state = json.loads((folder / "checkpoints" / last / "state.json").read_text())
+    assert 4 <= len(state["cursor"]["unfinished"]) <= 8
 
     # One flipped bit in the newest: the run is resumed from the one before.
-    victim = folder / "checkpoints" / last / "deepspeed" / "mp_rank_00_model_states.pt"
-    content = bytearray(victim.read_bytes())
+    damaged = folder / "checkpoints" / last / "deepspeed" / "mp_rank_00_model_states.pt"
+    content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
+    damaged.write_bytes(content)
 
     steps = reached + 2
-    said = keel("train", *small(folder, cache, steps))
+    ours = [*small(folder, cache, steps), *ahead]
+    said = keel("train", *ours)
     assert f"{last} is damaged (deepspeed/mp_rank_00_model_states.pt: changed, betw" in said
     assert f"{before[-1]} before it is as it was written" in said
     assert (folder / "checkpoints" / f"damaged_{last}").is_dir()
@@ -150,12 +155,17 @@ def test_a_run_loses_an_engine_is_interrupted_resumed_and_leaves_a_model(
     assert [line["step"] for line in seen] == list(range(steps + 1))
     assert "held-out spelling/pass@1" in said
 
-    # The engines sampled with exactly the trainer's weights, before and after the resume.
     for line in seen[1:]:
-        assert line["mismatch/logp_abs"] <= 1e-4
+        assert line["staleness/max"] <= 1
+        assert 0 <= line["time/idle_fraction"] < 1
         assert line["routing/fallback_fraction"] == 0
-        assert line["staleness/mean"] == 0
         assert line["sampling/kept_mean"] >= 1
+    assert max(line["staleness/mean"] for line in seen[1:]) > 0, "nothing was sampled ahead"
+    # At first nothing is ahead, before and after the resume: the engines sampled with exactly the
+    # trainer's weights.
+    for step in (1, int(before[-1].removeprefix("step_")) + 1):
+        assert seen[step]["staleness/mean"] == 0
+        assert seen[step]["mismatch/logp_abs"] <= 1e-4
     assert (folder / "trajectories" / f"step_{steps:06d}.txt").stat().st_size > 0
     assert list((folder / "tensorboard").iterdir())
 
@@ -163,56 +173,31 @@ def test_a_run_loses_an_engine_is_interrupted_resumed_and_leaves_a_model(
     assert model.config.num_experts == 8
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
-    assert f"step_{steps:06d}" in keel("eval", *small(folder, cache, steps))
+    # From here on in this process, which has loaded its libraries.
+    def said_by(command: str, *words: str, status: int = 0) -> str:
+        assert main([command, *ours, *words]) == status
+        said = capsys.readouterr()
+        return said.err if status else said.out
 
-    # What ends before anything starts need not have a process of its own.
-    assert main(["train", *small(folder, cache, steps)]) == 0
-    assert "raise run.steps" in capsys.readouterr().out.lower()
-    assert main(["train", *small(folder, cache, steps), "trainer.lr=0.5"]) == 2
-    assert "trainer.lr" in capsys.readouterr().err
+    assert f"step_{steps:06d}" in said_by("eval")
+    assert "raise run.steps" in said_by("train").lower()
+    assert "trainer.lr" in said_by("train", "trainer.lr=0.5", status=2)
 
-
-def test_a_filter_keeps_what_can_be_solved(tmp_path: Path, cache: Path) -> None:
-    """Anything solves the first line, and nothing the second."""
+    # Anything solves the first line, and nothing the second.
     lines = [
         {"id": "easy", "prompt": "Say it.", "answer": r"[\s\S]*", "match": "regex"},
         {"id": "hard", "prompt": "Say that.", "answer": "(?!)", "match": "regex"},
     ]
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = f"{{name: said, source: jsonl, thinking: false, path: {path}}}"
+    others = f"{{name: said, source: jsonl, thinking: false, path: {path}}}"
     spelling = "{name: spelling, source: reasoning_gym, task: spell_backward, size: 12, holdout: 8}"
-    words = [*small(tmp_path / "run", cache, 1)[:5], "rollout.engines=1", "filter.samples=5"]
-    words += [f"data.sources=[{said}, {spelling}]", "algorithm.group_size=2"]
-    assert "6 of 6 prompts" in keel("filter", *words)
-    table = (tmp_path / "run/filter/pass_rates.jsonl").read_text().splitlines()
+    words = [f"data.sources=[{others}, {spelling}]", "filter.samples=5", "algorithm.group_size=2"]
+    said = said_by("filter", *words)
+    assert "6 of 6 prompts" in said and f"step_{steps:06d}" in said
+    table = (folder / "filter/pass_rates.jsonl").read_text().splitlines()
     rates = {line["id"]: line for line in map(json.loads, table)}
     assert [rates[f"said/{n}"]["passes"] for n in ("easy", "hard")] == [5, 0]
     assert all(line["samples"] == 5 and line["unscored"] == 0 for line in rates.values())
-    (kept,) = (tmp_path / "run/filter/kept/said.jsonl").read_text().splitlines()
+    (kept,) = (folder / "filter/kept/said.jsonl").read_text().splitlines()
     assert (json.loads(kept)["id"], json.loads(kept)["pass_rate"]) == ("easy", 1)
-
-
-def test_sampling_ahead_survives_a_dead_engine_and_an_interruption(
-    tmp_path: Path, cache: Path, start: Callable[[list[str]], Running]
-) -> None:
-    folder = tmp_path / "run"
-    ahead = ["algorithm.max_lag=1", "algorithm.filter_groups=correct"]
-    ahead += ["rollout.weight_transfer=direct"]
-    run = start([*small(folder, cache, steps=200), *ahead])
-    wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
-    os.kill(run.engine_pids()[0], signal.SIGKILL)
-    after = len(metrics(folder)) + 4
-    wait_until(lambda: len(metrics(folder)) >= after or run.process.poll() is not None, "more")
-    run.process.send_signal(signal.SIGINT)
-    run.finish()
-    seen = metrics(folder)
-    reached = seen[-1]["step"]
-    assert [line["step"] for line in seen] == list(range(reached + 1))
-    assert max(line["staleness/mean"] for line in seen[1:]) > 0, "nothing was sampled ahead"
-    assert all(line["staleness/max"] <= 1 for line in seen[1:])
-    assert all(0 <= line["time/idle_fraction"] < 1 for line in seen[1:])
-    assert all(line["routing/fallback_fraction"] == 0 for line in seen[1:])
-    # What was being sampled ahead has not been trained on; a resumed run begins with it.
-    state = json.loads((folder / f"checkpoints/step_{reached:06d}/state.json").read_text())
-    assert 4 <= len(state["cursor"]["unfinished"]) <= 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import socket
 import stat
 import subprocess
@@ -48,23 +47,23 @@ def free_port() -> int:
 
 
 class Shell:
-    """A user's shell with an empty home. Its `keel` trains a little only, or checks where it should
-    train (`trains`), and its `ray` keeps away from other clusters of this machine: ports and folder
-    of its own."""
+    """A user's shell with an empty home. Its `keel` trains a little only, and its `ray` keeps away
+    from other clusters of this machine: ports and folder of its own."""
 
-    def __init__(self, place: Path, temporary: str, models: Path, *, trains: bool) -> None:
+    def __init__(self, place: Path, temporary: str) -> None:
         self.home, self._work = place / "home", place / "work"
         bin_ = place / "bin"
         for folder in (self.home, self._work, bin_):
             folder.mkdir()
         dashboard, real = free_port(), f'exec "{BIN}'
-        small = " ".join(f"'{knob}'" for knob in (*SMALL, f"model.embedded.cache_dir={models}"))
-        trained = "" if trains else 'shift; set -- check "$@"; '
+        small = " ".join(
+            f"'{knob}'" for knob in (*SMALL, f"model.embedded.cache_dir={place / 'models'}")
+        )
         ports = f"--port={free_port()} --dashboard-port={dashboard} --num-cpus=2"
         for more in ("dashboard-agent-listen", "ray-client-server"):
             ports += f" --{more}-port={free_port()}"
         for name, body in {
-            "keel": f'{trained}{real}/keel" "$@" {small}',
+            "keel": f'{real}/keel" "$@" {small}',
             "ray": f"""case "$1 $2" in
                 "start --head") {real}/ray" "$@" {ports} --temp-dir={temporary};;
                 "job submit") shift 2
@@ -112,42 +111,29 @@ class Shell:
             return False
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @contextmanager
-def shell_in(place: Path, models: Path, *, trains: bool) -> Iterator[Shell]:
+def shell_in(place: Path) -> Iterator[Shell]:
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="keel-", ignore_cleanup_errors=True) as temporary:
-        shell = Shell(place, temporary, models, trains=trains)
+        shell = Shell(place, temporary)
         try:
             yield shell
         finally:
             shell.stop()
 
 
-def test_the_lines_of_the_readme(tmp_path: Path, models: Path) -> None:
-    with shell_in(tmp_path, models, trains=True) as shell:
+def test_the_lines_of_the_readme(tmp_path: Path) -> None:
+    with shell_in(tmp_path) as shell:
         path = shell.home / ".ray" / "auth_token"
         # A run on this machine alone leaves no token: tests/trainer/cluster/test_local_ray.py
-        said = shell.run(block_with("ray start --head"))
+        lines = block_with("ray start --head")
+        shell.run(lines.partition("ray start")[0])
+        token = path.read_text()
+        assert len(token.strip()) >= 32 and stat.S_IMODE(path.stat().st_mode) == 0o600
+        # Now as where there is one already, of another use.
+        said = shell.run(lines)
+        assert "stabilisers" in said and "succeeded" in said
         assert "step 2/2" in said
         assert "held-out spelling/pass@1" in said
         assert shell.steps("runs/job") == [0, 1, 2]
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_the_lines_of_the_readme_with_the_token_of_another_use(
-    tmp_path: Path, models: Path
-) -> None:
-    """Whether the job is taken; what it does then is not looked at again."""
-    with shell_in(tmp_path, models, trains=False) as shell:
-        path = shell.home / ".ray" / "auth_token"
-        token = secrets.token_hex(32)
-        path.parent.mkdir()
-        path.write_text(token)
-        said = shell.run(block_with("ray start --head"))
-        assert "stabilisers" in said and "succeeded" in said
-        assert path.read_text() == token
+        assert path.read_text() == token and stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,7 @@ import pytest
 from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import good, running
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
-
-
-def keel(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "keel.trainer.cli", "judge", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_answers_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,9 +19,9 @@ def test_answers_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rubric = tmp_path / "r.yaml"
     rubric.write_text("- {name: blue, text: says blue, weight: 1}\n")
     with running(good) as server:
-        done = keel(answers, "--rubric", rubric, "--base-url", server.url, "--model", "m")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "mean score 1.000" in done.stdout
+        options = ["--rubric", str(rubric), "--base-url", server.url, "--model", "m"]
+        assert main(["judge", str(answers), *options]) == 0
+    assert "mean score 1.000" in capsys.readouterr().out
     assert json.loads(Path(f"{answers}.judged.jsonl").read_text())["score"] == 1.0
     rubric.write_text("- {name: blue, text: says blue, weight: 2}\n")
     options = ["--rubric", str(rubric), "--base-url", "http://h/v1", "--model", "m"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import good, running
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
 
 
@@ -34,25 +31,22 @@ def words(command: str, folder: Path, *overrides: str) -> list[str]:
     ]
 
 
-def test_four_domains_train_together(tmp_path: Path) -> None:
+def test_four_domains_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         open_sandbox("bubblewrap")
     except IsolationError as error:
         pytest.skip(str(error))
     with running(good) as server:
-        command = words("train", tmp_path, f"rewards.judge.base_url={server.url}")
-        done = subprocess.run(
-            [sys.executable, "-m", "keel.trainer.cli", *command],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "code: 12 of 12 reference solutions run, all pass" in done.stdout
+        status = main(words("train", tmp_path, f"rewards.judge.base_url={server.url}"))
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
+    assert "code: 12 of 12 reference solutions run, all pass" in said.out
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     assert last["step"] == 2
+    # The engine sampled with exactly the trainer's weights, which a step has changed.
+    assert last["staleness/mean"] == 0 and last["mismatch/logp_abs"] <= 1e-4
+    assert last["routing/fallback_fraction"] == 0 and last["sampling/kept_mean"] >= 1
     for domain in ("spelling", "spiral", "code", "chat"):
         assert f"domain/{domain}/reward_mean" in last
     # Of 12 prompts one sixth is for the judge, and of those asked instead of filtered groups.

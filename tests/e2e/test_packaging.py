@@ -101,7 +101,8 @@ def test_every_module_imports_beside_folders_of_the_same_names(
     """Those of an editable installation are found: they are the files that all tests import."""
     editable = request.node.callspec.params["python"] == "editable"
     code = (
-        "import importlib, importlib.util, pkgutil\n"
+        "import gc, importlib, importlib.util, pkgutil\n"
+        "gc.disable()  # a fifth of the time\n"
         "import keel\n"
         f"load = importlib.{'util.find_spec' if editable else 'import_module'}\n"
         "modules = [load(each.name) for each in pkgutil.walk_packages(keel.__path__, 'keel.')]\n"
@@ -116,17 +117,15 @@ def test_every_module_imports_beside_folders_of_the_same_names(
 
 
 def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) -> None:
+    """From a folder without the data of the recipes that come along."""
     keel = python.parent / "keel"
     began = time.monotonic()
     assert "train" in run(keel, "--help", cwd=project)
     assert time.monotonic() - began < 10
     assert run(keel, "--version", cwd=project).startswith("keel ")
-    own = "data.sources.0.rewards={rewards.mine.short: 1.0}"
-    assert "sequences per step" in run(keel, "check", "quickstart", own, cwd=project)
-
-
-def test_the_data_of_a_shipped_recipe_is_found_from_anywhere(python: Path, tmp_path: Path) -> None:
-    knobs = ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.model=m"]
+    knobs = ["data.sources[spelling].rewards={rewards.mine.short: 1.0}"]
+    knobs += ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.model=m"]
     knobs += ["rewards.code.isolation=none-i-trust-the-answers"]
-    said = run(python.parent / "keel", "check", "mixed", *knobs, cwd=tmp_path)
+    said = run(keel, "check", "mixed", *knobs, cwd=project)
+    assert "sequences per step" in said
     assert "12 of 12 reference solutions run, all pass" in said

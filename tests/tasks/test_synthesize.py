@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ def made(
         lines: list[str] = []
         stop = asyncio.Event()
 
-        async def one(key: str) -> None:
+        async def one(key: str) -> Sequence[Refused] | None:
             if key == stop_at:
                 stop.set()
                 await asyncio.sleep(60)
-            await make(key)
+            return await make(key)
 
         with Ledger(folder, {"family": "f", "seed": 1}) as ledger:
             say = lines.append
@@ -53,6 +54,24 @@ def test_each_is_kept_or_refused_by_a_gate(tmp_path: Path) -> None:
     assert lines[-1].startswith("8 of 8: ") and json.loads(
         (tmp_path / "out/report.json").read_text()
     ) == json.loads(json.dumps(report))
+
+
+def test_drafts_that_were_thrown_away_are_counted(tmp_path: Path) -> None:
+    async def make(key: str) -> list[Refused]:
+        if key == "t1":
+            refused = Refused("last", "no")
+            refused.drafts = [Refused("first", "no"), Refused("first", "again")]
+            raise refused
+        return [Refused("first", "no")] * (key == "t0")
+
+    why, report, _ = made(tmp_path, make)
+    assert (why, report["kept"], report["drafts"]) == ("", 7, {"first": 3})
+    assert list(report["refused"]) == ["last"]
+    lines: list[str] = []
+    told(report, lines.append)
+    assert "  drafts refused, and written again or done without: 3 by first" in lines
+    with Ledger(tmp_path, {"family": "f", "seed": 1}) as ledger:  # read again
+        assert ledger.report() == report
 
 
 def test_a_stopped_one_goes_on_where_it_was(tmp_path: Path) -> None:

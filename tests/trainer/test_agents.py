@@ -109,6 +109,14 @@ def test_a_template_without_thinking_marks_is_refused_with_the_knob() -> None:
         ),
         ({"window": 30}, r"agents.window = 30"),
         ({"folder": "/nowhere"}, "no folder /nowhere"),
+        (
+            {
+                "target": "keel.agents.environments.general.environment:General",
+                "arguments": {"folder": "trip_planning"},
+                "folder": "",
+            },
+            r"no task 3: the folders have 3 \(set `size`\)",
+        ),
     ],
 )
 def test_what_is_wrong_with_one_is_said_with_its_cure(

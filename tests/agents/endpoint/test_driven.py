@@ -24,19 +24,23 @@ from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Trajectory, Verdi
 from tests.agents.episodes import held, more
 from tests.agents.scripted import BUDGET, END, NO_CONTEXT, Policy, Sums, chat, says
 
+# Without a library for HTTP, which takes longer to import than all the rest of a program's life.
 ASK = """
-import json, os, sys, time
-from http.client import HTTPConnection
-host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+import json, os, socket, sys, time
 task = json.loads(os.environ["KEEL_TASK"])
 messages = list(task["messages"])
+def post(url, body, timeout=None):
+    host, _, path = url.removeprefix("http://").partition("/")
+    body = json.dumps(body).encode()
+    head = f"POST /{path} HTTP/1.0\\r\\nContent-Length: {len(body)}\\r\\n"
+    head += f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n\\r\\n"
+    with socket.create_connection(host.split(":"), timeout) as link, link.makefile("rb") as reply:
+        link.sendall(head.encode() + body)
+        head, _, said = reply.read().partition(b"\\r\\n\\r\\n")
+    return head.split()[1] == b"200", json.loads(said)
 def ask(answer="Go on."):
-    link = HTTPConnection(host)
-    link.request("POST", f"/{path}/chat/completions", json.dumps({"messages": messages}),
-                 {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-    reply = link.getresponse()
-    said = json.loads(reply.read())
-    if reply.status != 200:
+    fine, said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages})
+    if not fine:
         raise SystemExit(said["error"]["message"])
     said = said["choices"][0]["message"]
     messages.extend([said, {"role": "user", "content": answer}])
@@ -82,7 +86,7 @@ def opened(
         dict.fromkeys(programs, environment),
         programs={
             name: AgentProgram(
-                command=[sys.executable, "-c", ASK + code] if code else ["no-such-agent"],
+                command=[sys.executable, "-S", "-c", ASK + code] if code else ["no-such-agent"],
                 **{"open_s": 20.0, **settings},
             )
             for name, code in programs.items()
@@ -255,11 +259,12 @@ def test_what_is_given_up_leaves_nothing(how: str) -> None:
     assert all(future.cancelled() for future in asked)
 
 
-def test_more_than_start_at_once_all_get_their_turn() -> None:
+def test_more_than_start_at_once_all_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.agents.runner.STARTING", 2)
     policy = Policy(lambda turn, _: "word" + END)
     with running(policy, {"p": "ask()", "dead": "sys.exit(1)"}) as runner:
-        dead = runner.submit(task("dead"), group_size=9, purpose="train")
-        group = runner.submit(task("p"), group_size=9, purpose="train").result(60)
-        assert len(dead.result(60).dropped) == 9
+        dead = runner.submit(task("dead"), group_size=3, purpose="train")
+        group = runner.submit(task("p"), group_size=3, purpose="train").result(60)
+        assert len(dead.result(60).dropped) == 3
     assert all(isinstance(t, Trajectory) for t in group.trajectories)
-    assert len(group.trajectories) == 9
+    assert len(group.trajectories) == 3

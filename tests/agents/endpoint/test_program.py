@@ -61,7 +61,7 @@ def drive(
     **more: Any,
 ) -> tuple[Ended, Finished]:
     """Run `python -c code arguments` to its end."""
-    program = AgentProgram(**{"command": [sys.executable, "-c", code, *arguments], **more})
+    program = AgentProgram(**{"command": [sys.executable, "-S", "-c", code, *arguments], **more})
 
     async def late() -> str:
         await asyncio.sleep(within_s)
@@ -191,7 +191,7 @@ def test_what_a_recipe_names_is_a_command_or_a_function(tmp_path: Path) -> None:
 
 FUNCTIONS = """
 import os
-from urllib.request import urlopen
+from textwrap import dedent
 def answers(task): return task["messages"][0]["content"] + "!"
 def scores(prompt, seed, more=1): return {"correct": 1.0, "seed": seed / 10}, {"prompt": prompt}
 async def counts(whatever): return whatever["prompt_id"] == "p"
@@ -213,7 +213,7 @@ number = 3
         ("breaks", "KeyError: 'no such key'"),
         ("lacks", "No module named 'a_package_that_nobody_has'"),
         ("number", "number is no function"),
-        ("nothing", "has no 'nothing'; it has os, urlopen, answers"),
+        ("nothing", "has no 'nothing'; it has os, dedent, answers"),
     ],
 )
 def test_what_a_function_is_told_and_says(

@@ -11,9 +11,9 @@ from tests.rewards.rules.maths_pairs import compared
 
 
 def test_verdicts_are_the_librarys() -> None:
-    counts, wrong = compared(seed=1, count=200)
+    counts, wrong = compared(seed=1, count=120)
     assert wrong == []
-    assert min(counts["alike"], counts["different"]) > 25
+    assert min(counts["alike"], counts["different"]) > 15
 
 
 @pytest.mark.parametrize(

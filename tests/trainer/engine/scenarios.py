@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +34,7 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup
 from tests.buckets import unpack_bucket
+from tests.forked import forked_from
 from tests.trainer.engine.batches import Rollouts
 
 if TYPE_CHECKING:
@@ -357,13 +357,11 @@ def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> Non
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         # One process imports the libraries, the others are its copies. The last two are what a
         # process loads with its first ZeRO optimizer and its first compiled layer: seconds each.
-        get_context("forkserver").set_forkserver_preload(
-            [
-                "keel.trainer.engine.engine",
-                run.__module__,
-                "deepspeed.runtime.zero.muon.muon_optimizer",
-                "torch._dynamo.backends.debugging",
-            ]
+        forked_from(
+            "keel.trainer.engine.engine",
+            run.__module__,
+            "deepspeed.runtime.zero.muon.muon_optimizer",
+            "torch._dynamo.backends.debugging",
         )
         running = [
             mp.start_processes(

@@ -1,0 +1,134 @@
+"""What a pipeline asks of an author's code, answered in the sandbox that it runs in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from keel.agents.environments.general.child import Ended
+from keel.agents.environments.general.folder import Folder
+from keel.agents.environments.general.parts import solving_child, tools_child, verified
+from keel.agents.inside.errors import Refused
+
+
+class Solution:
+    """A solution at work. It is told nothing but its own text and the names of the tools."""
+
+    def opening(self, task: Mapping[str, Any], seed: int) -> None:
+        given = task["reward"]
+        self._child = solving_child(given["source"], given["number"], given["returns"])
+
+    def go(self, said: dict[str, Any]) -> Any:
+        """What a call came to; returns the next call, or {"is": the answer}."""
+        try:
+            if said:
+                self._child.send(said)
+            reply = self._child.receive()
+        except Ended as error:
+            raise Refused(f"the solution: {error}") from error
+        return reply
+
+    def close(self) -> None:
+        self._child.end()
+
+
+class Workshop:
+    """The tools and verifiers of the folder `environment`. within_s: for each thing that its code
+    is asked."""
+
+    def opening(self, task: Mapping[str, Any], seed: int) -> None:
+        self._folder = Folder(Path(task["reward"]["environment"]))
+        self._within_s, self._seed = task["reward"]["within_s"], seed
+
+    def describe(self) -> Any:
+        """The tools' specs, by name."""
+        return self._told([{"do": "describe"}])[0]["is"]
+
+    def results(self, calls: list[dict[str, Any]]) -> Any:
+        """What calls come to, one after the other: {"is" or "raised": text} of each."""
+        return self._told(
+            [{"do": "call", "name": one["name"], "arguments": one["arguments"]} for one in calls]
+        )
+
+    def _told(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        child = tools_child(self._folder, self._seed)
+        try:
+            found: list[dict[str, Any]] = []
+            for request in requests:
+                child.send(request)
+                found.append(child.receive(self._within_s))
+                if "refused" in found[-1]:
+                    raise Refused(str(found[-1]["refused"]))
+            return found
+        except Ended as error:
+            raise Refused(f"tools.py: {error}") from error
+        finally:
+            child.end()
+
+    def verdicts(self, number: int, answers: list[Any]) -> Any:
+        """Of each answer, by a process of its own: what is demanded and whether it is met, or why
+        that is not known."""
+        return [verified(self._folder, number, answer, self._within_s) for answer in answers]
+
+    def strings(self, most: int) -> list[str]:
+        """Texts of the database, in order, each once."""
+        return strings_of(self._folder.database())[:most]
+
+    def shown(self, most: int) -> list[str]:
+        """The database in `most` characters: some of each kind."""
+        database = self._folder.database()
+        if not isinstance(database, dict | list):
+            parts = [
+                f"{sql}\n{_rows(database, quoted, SHOWN)}" for _, sql, quoted in _tables(database)
+            ]
+            return ["\n\n".join(parts)[:most]]
+        kinds = cast(dict[str, Any], database if isinstance(database, dict) else {"": database})
+        return ["\n".join(f"{name}: {_some(kind)}" for name, kind in kinds.items())[:most]]
+
+
+SHOWN = 3
+
+
+def _some(kind: Any) -> str:
+    if isinstance(kind, dict):
+        entries = cast(dict[str, Any], kind)
+        first: Any = dict(list(entries.items())[:SHOWN])
+        count = len(entries)
+    elif isinstance(kind, list):
+        first, count = cast(list[Any], kind)[:SHOWN], len(cast(list[Any], kind))
+    else:
+        first, count = kind, 0
+    return json.dumps(first, ensure_ascii=False) + (f" … {count} in all" if count > SHOWN else "")
+
+
+def _tables(database: Any) -> list[tuple[str, str, str]]:
+    """Of a SQLite database: name, how it was made, and the name in quotes."""
+    rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
+    return [(name, sql, '"' + name.replace('"', '""') + '"') for name, sql in rows]
+
+
+def _rows(database: Any, quoted: str, most: int) -> str:
+    rows = database.execute(f"SELECT * FROM {quoted} LIMIT {most}")
+    return "\n".join(json.dumps(dict(row), ensure_ascii=False, default=str) for row in rows)
+
+
+def strings_of(database: Any) -> list[str]:
+    found: dict[str, None] = {}
+    if not isinstance(database, dict | list):
+        for _, _, quoted in _tables(database):
+            for row in database.execute(f"SELECT * FROM {quoted} LIMIT 1000"):
+                found.update(dict.fromkeys(one for one in row if isinstance(one, str)))
+        return list(found)
+    pending: list[Any] = [database]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            found[one] = None
+        elif isinstance(one, dict):
+            entries = cast(dict[str, Any], one)
+            pending += [*reversed(entries.values()), *reversed(entries)]
+        elif isinstance(one, list):
+            pending += reversed(cast(list[Any], one))
+    return list(found)

@@ -1,0 +1,153 @@
+"""Processes in which an author's code runs, forked from one of ours in the sandbox: they can open
+no file, start no process and write to nothing, and what they say is read as data."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn, cast
+
+from keel.agents.inside.episode import stand_alone
+from keel.agents.inside.errors import Refused, told
+
+MEMORY_MIB = 512
+MOST_BYTES = 4 << 20
+"""Of one message."""
+Message = dict[str, Any]
+
+
+class Ended(Exception):
+    """A child said nothing more: it ended, said too much, or did not answer in time."""
+
+
+class Channel:
+    """JSON lines, one side of two."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._heard = end, b""
+
+    def send(self, message: Message) -> None:
+        """Raises Ended where nobody listens, ValueError for what is no JSON."""
+        line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        try:
+            self._end.sendall(line)
+        except OSError as error:
+            raise Ended("its process ended") from error
+
+    def receive(self, within_s: float | None = None) -> Message:
+        """Raises Ended."""
+        until = None if within_s is None else time.monotonic() + within_s
+        while b"\n" not in self._heard:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self._end], [], [], left)[0]:
+                raise Ended(f"it did not end within {within_s:g} s")
+            data = self._end.recv(1 << 16)
+            self._heard += data
+            if not data or len(self._heard) > MOST_BYTES:
+                raise Ended("it said too much" if data else "its process ended")
+        line, _, self._heard = self._heard.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise Ended("it said what is no message")
+        return cast(Message, message)
+
+
+class Child(Channel):
+    """A forked process. run: what it does, with its channel; calls `shut` before any code that is
+    not ours. What it raises is sent as {"refused" or "raised": text}."""
+
+    def __init__(self, run: Callable[[Channel], None]) -> None:
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if not self.pid:
+            _child(theirs, run)
+        theirs.close()
+        super().__init__(ours)
+
+    def ask(self, message: Message, within_s: float | None = None) -> Any:
+        """Raises Ended, Refused, and Failed for what its code raised."""
+        self.send(message)
+        return self.answer(within_s)
+
+    def answer(self, within_s: float | None = None) -> Any:
+        reply = self.receive(within_s)
+        if "refused" in reply:
+            raise Refused(str(reply["refused"]))
+        if "raised" in reply:
+            raise Failed(str(reply["raised"]))
+        return reply.get("is")
+
+    def end(self) -> None:
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self._end.close()
+            self.pid = 0
+
+
+class Failed(Exception):
+    """What an author's code raised, in words."""
+
+
+def _child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
+    channel = Channel(end)
+    try:
+        stand_alone()
+        # Its parent's channels are among them: nothing is to be said there in its name.
+        os.closerange(3, end.fileno())
+        os.closerange(end.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(nowhere, fd)
+        os.close(nowhere)
+        run(channel)
+    except BaseException as error:
+        with suppress(BaseException):
+            kind = "refused" if isinstance(error, Refused) else "raised"
+            channel.send({kind: told(error) if kind == "raised" else str(error)})
+    finally:
+        os._exit(0)
+
+
+def serve(channel: Channel, answer: Callable[[Message], Any]) -> None:
+    """Requests, one after the other, until nobody asks any more."""
+    while True:
+        try:
+            request = channel.receive()
+        except Ended:
+            return
+        try:
+            reply: Message = {"is": answer(request)}
+            channel.send(reply)
+        except Ended:
+            return
+        except Refused as error:
+            channel.send({"refused": str(error)})
+        except (Exception, SystemExit) as error:
+            channel.send({"raised": told(error)})
+
+
+def shut(memory_mib: int = MEMORY_MIB) -> None:
+    """No file, no process, no memory beyond that, for the rest of this process."""
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = memory_mib << 20
+    if address_space != resource.RLIM_INFINITY:
+        wanted = min(wanted, address_space)
+    for limit, value in (
+        (resource.RLIMIT_AS, wanted),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))

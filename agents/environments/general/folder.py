@@ -1,0 +1,72 @@
+"""The folder of an environment that an author made:
+
+database.json      or database.sqlite
+tools.py           typed functions over `database`, the tools
+task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]}, easy first
+solve.py           solve_0(tools), solve_1(tools), …: no policy's, and read by no environment
+verify.py          verify_0(answer, database), …: a bool, or one for each thing demanded
+provenance.json    how it was made
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An environment."""
+
+    path: Path
+
+    def text(self, name: str) -> str:
+        return (self.path / name).read_text(encoding="utf-8")
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Raises ValueError for what is no task.json."""
+        try:
+            tasks: list[dict[str, Any]] = json.loads(self.text("task.json"))["tasks"]
+            for task in tasks:
+                _ = str(task["question"]), list(task["tools"])
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{self.path / 'task.json'}: {error!r}") from error
+        return tasks
+
+    def database(self) -> Any:
+        """A copy for whoever asks: JSON's value, or a connection."""
+        file = self.path / "database.sqlite"
+        if not file.exists():
+            return json.loads(self.text("database.json"))
+        connection = sqlite3.connect(":memory:")
+        connection.deserialize(file.read_bytes())  # type: ignore[attr-defined]
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.row_factory = sqlite3.Row
+        return connection
+
+
+def folders(names: Sequence[str]) -> list[Folder]:
+    """Each an environment, a folder of them, or the name of one that comes along; `shipped`: all of
+    those. In order. Raises ValueError."""
+    found: list[Folder] = []
+    for name in names:
+        own = SHIPPED if name == "shipped" else SHIPPED / name
+        path = own if "/" not in name and not Path(name).exists() else Path(name).expanduser()
+        if (path / "task.json").is_file():
+            found.append(Folder(path))
+            continue
+        inside = sorted(each.parent for each in path.glob("*/task.json"))
+        if not inside:
+            known = ", ".join(each.name for each in sorted(SHIPPED.glob("*")))
+            raise ValueError(
+                f"{name} is no folder of tasks, nor has it any (looked in {path}; in a sandbox it "
+                f"must be among `readable`). Those that come along: {known}"
+            )
+        found += map(Folder, inside)
+    return found

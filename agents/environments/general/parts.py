@@ -1,0 +1,186 @@
+"""An author's tools, verifier and solution, each run in a process of its own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast, get_type_hints
+
+from keel.agents.environments.general.child import (
+    Channel,
+    Child,
+    Ended,
+    Failed,
+    Message,
+    serve,
+    shut,
+)
+from keel.agents.environments.general.folder import Folder
+from keel.agents.environments.general.rules import function, namespace, parsed
+from keel.agents.inside.errors import Refused, told
+from keel.agents.inside.kinds import Tool, functions_of
+
+
+def tools_child(folder: Folder, seed: int) -> Child:
+    """Answers {"do": "describe"} with the tools' specs by name, and {"do": "call", "name",
+    "arguments"} with a text."""
+
+    def run(channel: Channel) -> None:
+        source, database = folder.text("tools.py"), folder.database()
+        shut()
+        tools: dict[str, Tool] = {}
+
+        def answer(request: Message) -> Any:
+            if not tools:
+                tools.update(tools_of(source, database))
+                random.seed(seed)
+            if request["do"] == "describe":
+                return {name: tool.spec for name, tool in tools.items()}
+            if request["name"] not in tools:
+                raise Refused(f"there is no tool {request['name']!r}")
+            return tools[request["name"]](request["arguments"])
+
+        serve(channel, answer)
+
+    return Child(run)
+
+
+def tools_of(source: str, database: Any) -> dict[str, Tool]:
+    """Public functions of a tools.py. Raises Refused for one that is not typed and described."""
+    tree = parsed(source, "tools")
+    module = ModuleType("tools")
+    vars(module).update(namespace("tools"), database=database)
+    sys.modules["tools"] = module  # where dataclasses look for their module
+    _run(lambda: exec(compile(tree, "tools.py", "exec"), vars(module)), "tools.py")
+    functions = functions_of(module)
+    if not functions:
+        raise Refused("tools.py has no public function")
+    return {name: _typed(name, function) for name, function in functions.items()}
+
+
+def _typed(name: str, given: Callable[..., Any]) -> Tool:
+    if name == SUBMIT["name"]:
+        raise Refused(f"tool {name}: that name is taken: it submits the answer")
+    tool = Tool(name, given)
+    hints = get_type_hints(given)
+    parameters = inspect.signature(given).parameters
+    for one in (*parameters, "return"):
+        if hints.get(one, Any) is Any:
+            raise Refused(f"tool {name}: {one} has no type hint, or one that says nothing")
+    if not tool.spec["description"]:
+        raise Refused(f"tool {name} has no docstring: it is all that is known of it")
+    tool.spec["returns"] = "text" if hints["return"] is str else "json"
+    return tool
+
+
+SUBMIT: dict[str, Any] = {
+    "name": "submit_result",
+    "description": "Submit the answer, in the form that the task asks for. This ends the task.",
+    "parameters": {
+        "type": "object",
+        "properties": {"answer_text": {"type": "string", "description": "The answer, as JSON"}},
+        "required": ["answer_text"],
+        "additionalProperties": False,
+    },
+}
+
+
+def answer_of(text: str) -> Any:
+    """What was submitted: as JSON, where it is that."""
+
+    def none_such(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=none_such)
+    except (ValueError, RecursionError):
+        return text
+
+
+def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
+    """What is demanded, and whether it is met; or why nothing is known. It sees a database of its
+    own, whatever the tools did to theirs.
+
+    Raises Refused for a verifier that may not be one."""
+
+    def run(channel: Channel) -> None:
+        source, database = folder.text("verify.py"), folder.database()
+        shut()
+        verify = _function(source, "verify", f"verify_{number}", 2)
+
+        def checked(request: Message) -> Any:
+            said: Any = verify(request["answer"], database)
+            if not isinstance(said, dict):
+                said = {"correct": said}
+            demands = cast(dict[Any, Any], said)
+            if not demands or not all(type(one) is bool for one in demands.values()):
+                raise Failed(f"it returned {str(demands)[:200]}; True or False, or a dict of them")
+            return {str(name): met for name, met in demands.items()}
+
+        serve(channel, checked)
+
+    child = Child(run)
+    try:
+        said = child.ask({"answer": answer}, within_s)
+    except (Ended, Failed) as error:
+        return str(error)
+    finally:
+        child.end()
+    # It is theirs to say, whatever the code in there became.
+    if not isinstance(said, dict) or not said:
+        return "it said what is no verdict"
+    demands = cast(dict[str, Any], said)
+    if not all(type(one) is bool for one in demands.values()):
+        return "it said what is no verdict"
+    return demands
+
+
+def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
+    """Sends {"call": name, "arguments"} and wants {"text"} or {"failed"}, and at the end
+    {"is": the answer}. returns: the tools by name, `text` or `json`."""
+
+    def run(channel: Channel) -> None:
+        shut()
+        solve = _function(source, "solve", f"solve_{number}", 1)
+        answer = _run(lambda: solve(_tools(channel, returns)), "the solution")
+        channel.send({"is": answer})
+
+    return Child(run)
+
+
+def _tools(channel: Channel, returns: dict[str, str]) -> Any:
+    """All that a solution is given."""
+
+    def named(name: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            channel.send({"call": name, "arguments": arguments})
+            reply = channel.receive()
+            if "failed" in reply:
+                raise RuntimeError(reply["failed"])
+            return reply["text"] if returns[name] == "text" else json.loads(reply["text"])
+
+        return call
+
+    return type("Tools", (), {name: staticmethod(named(name)) for name in returns})()
+
+
+def _function(source: str, part: Any, name: str, parameters: int) -> Callable[..., Any]:
+    tree, node = function(source, part, name)
+    if len(node.args.args) != parameters or node.args.vararg or node.args.kwonlyargs:
+        raise Refused(f"{part}.py: {name} has {parameters} parameter{'s' * (parameters > 1)}")
+    names = namespace(part)
+    _run(lambda: exec(compile(tree, f"{part}.py", "exec"), names), f"{part}.py")
+    return names[name]
+
+
+def _run(what: Callable[[], Any], where: str) -> Any:
+    try:
+        return what()
+    except (Refused, Ended):
+        raise
+    except (Exception, SystemExit) as error:
+        raise Refused(f"{where} raises {told(error)}") from error

@@ -1,0 +1,1 @@
+"""A corpus to search in: an index of its documents, and the tools that search, open and find."""

@@ -1,0 +1,65 @@
+"""What an answer cites, held to what was opened and to what stands there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from keel.agents.environments.search.documents import Document
+from keel.agents.environments.search.text import signs, squeezed
+
+HOW = (
+    "Cite what your answer rests on: the name of a document that you have opened and words that "
+    'stand in it, as [[name: "words"]].'
+)
+MOST = 32
+"""Citations that are read."""
+MOST_CHARACTERS = 1500
+LEAST, LEAST_SIGNS = 12, 6
+"""Letters and digits that a quote needs: fewer stand everywhere; … of scripts without spaces."""
+_CITED = re.compile(r"(.*?):\s*[\"“”«「『'](.*)[\"“”»」』']\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    name: str
+    quote: str = ""
+
+
+def citations_in(text: str) -> list[Citation]:
+    """Each once, in order."""
+    found, at = dict[Citation, None](), 0
+    while len(found) < MOST and (start := text.find("[[", at)) >= 0:
+        if (end := text.find("]]", start)) < 0:
+            break
+        inside, at = text[start + 2 : end], end + 2
+        if len(inside) <= MOST_CHARACTERS:
+            cited = _CITED.fullmatch(inside)
+            name, quote = cited.groups() if cited else (inside, "")
+            found[Citation(" ".join(name.split()), quote)] = None
+    return list(found)
+
+
+def fault(citation: Citation, opened: Mapping[str, Document]) -> str:
+    """What is wrong with it; "" if nothing is."""
+    if citation.name not in opened:
+        return f"no document {citation.name[:200]!r} was opened"
+    return quoted(citation.quote, opened[citation.name])
+
+
+def quoted(quote: str, document: Document) -> str:
+    """Why `quote` is no quote of `document`; "" if it is one. White space, case and punctuation do
+    not count."""
+    words = squeezed(quote)
+    if len(words) < (LEAST_SIGNS if len(signs(quote)) > len(words) / 2 else LEAST):
+        return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
+    if words not in _squeezed(document.text):
+        return f"{document.name} does not say {quote[:200]!r}"
+    return ""
+
+
+@lru_cache(maxsize=32)  # one long document may be cited many times
+def _squeezed(text: str) -> str:
+    return squeezed(text)

@@ -1,0 +1,212 @@
+"""Full-text search in a folder: SQLite's FTS5 with BM25 over the terms of passages.
+
+The index holds the documents' text, so nothing of the folder is read any more once it is made: what
+is asked for is a row, never a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from keel.agents.environments.search.documents import (
+    Document,
+    Hit,
+    documents_of,
+    files_of,
+    fingerprint,
+)
+from keel.agents.environments.search.text import excerpt, signs, spans, terms
+
+VERSION = 1
+"""Raised with every change of what is in an index."""
+PASSAGE = 900
+"""Characters that are found together."""
+SNIPPET = 280
+MOST_TERMS = 48
+"""Of a query."""
+SEARCH_S = 10.0
+"""Longest search. A policy must not be able to lose its episode over a slow one."""
+STEPS = 1000
+"""Of SQLite's, between two looks at the clock."""
+_TABLES = """
+create table about (key text primary key, value text);
+create table documents (id integer primary key, name text unique, title text, text text);
+create table passages (id integer primary key, document integer, start integer, stop integer);
+create virtual table found using fts5 (title, terms, signs, content = '',
+    tokenize = "unicode61 remove_diacritics 0 categories 'L* N* M* Co'");
+"""
+_SEARCH = """
+select p.document, p.start, p.stop from found join passages p on p.id = found.rowid
+where found match ? order by bm25(found) limit ?
+"""
+
+
+class Index:
+    """An index, open to read. Implements `Library`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError for what is none."""
+        try:
+            self._base = _opened(path)
+            about = dict(self._base.execute("select key, value from about").fetchall())
+        except sqlite3.Error as error:
+            raise ValueError(f"{path}: is no index of a corpus: {error}") from error
+        if about.get("version") != str(VERSION):
+            raise ValueError(f"{path}: is an index of another version; remove it")
+        self.of = about["of"]
+        """Fingerprint of the files that it was made from."""
+
+    def search(self, query: str, most: int) -> list[Hit]:
+        if not (said := _expression(query)):
+            return []
+        wanted, hits = terms(query), dict[int, Hit]()
+        until = time.monotonic() + SEARCH_S
+        self._base.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+        try:
+            # A document may have many passages: a few are looked at for each that is wanted.
+            found = self._base.execute(_SEARCH, (said, 8 * most)).fetchall()
+        except sqlite3.OperationalError as error:
+            raise ValueError("the search took too long; use fewer and rarer words") from error
+        finally:
+            self._base.set_progress_handler(None, 0)
+        for number, start, stop in found:
+            if number not in hits and len(hits) < most:
+                name, title, text = self._row(number)
+                snippet = excerpt(text[start:stop], wanted, SNIPPET)
+                hits[number] = Hit(name=name, title=title, snippet=snippet)
+        return list(hits.values())
+
+    def document(self, name: str) -> Document | None:
+        row = self._base.execute(
+            "select name, title, text from documents where name = ?", (name,)
+        ).fetchone()
+        return Document(name=row[0], title=row[1], text=row[2]) if row else None
+
+    def documents(self) -> Iterator[Document]:
+        """All, in order."""
+        for row in self._base.execute("select name, title, text from documents order by id"):
+            yield Document(name=row[0], title=row[1], text=row[2])
+
+    def frequency(self, phrase: str) -> int:
+        """Documents that have the words of `phrase` one after the other in a passage."""
+        if not (found := terms(phrase)):
+            return 0
+        columns = "signs" if _alone(found[0]) and len(found) == 1 else "{title terms}"
+        said = f'{columns}: "{" ".join(found)}"'
+        count = (
+            "select count(distinct p.document) from found join passages p on p.id = found.rowid "
+            "where found match ?"
+        )
+        return self._base.execute(count, (said,)).fetchone()[0]
+
+    def __len__(self) -> int:
+        return self._base.execute("select count(*) from documents").fetchone()[0]
+
+    def close(self) -> None:
+        self._base.close()
+
+    def _row(self, number: int) -> tuple[str, str, str]:
+        return self._base.execute(
+            "select name, title, text from documents where id = ?", (number,)
+        ).fetchone()
+
+
+def default_path(folder: Path) -> Path:
+    """Where the index of a folder is kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    return cache / "keel" / "search" / f"{name}.sqlite"
+
+
+def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
+    """The index of `folder`, made anew where its files have changed. without: files that are not
+    for whoever searches. Raises ValueError for a corpus that cannot be read or holds one of
+    `without`, OSError where the index cannot be written."""
+    folder = folder.expanduser()
+    files, path = files_of(folder), path or default_path(folder)
+    real = {file.resolve() for file in files}
+    if bad := [file for file in without if file.resolve() in real]:
+        raise ValueError(
+            f"corpus {folder}: holds {bad[0]}, which has the answers; move it out of the corpus"
+        )
+    files = [file for file in files if file.resolve() != path.resolve()]
+    of = fingerprint(folder, files)
+    if path.exists():
+        try:
+            index = Index(path)
+        except ValueError:
+            pass
+        else:
+            index.close()
+            if index.of == of:
+                return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, made = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        _make(Path(made), folder, files, of)
+        if os.geteuid() == 0:
+            os.chmod(made, 0o644)  # in a sandbox that root starts, others read it
+        os.replace(made, path)
+    except BaseException:
+        os.unlink(made)
+        raise
+    return path
+
+
+def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
+    base = sqlite3.connect(path, isolation_level=None)
+    try:
+        base.execute("pragma journal_mode = off")
+        base.execute("pragma synchronous = off")
+        base.executescript(_TABLES)
+        base.execute("begin")
+        row = 0
+        for number, document in enumerate(documents_of(folder, files), start=1):
+            base.execute(
+                "insert into documents values (?, ?, ?, ?)",
+                (number, document.name, document.title, document.text),
+            )
+            title = " ".join(terms(document.title)), signs(document.title)
+            for start, stop in spans(document.text, PASSAGE):
+                row += 1
+                piece = document.text[start:stop]
+                base.execute("insert into passages values (?, ?, ?, ?)", (row, number, start, stop))
+                base.execute(
+                    "insert into found (rowid, title, terms, signs) values (?, ?, ?, ?)",
+                    (row, title[0], " ".join(terms(piece)), " ".join([*title[1], *signs(piece)])),
+                )
+        if not row:
+            raise ValueError(
+                f"corpus {folder}: has no document: no text in files that end in .txt, .md, .rst, "
+                ".html, .htm, .xhtml or .jsonl"
+            )
+        about = {"version": str(VERSION), "of": of}
+        base.executemany("insert into about values (?, ?)", about.items())
+        base.execute("insert into found (found) values ('optimize')")
+        base.execute("commit")
+    finally:
+        base.close()
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    # Immutable: nothing is written beside it, and in a sandbox nothing could be.
+    name = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    return sqlite3.connect(f"file:{name}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+
+
+def _expression(query: str) -> str:
+    """Any of its terms. Each is letters and digits in quotes: nothing of FTS5's language."""
+    found = list(dict.fromkeys(terms(query)))[:MOST_TERMS]
+    return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in found)
+
+
+def _alone(term: str) -> bool:
+    """Whether it is one sign of a script without spaces, which pairs are made of elsewhere."""
+    return len(term) == 1 and bool(signs(term))

@@ -1,0 +1,1 @@
+"""Questions whose answers lie deep in a corpus (`keel synthesize`, family `search`)."""

@@ -1,0 +1,141 @@
+"""The policy's tools, and what is made of citations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.environments.search.documents import Document, Hit
+from keel.agents.environments.search.environment import Search, prepare
+from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.inside.kinds import Object, methods_of
+from tests.agents.environments.search.corpus import write_corpus
+
+TASK = {"messages": [{"role": "user", "content": "Who?"}], "reward": {"kind": "answer"}}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    folder = tmp_path_factory.mktemp("corpus")
+    index = Index(ensure_index(write_corpus(folder / "files"), folder / "index"))
+    yield index
+    index.close()
+
+
+@pytest.fixture
+def search(index: Index) -> Search:
+    search = Search(ready=index, page_characters=100)
+    search.opening(TASK)
+    return search
+
+
+def verdict(search: Search, said: str) -> dict[str, float]:
+    return search.verdict([*TASK["messages"], {"role": "assistant", "content": said}])[0]  # type: ignore[misc]
+
+
+def test_the_tools_are_these_three(index: Index, search: Search) -> None:
+    opening = Object(search, methods_of(search)).opening(TASK, 1)
+    assert [tool["name"] for tool in opening["tools"]] == ["search", "open", "find"]
+    system, question = opening["messages"]
+    assert system["content"].startswith("Cite ") and "<answer>" in system["content"]
+    assert question == TASK["messages"][0]
+    own = {"messages": [{"role": "system", "content": "Be brief."}, question], "reward": {}}
+    told = Search(ready=index).opening(own)
+    assert told[0]["content"].startswith("Be brief.\n\nCite ") and told[1:] == [question]
+    assert "<answer>" not in told[0]["content"]
+    assert Search(ready=index, cite=False).opening(own) == own["messages"]
+
+
+def test_search_open_find(search: Search) -> None:
+    found = search.search("Halvorsen Bridge").splitlines()
+    assert found[0] == "1. Halvorsen Bridge (bridge.md)" and found[1].startswith("   ")
+    first = search.open("1")
+    assert first.startswith("Halvorsen Bridge (bridge.md), page 1 of 3\n\n# Halvorsen Bridge")
+    assert "It was opened in 1911" in search.open("bridge.md", page=2)
+    assert search.find("the   ENGINEER").startswith("page 2: … ")
+    assert search.find("zebra") == "bridge.md does not have 'zebra'."
+
+
+def test_what_a_call_can_be_refused_for(search: Search) -> None:
+    for call, why in (
+        (lambda: search.find("x"), "no document is open"),
+        (lambda: search.open("../../etc/passwd"), "there is no document"),
+        (lambda: search.open("bridge.md", page=9), "has 3 pages; there is no page 9"),
+        (lambda: search.open("7"), "there is no document '7'; search for it"),
+        (lambda: search.search("x" * 999), "at most 400 characters"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            call()
+    assert "Nothing was found" in search.search("zebra")
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        ('Dancu [[bridge.md: "designed by the engineer Mirela Dancu"]].', 1.0),
+        ("Dancu [[bridge.md: “Designed by the\nengineer — MIRELA Dancu”]].", 1.0),
+        ("[[notes/beijing.txt: 「图书馆由建筑师林晓梅设计」]]", 1.0),
+        ("Dancu.", 0.0),
+        ("[[bridge.md]]", 0.0),
+        ('[[bridge.md: "a"]]', 0.0),
+        ('[[bridge.md: "designed by the engineer John Smith"]]', 0.0),
+        ('[[society.html: "The Corvane Society was founded in"]]', 0.0),  # was not opened
+        ('[[nowhere.md: "designed by the engineer Mirela Dancu"]]', 0.0),
+        ('[[bridge.md: "opened in 1911 after nine years"]] [[bridge.md: "nobody said this"]]', 0.5),
+        ('[[bridge.md: "opened in 1911 after nine years"]]</think> Dancu.', 0.0),
+        ("[[" * 5000 + "]]" * 5000, 0.0),
+    ],
+)
+def test_citations_are_held_to_the_corpus(search: Search, said: str, share: float) -> None:
+    search.open("bridge.md")
+    search.open("notes/beijing.txt")
+    assert verdict(search, said)["citations"] == share
+
+
+def test_the_documents_that_a_task_rests_on(search: Search) -> None:
+    names = ["bridge.md", "people.jsonl#dancu"]
+    search.opening({**TASK, "reward": {"environment": {"evidence": names}}})
+    search.open("bridge.md")
+    assert verdict(search, "x")["evidence"] == 0.5
+    search.open("people.jsonl#dancu")
+    assert verdict(search, "x")["evidence"] == 1.0
+    parts, facts = search.verdict([])
+    assert parts["citations"] == 0.0 and facts["opened"] == names
+
+
+class Web:
+    """A search API, as a user's adapter has it."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+
+    def search(self, query: str, most: int) -> list[Hit]:
+        return [Hit(name="https://example.org/a", title="A\u200b", snippet="x\x1b" + "y " * 900)]
+
+    def document(self, name: str) -> Document | None:
+        return Document(name=name, title="A", text=self.page) if name.startswith("http") else None
+
+
+def test_a_library_of_ones_own() -> None:
+    search = Search(library=f"{__name__}:Web", options={"page": "The\u2066 page says little."})
+    assert search.search("a").startswith("1. A (https://example.org/a)\n   xy y")
+    assert len(search.search("a")) < 500 and "The page says" in search.open("1")
+    assert verdict(search, '[[https://example.org/a: "the page says little"]]')["citations"] == 1.0
+
+
+def test_it_is_prepared_before_a_run(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "files")
+    given: dict[str, Any] = {"corpus": str(corpus), "index": str(tmp_path / "i"), "results": 2}
+    arguments, reads = prepare(given, [tmp_path / "tasks.jsonl"])
+    assert arguments == {"index": str(tmp_path / "i"), "results": 2} and reads == [tmp_path / "i"]
+    search = Search(**arguments)
+    assert len(search.search("bridge").splitlines()) == 4
+    assert prepare({"library": "a:b"}, []) == ({"library": "a:b"}, [])
+    json.dumps(arguments)
+    for wrong in ({}, {"corpus": "a", "library": "b:c"}, {"corpus": "a", "results": 0}):
+        with pytest.raises(ValueError, match="search: "):
+            Search(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,170 @@
+"""A folder becomes an index: formats, languages, files that change, and files that are hostile."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keel.agents.environments.search.documents import documents_of, files_of
+from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.markup import text_of_html
+from keel.agents.environments.search.text import cleaned, spans, squeezed, terms
+from tests.agents.environments.search.corpus import write_corpus
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    folder = tmp_path_factory.mktemp("corpus")
+    index = Index(ensure_index(write_corpus(folder / "files"), folder / "index"))
+    yield index
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("who designed the Halvorsen bridge", "bridge.md"),
+        ("MIRELA DÁNCU born", "people.jsonl#dancu"),
+        ("Corvane Society founded", "society.html"),
+        ("Tobias Wrenfield", "society.html"),
+        ("未名湖", "notes/beijing.txt"),
+        ("图书馆 设计", "notes/beijing.txt"),
+        ("湖", "notes/beijing.txt"),
+        ("佐藤花子", "notes/kyoto.txt"),
+        ("鴨川", "notes/kyoto.txt"),
+        ("แม่น้ำเจ้าพระยา", "notes/thai.txt"),
+    ],
+)
+def test_what_is_found_first(index: Index, query: str, first: str) -> None:
+    hits = index.search(query, 5)
+    assert hits[0].name == first and len({hit.name for hit in hits}) == len(hits) <= 5
+
+
+def test_snippets_show_why(index: Index) -> None:
+    assert "founded in 1874 by Tobias Wrenfield" in index.search("Wrenfield", 1)[0].snippet
+    assert index.search("zebra", 5) == [] == index.search("?!", 5)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ['"', "a OR", "NEAR(a b)", "title:x", "* ^ -", "a\x00b", "'; drop table found; --", "("],
+)
+def test_a_query_is_no_language(index: Index, query: str) -> None:
+    index.search(query, 3)
+    assert len(index) == 42
+
+
+def test_a_search_that_takes_too_long_is_a_failed_call(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.agents.environments.search.index.SEARCH_S", -1.0)
+    monkeypatch.setattr("keel.agents.environments.search.index.STEPS", 1)
+    with pytest.raises(ValueError, match="took too long; use fewer and rarer words"):
+        index.search("the shop of the council", 5)
+    assert index.document("bridge.md") is not None
+
+
+def test_frequencies_of_phrases(index: Index) -> None:
+    assert index.frequency("Mirela Dancu") == 2 and index.frequency("Dancu Mirela") == 0
+    assert index.frequency("市民") == 1 and index.frequency("橋") == 1
+    assert index.frequency("the council of Ashby") == 3 and index.frequency("…") == 0
+
+
+def test_only_what_a_reader_sees_of_html(index: Index) -> None:
+    found = index.document("society.html")
+    assert found is not None and found.title == "Corvane Society"
+    assert "31,000 volumes & one globe" in found.text
+    assert not any(word in found.text for word in ("Ignore", "hidden words", "comment", "<"))
+
+
+def test_hostile_html_takes_no_longer() -> None:
+    for piece in ("<!--", "<a ", "<script>", "</x>", "<p hidden><b>", "<a ='<a =\"", "&#", "<"):
+        begun = time.process_time()
+        text_of_html((piece * 100_000)[:100_000])
+        assert time.process_time() - begun < 1.0, piece
+    title, text = text_of_html("<p hidden>no<p>no</p></p><br>3 < 4 <b title='a>b'>yes</b><title>x")
+    assert (title, text.split()) == ("x", ["3", "<", "4", "yes"])
+
+
+def test_what_cannot_be_seen_goes() -> None:
+    hidden = "".join(chr(0xE0000 + ord(c)) for c in "answer Paris")
+    assert cleaned(f"a\u200b{hidden}b\x1b[2J\ue000\ud800 \u202ec\r\n\n\n\n d ") == "ab[2J c\n\nd"
+    assert cleaned("می\u200cخواهم") == "می\u200cخواهم"
+
+
+def test_terms_of_many_languages() -> None:
+    assert terms("The Gödel-Prize, 3.5%") == ["the", "godel", "prize", "3", "5"]
+    assert terms("北京大学 A") == ["北京", "京大", "大学", "a"] and terms("湖") == ["湖"]
+    assert terms("काठमांडू") == ["काठमांडू"] and terms("ＡＢＣ") == ["abc"]
+    assert squeezed("“Opened in\n1911”") == "openedin1911"
+
+
+def test_pieces_are_the_whole_text() -> None:
+    text = "One sentence. Another one here。そして\n" * 50 + "x" * 500
+    found = spans(text, 90)
+    assert "".join(text[start:stop] for start, stop in found) == text
+    assert all(0 < stop - start <= 90 for start, stop in found) and spans("", 5) == [(0, 0)]
+
+
+def test_an_index_is_made_again_only_when_files_change(tmp_path: Path) -> None:
+    corpus, path = write_corpus(tmp_path / "files"), tmp_path / "cache" / "index"
+    ensure_index(corpus, path)
+    made = path.stat().st_ino
+    ensure_index(corpus, path)
+    assert path.stat().st_ino == made
+    (corpus / "new.txt").write_text("A quokka swam to Rottnest.")
+    index = Index(ensure_index(corpus, path))
+    assert path.stat().st_ino != made and index.search("quokka", 1)[0].name == "new.txt"
+    index.close()
+    path.write_bytes(b"no index")
+    Index(ensure_index(corpus, path)).close()
+    assert os.listdir(path.parent) == ["index"] and path.stat().st_mode & 0o777 == (
+        0o600 if os.geteuid() else 0o644
+    )
+
+
+def test_nothing_outside_the_folder_is_in_it(tmp_path: Path) -> None:
+    corpus, secret = tmp_path / "files", tmp_path / "secret.txt"
+    secret.write_text("the password is swordfish")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("swordfish too")
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("A fish.")
+    (corpus / ".env.txt").write_text("hidden")
+    (corpus / "link.txt").symlink_to(secret)
+    (corpus / "folder").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(corpus / "pipe.txt")
+    index = Index(ensure_index(corpus, tmp_path / "index"))
+    assert [document.name for document in index.documents()] == ["a.txt"]
+    for name in ("../secret.txt", str(secret), "link.txt", "folder/b.txt", "files/../a.txt"):
+        assert index.document(name) is None
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("{", "bad.jsonl:1: not JSON"),
+        ('{"text": "a"}\n{"body": "b"}', 'bad.jsonl:2: must be an object with a text: {"text"'),
+        ('{"text": "a", "id": 1}\n{"text": "b", "id": 1}', "bad.jsonl:2: there is a document"),
+        ('{"text": " "}', "has no document"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, lines: str, why: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=why.replace("{", r"\{")):
+        ensure_index(tmp_path, tmp_path / "index")
+    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl"]
+
+
+def test_files_with_answers_are_no_corpus(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "files")
+    with pytest.raises(ValueError, match=r"holds .*people.jsonl, which has the answers; move it"):
+        ensure_index(corpus, tmp_path / "index", without=[corpus / "people.jsonl"])
+    with pytest.raises(ValueError, match="there is no such folder"):
+        ensure_index(tmp_path / "none", tmp_path / "index")
+    assert len(list(documents_of(corpus, files_of(corpus)))) == 42

@@ -1,0 +1,8 @@
+"""What every engine imports, once: `tests.rollout.remote_engine` forks them from the process that
+has loaded this."""
+
+from keel.model.imports import heavy_imports
+
+with heavy_imports():
+    from keel.rollout.engine import fallbacks, shims, vllm_engine  # noqa: F401
+    from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: F401

@@ -1,0 +1,124 @@
+"""An author's replies, and wrong answers made from right ones."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from keel.configs.schema import ConfigError
+from keel.configs.sections.general import GeneralConfig
+from keel.tasks.author import Said
+from keel.tasks.general.mutations import EMPTY, MOST, mutations, plausible
+from keel.tasks.general.replies import renamed, sections
+from keel.tasks.general.search import search_of
+from keel.tasks.ledger import Refused
+
+REPLY = """\
+Here is a harder one.
+
+## question
+Which is it? A list.
+
+### solve.py
+```python
+# tools
+def solve(tools):
+    return [1]
+```
+
+## verify:
+~~~
+def verify(answer, database):
+    return answer == [1]
+~~~
+"""
+
+
+def test_sections_of_a_reply() -> None:
+    found = sections(Said(content=REPLY), ("question", "solve", "verify"), ("tools",))
+    assert list(found) == ["question", "solve", "verify"]
+    assert found["question"] == "Which is it? A list.\n"
+    assert renamed(found["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
+    assert found["verify"].endswith("== [1]\n")
+    for said, reason in (
+        (Said(content=REPLY, cut=True), "longer than author.max_tokens"),
+        (Said(content=REPLY.replace("verify:", "proof")), "no section under a heading `## verify`"),
+    ):
+        with pytest.raises(Refused, match=reason):
+            sections(said, ("question", "solve", "verify"))
+    with pytest.raises(Refused, match=r"must define one function `def solve\(…\)`, has 2"):
+        renamed("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
+
+
+def test_mutations_reach_every_part() -> None:
+    answer = {"days": [{"hotel": "Inn", "price": 3}, {"hotel": "House", "price": 2.5}], "ok": True}
+    found = mutations(answer)
+    said = [name for name, _ in found]
+    assert len(said) == len(set(said)) and all(other != answer for _, other in found)
+    for part in (
+        "['days'][0]['hotel'] = ''",
+        "['days'][1]['price'] = -3.5",
+        "['days'][0] without 'price'",
+        "['days'] without entry 1",
+        "['days'] with an entry twice",
+        "['ok'] = False",
+        "the answer without 'ok'",
+    ):
+        assert part in said
+    assert answer["days"][0] == {"hotel": "Inn", "price": 3}  # none of it was changed
+    assert len(mutations({"long": list(range(500))})) == MOST
+    assert mutations("x")[0] == ("the answer = ''", "")
+    others = plausible(answer, ["Inn", "Park"], 1)
+    assert others == plausible(answer, ["Inn", "Park"], 1) and answer not in others
+    assert {one["days"][0]["hotel"] for one in others} == {"Inn", "Park"}
+    assert None in EMPTY and {} in EMPTY
+
+
+def test_documents_and_functions_are_searched(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.html").write_text("<p>Hotels &amp; <script>inns</script>bars</p>")
+    (tmp_path / "b.md").write_text("Trains from Anlo. " + "filler " * 400 + "A bus to Brevik.")
+    search = search_of(GeneralConfig(documents=str(tmp_path)))
+    assert search is not None
+    assert "Hotels & " in asyncio.run(search("hotels?"))
+    assert "inns" not in asyncio.run(search("hotels"))
+    found = asyncio.run(search('"bus" NEAR('))
+    assert "A bus to Brevik" in found and "Trains from Anlo" not in found
+    with pytest.raises(ValueError, match="a query has words"):
+        asyncio.run(search("?"))
+    own = search_of(GeneralConfig(search="textwrap:dedent"))
+    assert own is not None and asyncio.run(own("  x")) == "x"
+    failing = search_of(GeneralConfig(search="json:loads"))
+    assert failing is not None
+    with pytest.raises(ValueError, match="the search failed: JSONDecodeError"):
+        asyncio.run(failing("{"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"documents": "/nowhere"}, r"no \.txt"),
+        ({"search": "nowhere:x"}, "No module named 'nowhere'"),
+    ],
+)
+def test_a_search_that_is_none(settings: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        search_of(GeneralConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"categories": ("a b", "A-b")}, "two have the folder a_b"),
+        ({"categories": ("…",)}, "name a subject"),
+        ({"steps": 2, "least_tasks": 3}, "at most general.steps = 2"),
+        ({"documents": "x", "search": "y:z"}, "one of documents and search"),
+        ({"attempts": -1}, "must be >= 0"),
+        ({"verify_s": 0.0}, "must be > 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        GeneralConfig(**settings)  # type: ignore[arg-type]
