@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.code_tasks import CodeTasksConfig
 from keel.configs.sections.general import GeneralConfig
 from keel.configs.sections.search_tasks import SearchTasksConfig
 
@@ -101,6 +102,7 @@ class SynthesisConfig:
     reference: AuthorConfig | None = None
     """general: the model that difficulty is measured by; without one, the author."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
     general: GeneralConfig = field(default_factory=GeneralConfig)
 

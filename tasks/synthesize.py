@@ -121,6 +121,10 @@ def open_pipeline(
             return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+    if config.family == "code":
+        from keel.tasks.code.pipeline import CodePipeline  # noqa: PLC0415
+
+        return CodePipeline(config.code, author, folder)
     raise ConfigError(f"family = {config.family!r}: has no pipeline")
 
 

@@ -1,0 +1,77 @@
+"""The policy's file tools, as a program: `python files.py`, a request as JSON on standard input.
+
+Any Python from 3.9, no package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+MOST_LINES = 2000
+MOST_WIDE = 2000
+MOST_BYTES = 16 << 20
+
+
+def request_of(request: Mapping[str, Any]) -> bytes:
+    return json.dumps(request).encode()
+
+
+def done(request: Mapping[str, Any]) -> str:
+    """Raises ValueError and OSError with what is to be told."""
+    path = request["path"]
+    if request["do"] == "view":
+        if os.path.isdir(path):
+            return "\n".join(sorted(one.name + "/" * one.is_dir() for one in os.scandir(path)))
+        return _viewed(_read(path), request["first"], request["last"])
+    old, new = request["old"], request["new"]
+    if not old:
+        if os.path.lexists(path):
+            raise ValueError(f"{path} is there already: say in `old` which text to replace")
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        _write(path, new)
+        return f"{path} was made"
+    text = _read(path)
+    count = text.count(old)
+    if count != 1:
+        raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")
+    before = text[: text.index(old)]
+    text = text.replace(old, new)
+    _write(path, text)
+    line = before.count("\n") + 1
+    return f"{path} now reads:\n" + _viewed(text, max(1, line - 3), line + new.count("\n") + 3)
+
+
+def _viewed(text: str, first: int, last: int) -> str:
+    lines = text.splitlines()
+    first = max(1, first)
+    last = min(last or len(lines), len(lines), first + MOST_LINES - 1)
+    shown = [f"{n:6}\t{lines[n - 1][:MOST_WIDE]}" for n in range(first, last + 1)]
+    left = len(lines) - last
+    return "\n".join(shown) + (f"\n[{left} more lines]" if left > 0 else "")
+
+
+def _read(path: str) -> str:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no file")
+    with open(path, encoding="utf-8", newline="") as file:
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{path} is longer than {MOST_BYTES >> 20} MiB")
+    return text
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # pyright: ignore
+        sys.stdout.write(done(json.load(sys.stdin)))
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))

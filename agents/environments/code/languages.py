@@ -1,0 +1,212 @@
+"""A language is an entry of this table: how its projects are set up, how their tests run with
+results in JUnit's format, and which files are tests.
+
+Any Python from 3.9, no package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+REPO = "/tmp/repo"
+"""Where the repository lies, in set-up and in episodes: what is installed may hold the path."""
+
+
+@dataclass(frozen=True)
+class Language:
+    """Commands run in bash, in $REPO. They have $PREFIX, a folder for what is installed (only
+    `setup` may write there), $JUNIT, a folder for results (any number of .xml files), and $VERSION,
+    the project's version. Only `setup` has the network.
+
+    Patterns: `name/` is any folder of that name with all that is in it, `*_test.py` a file's name,
+    and one with a slash inside a path from the root.
+    """
+
+    suffixes: tuple[str, ...]
+    """Of source files."""
+    tests: tuple[str, ...]
+    """Patterns of test files."""
+    steers: tuple[str, ...]
+    """Patterns of other files that decide what the tests do: they are put back for grading."""
+    manifests: tuple[str, ...]
+    """Patterns of files that say what is to be installed."""
+    setup: str
+    test: str
+    check: str
+    """Succeeds where the tool chain is there."""
+    canary: tuple[str, str] = ("", "")
+    """Name and text of a test file with one test, which passes if WORTH is true. One that must fail
+    and one that must pass run with the others: who fakes all results fakes those, too."""
+    build_names_sources: bool = False
+    """Whether a new source file has to be named in a file of `steers`."""
+    unproven: str = ""
+    """Why it is not proven; empty: a test of ours builds a project of it."""
+
+
+PYTHON = Language(
+    suffixes=(".py", ".pyi", ".pyx"),
+    tests=("tests/", "test/", "test_*.py", "*_test.py", "conftest.py"),
+    steers=(
+        "pytest.ini",
+        ".pytest.ini",
+        "pytest.toml",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        "sitecustomize.py",
+        "usercustomize.py",
+        "*.pth",
+        "*.dist-info/",
+        "*.egg-info/",
+        ".coveragerc",
+    ),
+    manifests=("pyproject.toml", "setup.py", "setup.cfg", "*requirements*.txt", "requirements/*"),
+    setup=r"""
+export SETUPTOOLS_SCM_PRETEND_VERSION=$VERSION PDM_BUILD_SCM_VERSION=$VERSION
+export UV_DYNAMIC_VERSIONING_BYPASS=$VERSION PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+python3 -m venv "$PREFIX" && pip="$PREFIX/bin/python -m pip" && $pip install -q pytest || exit 1
+extras=$(python3 - <<'PY'
+import pathlib, re, tomllib
+path = pathlib.Path("pyproject.toml")
+try:
+    data = tomllib.loads(path.read_text()) if path.exists() else {}
+except tomllib.TOMLDecodeError:
+    data = {}
+known = set(data.get("project", {}).get("optional-dependencies", {}))
+text = "".join(p.read_text() for p in map(pathlib.Path, ("setup.py", "setup.cfg")) if p.exists())
+wanted = ("test", "tests", "testing", "dev")
+known |= {w for w in wanted if re.search(rf"\b{w}\b.?\s*[=:]\s*[\[\n]", text)}
+print(",".join(w for w in wanted if w in known and (w != "dev" or not known & set(wanted[:3]))))
+groups = [g for g in ("test", "tests", "dev") if g in data.get("dependency-groups", {})]
+names = [d for g in groups[:1] for d in data["dependency-groups"][g] if isinstance(d, str)]
+pathlib.Path("/tmp/groups.txt").write_text("\n".join(names))
+PY
+)
+$pip install -q -e ".${extras:+[$extras]}" || $pip install -q -e . || exit 1
+$pip install -q -r /tmp/groups.txt || true
+for file in *requirements*test*.txt *test*requirements*.txt *requirements*dev*.txt \
+    dev-requirements.txt requirements/test*.txt tests/requirements.txt; do
+    if [ -f "$file" ]; then $pip install -q -r "$file" || true; fi
+done
+$pip uninstall -q -y pip setuptools || true
+""",
+    test=(
+        '"$PREFIX/bin/python" -P -m pytest -p no:cacheprovider -o addopts= -q --tb=no '
+        '--continue-on-collection-errors --junitxml="$JUNIT/pytest.xml"'
+    ),
+    check='"$PREFIX/bin/python" -c "import pytest"',
+    canary=("test_NONCE.py", "def test_NONCE():\n    assert WORTH\n"),
+)
+JAVASCRIPT = Language(
+    suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
+    tests=("test/", "tests/", "__tests__/", "*.test.*", "*.spec.*", "*-test.*", "*_test.*"),
+    steers=("package.json", "package-lock.json", ".npmrc", "node_modules/", "tsconfig*.json"),
+    manifests=("package.json", "package-lock.json", ".npmrc"),
+    setup=r"""
+cp package.json "$PREFIX/" && cp package-lock.json .npmrc "$PREFIX/" 2>/dev/null
+cd "$PREFIX" && npm install --ignore-scripts --no-audit --no-fund --loglevel=error || exit 1
+mkdir -p "$PREFIX/node_modules" && ln -s "$PREFIX/node_modules" "$REPO/node_modules"
+""",
+    test=(
+        "find . -path ./node_modules -prune -o -type f \\( -name '*.test.[cm]js' -o "
+        "-name '*.test.js' -o -path '*/test/*js' -o -path '*/tests/*js' \\) -print0 | sort -z | "
+        "xargs -0 node --test --test-reporter=junit "
+        '--test-reporter-destination="$JUNIT/node.xml"'
+    ),
+    check="node --version",
+    canary=(
+        "NONCE.test.mjs",
+        'import test from "node:test";\nimport assert from "node:assert";\n'
+        'test("NONCE", () => { assert(WORTH); });\n',
+    ),
+)
+_CTEST = (
+    "cmake -S . -B /tmp/build -DCMAKE_BUILD_TYPE=Release >/dev/null; cmake --build /tmp/build -j 2 "
+    '-- -k; ctest --test-dir /tmp/build --timeout 60 --output-junit "$JUNIT/ctest.xml"'
+)
+CPP = Language(
+    suffixes=(".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".ipp"),
+    tests=("test/", "tests/", "*_test.c*", "test_*.c*", "*_unittest.c*"),
+    steers=("CMakeLists.txt", "*.cmake", "CMakePresets.json", "Makefile", "CTestConfig.cmake"),
+    manifests=(),
+    setup="cmake --version && c++ --version",
+    test=_CTEST,
+    check="cmake --version && c++ --version",
+    build_names_sources=True,
+)
+GO = Language(
+    suffixes=(".go",),
+    tests=("*_test.go", "testdata/"),
+    steers=("go.mod", "go.sum", "go.work", "vendor/"),
+    manifests=("go.mod", "go.sum"),
+    setup=(
+        'export GOPATH="$PREFIX/go" GOBIN="$PREFIX/bin" GOFLAGS=-modcacherw\n'
+        "go mod download && go install gotest.tools/gotestsum@v1.12.0"
+    ),
+    test=(
+        'export GOPATH="$PREFIX/go" GOCACHE=/tmp/go-cache GOFLAGS=-mod=mod GOPROXY=off\n'
+        '"$PREFIX/bin/gotestsum" --junitfile "$JUNIT/go.xml" -- ./...'
+    ),
+    check='go version && test -x "$PREFIX/bin/gotestsum"',
+    unproven="written for, not run",
+)
+RUST = Language(
+    suffixes=(".rs",),
+    tests=("tests/", "*_test.rs", "tests.rs"),
+    steers=("Cargo.toml", "Cargo.lock", ".cargo/", "rust-toolchain*", "build.rs", ".config/"),
+    manifests=("Cargo.toml", "Cargo.lock"),
+    setup=(
+        'export CARGO_HOME="$PREFIX/cargo"\n'
+        'cargo fetch && cargo install --locked --root "$PREFIX" cargo-nextest'
+    ),
+    test=(
+        "export CARGO_HOME=/tmp/cargo CARGO_TARGET_DIR=/tmp/target CARGO_NET_OFFLINE=true\n"
+        'mkdir -p /tmp/cargo && ln -s "$PREFIX/cargo/registry" /tmp/cargo/registry\n'
+        'printf \'[profile.default.junit]\\npath = "%s/rust.xml"\\n\' "$JUNIT" > /tmp/nextest\n'
+        '"$PREFIX/bin/cargo-nextest" nextest run --workspace --no-fail-fast '
+        "--tool-config-file keel:/tmp/nextest"
+    ),
+    check='cargo --version && test -x "$PREFIX/bin/cargo-nextest"',
+    unproven="written for, not run; tests inside source files are the policy's to write",
+)
+JAVA = Language(
+    suffixes=(".java",),
+    tests=("src/test/*", "*/src/test/*", "*Test.java", "*Tests.java", "*IT.java"),
+    steers=("pom.xml", ".mvn/", "mvnw", "settings.xml"),
+    manifests=("pom.xml", ".mvn/*"),
+    setup='mvn -q -B -Dmaven.repo.local="$PREFIX/m2" -DskipTests verify',
+    test=(
+        'cp -r "$PREFIX/m2" /tmp/m2; mvn -q -B -o -Dmaven.repo.local=/tmp/m2 '
+        "-Dmaven.test.failure.ignore=true -DtrimStackTrace=true verify; "
+        "find . -path '*/surefire-reports/*.xml' -exec cp --backup=numbered {} \"$JUNIT/\" \\;"
+    ),
+    check='mvn --version && test -d "$PREFIX/m2"',
+    unproven="written for, not run",
+)
+LANGUAGES = {
+    "python": PYTHON,
+    "javascript": JAVASCRIPT,
+    "cpp": CPP,
+    "go": GO,
+    "rust": RUST,
+    "java": JAVA,
+}
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """See `Language`."""
+    *folders, name = path.split("/")
+    for pattern in patterns:
+        if pattern.endswith("/"):
+            if any(fnmatchcase(one, pattern[:-1]) for one in folders):
+                return True
+        elif fnmatchcase(path if "/" in pattern else name, pattern):
+            return True
+    return False
+
+
+def is_grading(language: Language, path: str) -> bool:
+    """Whether a file is the grader's, and a policy's version of it counts for nothing."""
+    return matches(path, language.tests) or matches(path, language.steers)

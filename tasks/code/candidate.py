@@ -1,0 +1,115 @@
+"""A change that may become a task."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from keel.agents.environments.code.languages import LANGUAGES, Language, is_grading, matches
+from keel.agents.environments.code.tree import Entry, Tree
+from keel.configs.sections.code_tasks import CodeSourceConfig
+
+NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "tasks", "versioneer")
+"""Modules in a root that are not what a project installs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A repository before and after a change, and what asked for it."""
+
+    key: str
+    source: CodeSourceConfig
+    base: Tree
+    after: Tree
+    issue: str
+    version: str
+    """Before the change, as far as it is known."""
+    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Where it comes from, for people."""
+
+    @property
+    def language(self) -> Language:
+        return LANGUAGES[self.source.language]
+
+    def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
+        """The paths that differ, with what they become; None: they go."""
+        paths = {*self.base, *self.after}
+        return {
+            path: self.after.get(path)
+            for path in sorted(paths)
+            if self.base.get(path) != self.after.get(path) and of(path)
+        }
+
+    @property
+    def gold(self) -> dict[str, Entry | None]:
+        """The change without its tests, and without what decides how they run."""
+        return self.changed(lambda path: not is_grading(self.language, path))
+
+    @property
+    def harness(self) -> dict[str, Entry | None]:
+        """Tests, and what decides how they run."""
+        return self.changed(lambda path: is_grading(self.language, path))
+
+    def test_files(self) -> list[str]:
+        return [path for path in self.harness if matches(path, self.language.tests)]
+
+    def patch(self, paths: Sequence[str]) -> str:
+        """A unified diff."""
+        return "".join(_diff(path, self.base.get(path), self.after.get(path)) for path in paths)
+
+    @property
+    def project(self) -> list[str]:
+        """Names under which copies of it may lie about."""
+        names = {self.source.name}
+        if "pyproject.toml" in self.base:
+            try:
+                data = tomllib.loads(self.base["pyproject.toml"][1].decode())
+            except ValueError:
+                data = dict[str, Any]()
+            names.add(str(data.get("project", {}).get("name") or self.source.name))
+        if self.source.language == "python":
+            for path in self.base:
+                parts = path.removeprefix("src/").split("/")
+                inside = "/".join(parts)
+                if is_grading(self.language, path):
+                    continue
+                if len(parts) == 2 and parts[1] == "__init__.py":
+                    names.add(parts[0])
+                elif len(parts) == 1 and inside.endswith(".py"):
+                    names.add(inside.removesuffix(".py"))
+        return sorted(names - set(NO_PACKAGES))
+
+
+class Source(Protocol):
+    """A project's changes."""
+
+    keys: Sequence[str]
+
+    def load(self, key: str) -> Candidate:
+        """Raises Refused."""
+        ...
+
+
+def is_text(entry: Entry | None) -> bool:
+    if entry is None:
+        return True
+    try:
+        return entry[0] != "l" and "\0" not in entry[1].decode()
+    except UnicodeDecodeError:
+        return False
+
+
+def _diff(path: str, before: Entry | None, after: Entry | None) -> str:
+    if not (is_text(before) and is_text(after)):
+        return f"Binary files a/{path} and b/{path} differ\n"
+    old, new = (
+        entry[1].decode().splitlines(keepends=True) if entry else [] for entry in (before, after)
+    )
+    names = (f"a/{path}" if before else "/dev/null", f"b/{path}" if after else "/dev/null")
+    lines = difflib.unified_diff(old, new, *names)
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )

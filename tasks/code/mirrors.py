@@ -1,0 +1,150 @@
+"""Candidates from a git repository: its first-parent commits that refer to an issue."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keel.agents.environments.code.tree import Tree, is_safe
+from keel.configs.schema import ConfigError
+from keel.configs.sections.code_tasks import CodeSourceConfig
+from keel.tasks.code.candidate import Candidate
+from keel.tasks.ledger import Refused
+
+GIT_S = 120.0
+_REFERS = re.compile(r"(?:#|\bgh-|/issues/|/pull/)(\d+)\b", re.IGNORECASE)
+_TRAILER = re.compile(r"^(signed-off-by|co-authored-by|reviewed-by|cc|change-id):", re.IGNORECASE)
+_MERGE = re.compile(r"^Merge (pull request #\d+ from|branch|remote-tracking branch)\b.*")
+_NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
+
+
+class Mirror:
+    """A `Source`. Reads the repository, and runs nothing of it: no hook, no filter, no config."""
+
+    def __init__(self, source: CodeSourceConfig) -> None:
+        """Raises ConfigError."""
+        self._source = source
+        self._issues = _issues(source)
+        if not Path(source.git).expanduser().is_dir():
+            raise ConfigError(
+                f"code.sources[{source.name}].git = {source.git!r}: there is no such folder"
+            )
+        try:
+            self._folder = self._found_folder()
+            text = self._git("log", "--first-parent", "--format=%H%x00%P%x00%B%x01", source.ref)
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(
+                f"code.sources[{source.name}].git = {source.git!r}: "
+                f"{error.stderr.decode(errors='replace').strip()}"
+            ) from error
+        self._commits: dict[str, tuple[str, str, str]] = {}
+        for part in text.split("\x01"):
+            commit, _, rest = part.strip("\n").partition("\x00")
+            parents, _, message = rest.partition("\x00")
+            if not parents or (source.refers and not _REFERS.search(message)):
+                continue
+            if len(self._commits) == source.most:
+                break
+            key = f"{source.name}-{commit[:12]}"
+            self._commits[key] = (commit, parents.split()[0], message)
+        self.keys: Sequence[str] = list(self._commits)
+
+    def load(self, key: str) -> Candidate:
+        commit, parent, message = self._commits[key]
+        base, after = self._tree(parent), self._tree(commit)
+        numbers = [int(one) for one in _REFERS.findall(message)]
+        known = [self._issues[number] for number in numbers if number in self._issues]
+        if not known and _MERGE.match(message):
+            message = message + "\n" + self._git("log", "--format=%B", f"{parent}..{commit}^2")
+        try:
+            tag = self._git("describe", "--tags", "--abbrev=0", parent)
+        except subprocess.CalledProcessError:
+            tag = ""
+        version = re.search(r"\d+(\.\d+)+", tag)
+        date = self._git("log", "-1", "--format=%cI", commit).strip()
+        return Candidate(
+            key=key,
+            source=self._source,
+            base=base,
+            after=after,
+            issue=known[0] if known else told(message),
+            version=version[0] if version else "1.0",
+            origin={"commit": commit, "parent": parent, "date": date, "refers": numbers},
+        )
+
+    def _tree(self, commit: str) -> Tree:
+        """Not `git archive`: what a project does not export is wanted here, too."""
+        modes: dict[str, tuple[str, str]] = {}
+        for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit).split("\0")[:-1]:
+            about, _, path = line.partition("\t")
+            mode, kind, number = about.split()
+            if kind == "blob" and is_safe(path):
+                modes[path] = (mode, number)
+        wanted = "".join(f"{number}\n" for _, number in modes.values()).encode()
+        data = self._run(["cat-file", "--batch"], given=wanted)
+        tree: Tree = {}
+        at = 0
+        for path, (mode, number) in modes.items():
+            end = data.index(b"\n", at)
+            words = data[at:end].split()
+            if words[1:2] != [b"blob"]:
+                raise Refused("tree", f"the mirror lacks {path} ({number})")
+            size = int(words[2])
+            at = end + 1 + size + 1
+            kinds = {"120000": "l", "100755": "x"}
+            tree[path] = (kinds.get(mode, "f"), data[end + 1 : end + 1 + size])
+        return tree
+
+    def _found_folder(self) -> str:
+        folder = Path(self._source.git).expanduser().absolute()
+        return str(folder / ".git" if (folder / ".git").exists() else folder)
+
+    def _git(self, *words: str) -> str:
+        return self._run(list(words)).decode(errors="replace")
+
+    def _run(self, words: list[str], given: bytes = b"") -> bytes:
+        command = ["git", f"--git-dir={self._folder}", "-c", "safe.directory=*", *words]
+        env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/"}
+        # A mirror that lacks objects must not fetch them.
+        env |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
+        ran = subprocess.run(
+            command, env=env, input=given, capture_output=True, timeout=GIT_S, check=True
+        )
+        return ran.stdout
+
+
+def told(message: str) -> str:
+    """A commit message as an issue: without trailers, the line of a merge, and its own number."""
+    lines = [
+        line.rstrip()
+        for line in message.splitlines()
+        if not _TRAILER.match(line.strip()) and not _MERGE.match(line)
+    ]
+    kept = [line for n, line in enumerate(lines) if not line or line not in lines[:n]]
+    return "\n".join(_NUMBER.sub("", line) for line in kept).strip()
+
+
+def _issues(source: CodeSourceConfig) -> Mapping[int, str]:
+    if not source.issues:
+        return {}
+    path, found = Path(source.issues).expanduser(), dict[int, str]()
+    knob = f"code.sources[{source.name}].issues"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{knob} = {source.issues!r}: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            issue: dict[str, Any] = json.loads(line)
+            found[int(issue["number"])] = f"{issue['title']}\n\n{issue.get('body') or ''}".strip()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f'{path}:{number}: must be {{"number": 12, "title": "…", "body": "…"}}: {error!r}'
+            ) from error
+    return found

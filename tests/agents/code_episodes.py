@@ -1,0 +1,87 @@
+"""Episodes of the code environment, on a tiny project."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.types import Unscored
+from keel.rl.types import Prompt
+from keel.tasks.code.draft import Built, Rooms, instance_of
+from tests.agents.episodes import transcript, use
+from tests.agents.sandboxes import wrap_of
+from tests.tasks.code.projects import SETUP, TEST, candidate, config, source
+
+HIDDEN = "test_the_hidden_one"
+WHERE = "pytest::tests.test_adding::test_"
+Open = Callable[[], AbstractAsyncContextManager[Hosted]]
+
+
+def instance(folder: Path) -> dict[str, Any]:
+    """Its prefix and sealed file are made in `folder`. Returns the reward spec."""
+    rooms = Rooms(config(source()), folder)
+    (rooms.folder / "prefixes" / "p" / "bin").mkdir(parents=True)
+    script = SETUP.split("printf '")[1].split("' >")[0].replace("\\n", "\n")
+    program = rooms.folder / "prefixes" / "p" / "bin" / "python"
+    program.write_text(script)
+    program.chmod(0o755)
+    (rooms.folder / "packages" / "p.json").write_text("{}")
+    built = Built(name="p", setup="", test=TEST)
+    found = instance_of(candidate(), built, tests_s=60.0)
+    found["env"] = {}  # one of the attacks is a plugin
+    found |= {"f2p": [WHERE + "the_hidden_one"], "p2p": [WHERE + "some"], "canary": True}
+    return rooms.sealed("one", found)
+
+
+@asynccontextmanager
+async def opened(folder: Path) -> AsyncGenerator[Open]:
+    """What opens an episode, forked from one process."""
+    wrap_of()
+    reward = instance(folder)
+    where = (folder / "environment").absolute()
+    program = Program(
+        target="keel.agents.environments.code.environment:Repository",
+        folder=where,
+        arguments={"folder": str(where)},
+        deadlines=Deadlines(open_s=60, verdict_s=90, close_s=2),
+        wrap=wrap_of(memory_mib=2048),
+    )
+    parent = parent_of(program)
+    assert parent is not None
+
+    @asynccontextmanager
+    async def episode() -> AsyncGenerator[Hosted]:
+        hosted = Hosted(program, parent=parent)
+        task = Prompt(
+            prompt_id="one",
+            domain="code",
+            messages=({"role": "user", "content": "Resolve it."},),
+            reward=reward,
+        )
+        try:
+            await hosted.open(task, seed=1)
+            assert not parent.why_not, parent.why_not
+            yield hosted
+        finally:
+            await hosted.close()
+
+    try:
+        yield episode
+    finally:
+        await parent.close()
+
+
+async def bash(hosted: Hosted, command: str) -> str:
+    result = await use(hosted, "bash", 60, command=command)
+    assert not result.failed, result.text
+    return result.text
+
+
+async def worth(hosted: Hosted) -> tuple[float, dict[str, Any]]:
+    """The reward, and the facts."""
+    judged = await hosted.verdict(transcript())
+    assert not isinstance(judged, Unscored), judged.reason
+    return judged.parts["correct"], dict(judged.facts)

@@ -1,0 +1,181 @@
+"""Candidates from repositories and releases, and every gate that looks at them before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import ConfigError
+from keel.tasks.code import filters
+from keel.tasks.code.judge import judge
+from keel.tasks.code.mirrors import Mirror, told
+from keel.tasks.code.outcomes import outcomes_of
+from keel.tasks.code.releases import Releases
+from keel.tasks.ledger import Refused
+from tests.tasks.authors import ScriptedAuthor
+from tests.tasks.code.projects import (
+    AFTER,
+    BEFORE,
+    FIXED,
+    ISSUE,
+    NEW_TEST,
+    candidate,
+    config,
+    repository,
+    source,
+)
+
+
+def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
+    git = repository(
+        tmp_path / "git",
+        ("Begin", BEFORE),
+        ("Nothing is named here", {"README.md": "Adds up.\n"}),
+        (ISSUE, {**AFTER, ".gitattributes": "tests export-ignore\n"}),
+    )
+    mirror = Mirror(source(git))
+    (key,) = mirror.keys
+    found = mirror.load(key)
+    assert key.startswith("adding-") and found.origin["refers"] == [7]
+    # What the project does not export is there, too.
+    assert found.base["tests/test_adding.py"][1].decode() in NEW_TEST
+    assert list(found.gold) == [".gitattributes", "adding.py"]
+    assert list(found.harness) == found.test_files() == ["tests/test_adding.py"]
+    assert "-    result = numbers[0]\n" in found.patch(["adding.py"])
+    assert found.issue.startswith("Totals of an empty list raise an error.\n")
+    assert "#7" not in found.issue and "Signed-off" not in found.issue
+    assert "adding" in found.project and "tests" not in found.project
+    filters.look(found, config())
+    issues = tmp_path / "issues.jsonl"
+    issues.write_text(json.dumps({"number": 7, "title": "It raises", "body": "With [].\n"}) + "\n")
+    given = Mirror(source(git, issues=str(issues), refers=False))
+    assert len(given.keys) == 2 and given.load(given.keys[0]).issue == "It raises\n\nWith []."
+    issues.write_text('{"number": 7}\n')
+    with pytest.raises(ConfigError, match=r'issues\.jsonl:1: must be \{"number"'):
+        Mirror(source(git, issues=str(issues)))
+    for settings in ({"git": str(tmp_path / "no")}, {"ref": "nowhere"}):
+        with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
+            Mirror(source(git, **settings))
+
+
+def test_a_merge_says_what_was_merged() -> None:
+    said = "Merge pull request #12 from a/b\n\nHandle nothing (#12)\n\nCo-authored-by: B <b@c>\n"
+    assert told(said) == "Handle nothing"
+
+
+def _archive(path: Path, files: Mapping[str, str]) -> str:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"adding/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return str(path)
+
+
+def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
+    new = {**BEFORE, **AFTER, "CHANGES.md": f"# 1.1\n{ISSUE}\n# 1.0\nFirst.\n", "../x": "out"}
+    old = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
+    pair = (old, _archive(tmp_path / "adding-1.1.tar.gz", new))
+    releases = Releases(source(git="", archives=pair))
+    assert releases.keys == ["adding-1.0-1.1"]
+    found = releases.load(releases.keys[0])
+    assert found.version == "1.0" and "../x" not in found.after
+    assert found.issue.startswith("# 1.1\nTotals of an empty") and "First." not in found.issue
+    filters.look(found, config())
+    unlike = _archive(tmp_path / "adding-0.9.tar.gz", BEFORE)
+    with pytest.raises(Refused, match="the older release has no changelog"):
+        Releases(source(git="", archives=(unlike, pair[1]))).load("")
+    silent = _archive(tmp_path / "adding-1.2.tar.gz", {**BEFORE, **AFTER})
+    with pytest.raises(Refused, match="no changelog"):
+        Releases(source(git="", archives=(old, silent))).load("")
+    (tmp_path / "adding-1.3.tar.gz").write_bytes(b"no archive")
+    with pytest.raises(Refused, match="cannot be unpacked"):
+        Releases(source(git="", archives=(old, str(tmp_path / "adding-1.3.tar.gz")))).load("")
+
+
+LONG = "\n".join(f"x{n} = {n}" for n in range(500))
+TESTS = {"tests/test_adding.py": NEW_TEST}
+NAMED = {"CMakeLists.txt": "add_library(a new.cpp)", "new.cpp": "int a;", "tests/a.cpp": "int b;"}
+CHEATS: list[tuple[str, str, dict[str, Any]]] = [
+    ("no tests", "touches no test", {"after": {"adding.py": FIXED}}),
+    (
+        "no tests",
+        "only removes tests",
+        {"after": {"adding.py": FIXED, "tests/test_adding.py": None}},
+    ),
+    ("tests only", "no python source", {"after": {**TESTS, "README.md": "Adds!\n"}}),
+    ("binary", "no text", {"after": {**AFTER, "logo.png": b"\x89PNG\0"}}),
+    ("files", "more than 10", {"after": {**AFTER, **{f"f{n}.txt": "f" for n in range(10)}}}),
+    ("lines", "1 to 400 lines", {"after": {**TESTS, "adding.py": LONG}}),
+    ("issue", "fewer than 60", {"issue": "Fix it. (#7)"}),
+    ("issue", "more than 20,000", {"issue": ISSUE * 200}),
+    ("reveals", "has a patch", {"issue": f"{ISSUE}\n@@ -1,3 +1,2 @@\n-a\n+b"}),
+    ("reveals", "links to a change", {"issue": f"{ISSUE} https://git.example.org/a/b/pull/8"}),
+    ("reveals", "lines are in the issue", {"issue": f"{ISSUE} Just write return sum(numbers)"}),
+    (
+        "build",
+        "names a new file",
+        {"before": {"a.txt": ""}, "after": NAMED, "source": source(language="cpp")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("gate", "why", "given"), CHEATS, ids=[why for _, why, _ in CHEATS])
+def test_what_a_filter_refuses(gate: str, why: str, given: dict[str, Any]) -> None:
+    filters.look(candidate(), config())
+    with pytest.raises(Refused, match=why) as refused:
+        filters.look(candidate(**given), config())
+    assert refused.value.gate == gate
+
+
+def test_a_large_repository_is_refused() -> None:
+    much = {**BEFORE, "data.txt": "x" * (3 << 20)}
+    with pytest.raises(Refused, match="more than 1 MiB"):
+        filters.look(candidate(before=much), config(most_tree_mib=1))
+
+
+def test_the_judge_reads_marks_and_refuses_low_ones() -> None:
+    good = 'Fine: {"clear": 1}\n{"clear": 4, "solvable": 5}'
+
+    def judged(*replies: str) -> Any:
+        author = ScriptedAuthor(list(replies))
+        marks = asyncio.run(judge(candidate(), author, 3))
+        question = author.asked[0][1][0]["content"]
+        assert "test_the_hidden_one" in question and "return sum(numbers)" in question
+        return marks
+
+    assert judged(good) == judged("I like it.", good) == {"clear": 4, "solvable": 5}
+    for replies, why in (
+        (['{"clear": 5, "solvable": 2}'], "solvable: 2 of 5"),
+        (["no", '{"clear": 5, "solvable": 9}'], "gives no marks"),
+    ):
+        with pytest.raises(Refused, match=why):
+            judged(*replies)
+
+
+def test_a_test_that_differs_between_runs_is_left_out() -> None:
+    def run(**tests: str) -> dict[str, Any]:
+        return {"tests": tests, "canary": "as wanted", "said": "", "seconds": len(tests)}
+
+    before = [
+        run(a="failed", b="passed", c="passed", d="passed", e="failed"),
+        run(b="passed", c="passed", d="failed", e="failed"),
+    ]
+    after = [
+        run(a="passed", b="passed", c="skipped", d="passed", e="passed"),
+        run(a="passed", b="passed", d="passed", e="failed"),
+    ]
+    found = outcomes_of(before, after)
+    assert (found.f2p, found.p2p, found.p2f, found.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
+    assert (
+        found.canary
+        and found.seconds == 5
+        and found.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
+    )
