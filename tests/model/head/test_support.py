@@ -112,7 +112,17 @@ def test_any_spans_equal_the_dense_softmax(sizes, gemm, temperature, scale, soft
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(support_ops.GATHER_COST, "cpu", 10**9 if gemm else 0)
         spec = HeadSpec(bias=bias, scale=scale, softcap=softcap)
-        against_dense(hidden, weight, targets, kept, temperature=temperature, spec=spec)
+        # float32 rounds logits relative to their size.
+        tolerance = 1e-4 * max(1.0, scale / temperature)
+        against_dense(
+            hidden,
+            weight,
+            targets,
+            kept,
+            temperature=temperature,
+            spec=spec,
+            tolerance=tolerance,
+        )
 
 
 def test_float64_inputs_have_float64_gradients(plan):
