@@ -110,6 +110,10 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
     (tmp_path / "c.xml").symlink_to("a.xml")
     (tmp_path / "d.xml").write_text("<!DOCTYPE a [<!ENTITY b 'c'>]><a><testcase name='e'/></a>")
     os.mkfifo(tmp_path / "e.xml")
+    # What a policy could raise out of a verdict with, which then counted neither way.
+    for name in ("foo", "shift_jis", "idna"):
+        (tmp_path / f"{name}.xml").write_text(f'<?xml version="1.0" encoding="{name}"?><a>b</a>')
+    (tmp_path / "deep.xml").write_text("<testsuite>" * 3000 + "</testsuite>" * 3000)
     assert results_in(str(tmp_path)) == {
         "s::c::good": "passed",
         "s::c::twice": "failed",
