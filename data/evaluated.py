@@ -95,13 +95,13 @@ def read_evaluation(folder: Path) -> list[Asked]:
     """Raises ConfigError naming file and line."""
     path = folder / "samples.jsonl"
     try:
-        text = path.read_text(encoding="utf-8", errors="surrogatepass")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read as an evaluation: {error}") from error
     asked: list[Asked] = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            asked.append(Asked(**json.loads(line)))
+            asked.append(Asked(**json.loads(line.decode("utf-8", "surrogatepass"))))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: no line of an evaluation: {error}") from error
     return asked

@@ -162,9 +162,9 @@ def test_a_stopped_one_goes_on_and_an_ended_one_stays(
     fake.stop_after = 7  # in the middle of a prompt
     assert main(["eval", *words]) == 130
     table = tmp_path / "eval/base/samples.jsonl"
-    with table.open("a") as file:
-        file.write('{"variant": "rec')
-    done = len(table.read_text().splitlines()) - 1
+    with table.open("ab") as file:
+        file.write('{"variant": "é'.encode()[:-1])  # in the middle of a character
+    done = table.read_bytes().count(b"\n")
     fake.stop_after, before = 10**9, len(fake.asked)
     assert main(["eval", *words]) == 0
     assert len(fake.asked) - before == 2 * (8 - done)
