@@ -149,7 +149,8 @@ class EndpointAuthor:
     ) -> Said:
         config = self._config
         offered = [tool.as_json() for tool in tools]
-        characters = len(json.dumps([*messages, *offered], ensure_ascii=False))
+        asked = _encodable(list(messages))
+        characters = len(json.dumps([*asked, *offered], ensure_ascii=False))
         bound = characters // CHARACTERS_PER_TOKEN, config.max_tokens
         async with self._slots:
             with self._budget.call(sum(bound), self._price(*bound)) as took:
@@ -158,7 +159,7 @@ class EndpointAuthor:
                     async with asyncio.timeout(config.deadline_s * (1 + config.retries)):
                         response = await self._client.chat.completions.with_raw_response.create(
                             model=config.model,
-                            messages=cast(Any, list(messages)),
+                            messages=asked,
                             tools=cast(Any, offered or openai.omit),
                             temperature=config.temperature,
                             max_tokens=config.max_tokens,
@@ -216,7 +217,7 @@ def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
     does not count them."""
     asked = characters // CHARACTERS_PER_TOKEN
     try:
-        body = json.loads(text)
+        body = _encodable(json.loads(text))
         choice = body["choices"][0]
         message = choice["message"]
         content = str(message.get("content") or "")
@@ -241,12 +242,17 @@ def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
     function = cast(dict[str, Any], given.get("function") or {})
     name, text = str(function.get("name") or ""), str(function.get("arguments") or "{}")
     try:
-        arguments = json.loads(text)
+        arguments = _encodable(json.loads(text))
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no JSON object")
     except ValueError as error:
         return Malformed(call_id=number, text=f"{name}({text})"[:MOST_SAID], why=str(error))
     return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
+
+
+def _encodable(value: Any) -> Any:
+    """With ? for half of a surrogate pair, which JSON's escapes can say and no request can."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def _as_json(call: ToolCall | Malformed) -> dict[str, Any]:

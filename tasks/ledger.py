@@ -87,8 +87,10 @@ class Ledger:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"dir = {self.folder}: cannot be read: {error}") from error
-        self._outcomes = (self.folder / "outcomes.jsonl").open("a", encoding="utf-8")
-        self._usage = (self.folder / "usage.jsonl").open("a", encoding="utf-8")
+        self._outcomes = (self.folder / "outcomes.jsonl").open(
+            "a", encoding="utf-8", errors="replace"
+        )
+        self._usage = (self.folder / "usage.jsonl").open("a", encoding="utf-8", errors="replace")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,7 +135,7 @@ class Ledger:
             "authors": sorted({usage.model for usage in self.spent}),
         }
         text = json.dumps(report, indent=2, ensure_ascii=False)
-        (self.folder / "report.json").write_text(text + "\n", encoding="utf-8")
+        (self.folder / "report.json").write_bytes((text + "\n").encode(errors="replace"))
         return report
 
     def _claim(self) -> None:

@@ -84,6 +84,28 @@ def test_what_is_sent_and_what_is_read(endpoint: Server) -> None:
     assert kept[0].usd == pytest.approx(57e-6)
 
 
+def test_half_a_character_is_neither_sent_nor_read(endpoint: Server) -> None:
+    """Models write such escapes, and files of somebody else's have them."""
+    endpoint.forget()
+    call = {"id": "1", "function": {"name": "look", "arguments": '{"at": "\\ud83d"}'}}
+    message = {"role": "assistant", "content": "a\ud83d", "tool_calls": [call]}
+    endpoint.behave = lambda _: completion(message)
+    author, _ = author_of(endpoint)
+
+    async def twice() -> Said:
+        try:
+            first = await author.ask([{"role": "user", "content": "\ude00"}], purpose="test")
+            await author.ask([*ASK, first.message()], purpose="test")
+            return first
+        finally:
+            await author.close()
+
+    said = asyncio.run(twice())
+    assert said.content == "a?" and isinstance(said.calls[0], ToolCall)
+    assert said.calls[0].arguments == {"at": "?"}
+    assert endpoint.requests[0]["messages"][0]["content"] == "?"
+
+
 def test_a_budget_is_not_exceeded_by_calls_in_flight(endpoint: Server) -> None:
     endpoint.forget()
     endpoint.behave = lambda _: replace(
