@@ -41,7 +41,7 @@ class Mirror:
                 f"code.sources[{source.name}].git = {source.git!r}: "
                 f"{error.stderr.decode(errors='replace').strip()}"
             ) from error
-        self._commits: dict[str, tuple[str, str, str]] = {}
+        self._commits: dict[str, tuple[str, list[str], str]] = {}
         for part in text.split("\x01"):
             commit, _, rest = part.strip("\n").partition("\x00")
             parents, _, message = rest.partition("\x00")
@@ -50,16 +50,22 @@ class Mirror:
             if len(self._commits) == source.most:
                 break
             key = f"{source.name}-{commit[:12]}"
-            self._commits[key] = (commit, parents.split()[0], message)
+            self._commits[key] = (commit, parents.split(), message)
         self.keys: Sequence[str] = list(self._commits)
 
     def load(self, key: str) -> Candidate:
-        commit, parent, message = self._commits[key]
+        try:
+            return self._loaded(key)
+        except subprocess.SubprocessError as error:
+            raise Refused("tree", f"git cannot read the change: {error}") from error
+
+    def _loaded(self, key: str) -> Candidate:
+        commit, (parent, *merged), message = self._commits[key]
         base, after = self._tree(parent), self._tree(commit)
         numbers = [int(one) for one in _REFERS.findall(message)]
         known = [self._issues[number] for number in numbers if number in self._issues]
-        if not known and _MERGE.match(message):
-            message = message + "\n" + self._git("log", "--format=%B", f"{parent}..{commit}^2")
+        if not known and merged and _MERGE.match(message):
+            message = message + "\n" + self._git("log", "--format=%B", f"{parent}..{merged[0]}")
         try:
             tag = self._git("describe", "--tags", "--abbrev=0", parent)
         except subprocess.CalledProcessError:
@@ -134,7 +140,7 @@ def _issues(source: CodeSourceConfig) -> Mapping[int, str]:
     path, found = Path(source.issues).expanduser(), dict[int, str]()
     knob = f"code.sources[{source.name}].issues"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")  # no other line break ends a line of JSONL
     except OSError as error:
         raise ConfigError(f"{knob} = {source.issues!r}: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import lzma
+import os
 import re
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +21,11 @@ from keel.tasks.ledger import Refused
 
 CHANGELOGS = ("change*", "history*", "news*", "release*notes*")
 MADE_BY_PACKING = ("PKG-INFO", "*.egg-info/", "SOURCES.txt")
+UNREADABLE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
+    *(NotImplementedError, RuntimeError),  # of zipfile: methods it lacks, a password
+)
+"""What the archive of a release may raise."""
 MOST_BYTES = 256 << 20
 """Of an archive, unpacked."""
 
@@ -87,7 +95,7 @@ def _unpacked(path: Path) -> Tree:
                 raise Refused("tree", f"{path.name} has more than {MOST_BYTES >> 20} MiB")
             if is_safe(inside) and not matches(inside, MADE_BY_PACKING):
                 tree[inside] = (kind, content)
-    except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
+    except UNREADABLE as error:
         raise Refused("tree", f"{path.name} cannot be unpacked: {error}") from error
     return tree
 
@@ -101,7 +109,7 @@ def _tarred(data: bytes) -> list[tuple[str, str, bytes]]:
             if left < 0:
                 raise tarfile.TarError(f"more than {MOST_BYTES >> 20} MiB")
             if member.issym():
-                found.append((member.name, "l", member.linkname.encode()))
+                found.append((member.name, "l", os.fsencode(member.linkname)))
             elif member.isreg() and (file := archive.extractfile(member)) is not None:
                 found.append((member.name, "x" if member.mode & 0o100 else "f", file.read()))
     return found

@@ -105,8 +105,9 @@ class Prefixes:
             try:
                 built = await self._build(candidate, name)
                 await self._list(name, candidate)
-            except Refused as refused:
-                self._refused[name] = (refused.gate, refused.reason)
+            except BaseException as error:  # the author may be lost, or the budget spent
+                if isinstance(error, Refused):
+                    self._refused[name] = (error.gate, error.reason)
                 # Episodes could read it, and it stands on no list.
                 await asyncio.to_thread(self._remove, name)
                 raise

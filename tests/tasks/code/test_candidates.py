@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from keel.configs.schema import ConfigError
+from keel.tasks.author import AuthorLost
 from keel.tasks.code import filters
+from keel.tasks.code.candidate import Candidate
+from keel.tasks.code.draft import Built
 from keel.tasks.code.judge import judge
 from keel.tasks.code.mirrors import Mirror, told
 from keel.tasks.code.outcomes import outcomes_of
 from keel.tasks.code.releases import Releases
+from keel.tasks.code.setup import Prefixes
 from keel.tasks.ledger import Refused
 from tests.tasks.authors import ScriptedAuthor
 from tests.tasks.code.projects import (
@@ -54,15 +59,26 @@ def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     assert "adding" in found.project and "tests" not in found.project
     filters.look(found, config())
     issues = tmp_path / "issues.jsonl"
-    issues.write_text(json.dumps({"number": 7, "title": "It raises", "body": "With [].\n"}) + "\n")
+    issue = {"number": 7, "title": "It raises", "body": "With\u2028[].\n"}
+    issues.write_text(json.dumps(issue, ensure_ascii=False) + "\n")
     given = Mirror(source(git, issues=str(issues), refers=False))
-    assert len(given.keys) == 2 and given.load(given.keys[0]).issue == "It raises\n\nWith []."
+    assert len(given.keys) == 2 and given.load(given.keys[0]).issue == "It raises\n\nWith\u2028[]."
     issues.write_text('{"number": 7}\n')
     with pytest.raises(ConfigError, match=r'issues\.jsonl:1: must be \{"number"'):
         Mirror(source(git, issues=str(issues)))
     for settings in ({"git": str(tmp_path / "no")}, {"ref": "nowhere"}):
         with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
             Mirror(source(git, **settings))
+
+
+def test_a_message_of_a_merge_without_one_and_a_commit_that_is_gone(tmp_path: Path) -> None:
+    squashed = "Merge branch 'adding' (#7)\n\nTotals of nothing are 0."
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (squashed, AFTER))
+    mirror = Mirror(source(git))
+    assert mirror.load(mirror.keys[0]).issue == "Totals of nothing are 0."
+    shutil.rmtree(git / ".git" / "objects")
+    with pytest.raises(Refused, match="git cannot read the change"):
+        mirror.load(mirror.keys[0])
 
 
 def test_a_merge_says_what_was_merged() -> None:
@@ -95,9 +111,11 @@ def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
     silent = _archive(tmp_path / "adding-1.2.tar.gz", {**BEFORE, **AFTER})
     with pytest.raises(Refused, match="no changelog"):
         Releases(source(git="", archives=(old, silent))).load("")
-    (tmp_path / "adding-1.3.tar.gz").write_bytes(b"no archive")
-    with pytest.raises(Refused, match="cannot be unpacked"):
-        Releases(source(git="", archives=(old, str(tmp_path / "adding-1.3.tar.gz")))).load("")
+    broken = tmp_path / "adding-1.3.tar.gz"
+    for data in (b"no archive", Path(pair[1]).read_bytes()[:-100]):
+        broken.write_bytes(data)
+        with pytest.raises(Refused, match="cannot be unpacked"):
+            Releases(source(git="", archives=(old, str(broken)))).load("")
 
 
 LONG = "\n".join(f"x{n} = {n}" for n in range(500))
@@ -179,3 +197,25 @@ def test_a_test_that_differs_between_runs_is_left_out() -> None:
         and found.seconds == 5
         and found.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
     )
+
+
+def test_a_prefix_that_was_given_up_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes of other tasks could read it, and it would stand on no list."""
+    folder = tmp_path / "environment"
+    (folder / "packages").mkdir(parents=True)
+    prefixes = Prefixes(config(source()), ScriptedAuthor([]), tmp_path, cast(Any, Room(folder)))
+
+    async def lost(candidate: Candidate, name: str) -> Built:
+        (folder / "prefixes" / name / "lib").mkdir(parents=True)
+        raise AuthorLost("no reply")
+
+    monkeypatch.setattr(prefixes, "_build", lost)
+    with pytest.raises(AuthorLost):
+        asyncio.run(prefixes.of(candidate()))
+    assert not list((folder / "prefixes").glob("*/*"))
+
+
+class Room(NamedTuple):
+    folder: Path
