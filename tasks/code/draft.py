@@ -113,7 +113,7 @@ class Rooms:
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
-            prefix = self.folder / "prefixes" / draft["prefix"]
+            prefix = Path(self.folder, "prefixes", draft["prefix"])
             prefix.mkdir(exist_ok=True)
             prefix.chmod(0o777)
             wrap = self._wrap("host", writable=(prefix,), files_mib=SETUP_FILES_MIB, processes=512)
