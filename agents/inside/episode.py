@@ -88,7 +88,8 @@ def stand_alone() -> None:
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """One episode."""
+    """One episode, until Keel is gone. After `close` it waits to be killed: what it started is
+    found below a process that lives."""
     episode = Episode()
     for line in requests:
         request = json.loads(line)
@@ -108,5 +109,3 @@ def serve(requests: Any, replies: Any) -> None:
         sys.stderr.flush()
         replies.write(text.encode() + b"\n")
         replies.flush()
-        if request["do"] == "close":
-            break

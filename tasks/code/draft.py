@@ -111,8 +111,9 @@ class Rooms:
     ) -> AsyncGenerator[Hosted]:
         """sets_up: with the network, and may write to the prefix."""
         wrap, readable = self._closed, tuple[Path, ...]()
+        prefix: Path | None = None
         if sets_up:
-            prefix = self.folder / "prefixes" / draft["prefix"]
+            prefix = Path(self.folder, "prefixes", draft["prefix"])
             prefix.mkdir(exist_ok=True)
             prefix.chmod(0o777)
             wrap = self._wrap("host", writable=(prefix,), files_mib=SETUP_FILES_MIB, processes=512)
@@ -125,7 +126,7 @@ class Rooms:
                 yield hosted
         finally:
             path.unlink(missing_ok=True)
-            if sets_up:
+            if prefix is not None:
                 prefix.chmod(0o755)
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,5 +46,5 @@ def outcomes_of(before: Sequence[Results], after: Sequence[Results]) -> Outcomes
 
 
 def _counted(run: Results) -> str:
-    counts = Counter(run["tests"].values())
+    counts = Counter[str](run["tests"].values())
     return ", ".join(f"{count} {result}" for result, count in sorted(counts.items())) or "none ran"

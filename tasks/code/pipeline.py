@@ -125,12 +125,14 @@ class CodePipeline:
             raise Refused("future", where)
         before: list[Mapping[str, Any]] = []
         after: list[Mapping[str, Any]] = []
-        for _ in range(self._config.runs):
+        while True:
             before.append(await asked(hosted, "tests", within_s, gold=False))
             after.append(await asked(hosted, "tests", within_s, gold=True))
             outcomes = outcomes_of(before, after)
             if not outcomes.f2p:
                 raise Refused("F2P", f"no test that fails before passes after {outcomes.about}")
+            if len(before) >= self._config.runs:
+                break
         if outcomes.p2f:
             raise Refused("P2F", f"{len(outcomes.p2f)} tests pass before and not after")
         return outcomes

@@ -99,7 +99,8 @@ class Prefixes:
             record = self._records / f"{name}.json"
             if record.is_file():
                 found: dict[str, Any] = json.loads(record.read_text())
-                return Built(**{**found, "generated": of_json(found["generated"])})
+                found["generated"] = of_json(found["generated"])
+                return Built(**found)
             if name in self._refused:
                 raise Refused(*self._refused[name])
             try:
