@@ -6,6 +6,7 @@ them and the deadlines of a group hold as they do there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,11 +28,29 @@ STOPPING = "Stopping; the prompts that are done are kept. Press Ctrl-C again to 
 
 
 def ahead_of(config: Config, samples: int) -> int:
-    """Prompts under way at once: twice what all engines have room for, and at least two."""
+    """Prompts under way at once: twice what all engines, or the endpoint, have room for, and at
+    least two."""
     room = config.rollout.engines * config.rollout.max_num_seqs
+    if config.endpoint.base_url:
+        room = config.endpoint.max_concurrent
     if config.with_agents:
         room = max(room, config.agents.max_open)
     return max(2, -(-2 * room // samples))
+
+
+def deadline_of(config: Config) -> tuple[float, str]:
+    """Longest time without a group, in seconds, and the knobs that it comes from."""
+    endpoint = config.endpoint
+    if endpoint.base_url:
+        waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
+        sampling = waves * endpoint.deadline_s * (1 + endpoint.retries)
+        told = "endpoint.deadline_s, with each of endpoint.retries, and the deadline of rewards"
+        return sampling + config.scoring_deadline_s + GRACE_S, told
+    told = (
+        "rollout.deadline_s, twice in case that an engine is replaced, and the deadlines of its "
+        "start, of weights and of rewards"
+    )
+    return config.group_deadline_s + GRACE_S, told
 
 
 def sample_prompts(
@@ -59,7 +78,7 @@ def sample_prompts(
     open_groups = set[Future[ScoredGroup]]()
     progress, done, total = Progress(len(prompts)), 0, len(prompts)
     progress.left(0)
-    deadline_s = config.group_deadline_s + GRACE_S
+    deadline_s, told = deadline_of(config)
     heard = spoke = time.monotonic()
     try:
         while (queue or flights) and not stop():
@@ -77,9 +96,8 @@ def sample_prompts(
                 heard = now
             elif now - heard > deadline_s:
                 raise TimeoutError(
-                    f"waited {deadline_s:.0f} s for a group of completions (rollout.deadline_s, "
-                    "twice in case that an engine is replaced, and the deadlines of its start, of "
-                    f"weights and of rewards): {len(flights)} prompts are under way"
+                    f"waited {deadline_s:.0f} s for a group of completions ({told}): "
+                    f"{len(flights)} prompts are under way"
                 )
             for whole in [flight for flight in flights if flight.done()]:
                 record(flights.pop(whole), whole.result())

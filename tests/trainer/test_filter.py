@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,18 @@ from typing import Any
 import pytest
 import ray
 
-from keel.configs.schema import AlgorithmConfig, Config, DataConfig, FilterConfig, SourceConfig
+from keel.configs.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    EndpointConfig,
+    FilterConfig,
+    SourceConfig,
+)
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup
 from keel.trainer import filter as module
 from keel.trainer.cli import main
-from keel.trainer.filter import ahead_of, sample_prompts
+from keel.trainer.filter import ahead_of, deadline_of, sample_prompts
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -131,6 +139,17 @@ def test_engines_that_never_answer_are_not_waited_for_without_end(
     monkeypatch.setattr(module, "GRACE_S", 0.02 - CONFIG.group_deadline_s)
     with pytest.raises(TimeoutError, match=r"for a group of completions .*2 prompts are under way"):
         Engines().run(2)
+
+
+def test_a_slow_endpoint_has_its_own_time_and_room() -> None:
+    endpoint = EndpointConfig(
+        base_url="http://h/v1", model="m", max_concurrent=3, deadline_s=7200.0, retries=1
+    )
+    there = replace(CONFIG, endpoint=endpoint)
+    assert ahead_of(there, 2) == 3  # 6 completions, for 3 at once
+    deadline_s, told = deadline_of(there)
+    # A group of four, of which three are asked for at once.
+    assert deadline_s > 2 * 2 * 7200 and "endpoint.deadline_s" in told
 
 
 # The command, with a system in the engines' place.
