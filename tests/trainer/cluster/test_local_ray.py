@@ -46,8 +46,13 @@ class Worker:
     def where(self): return sys.executable
 actor = ray.remote(Worker).options(runtime_env={"env_vars": {"A": "1"}}).remote()
 print(ray.get(actor.where.remote(), timeout=60))
+def named(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
 ours = psutil.Process().children(recursive=True)
-print([p.pid for p in ours if "ray::IDLE" in " ".join(p.cmdline())])
+print([p.pid for p in ours if "ray::IDLE" in named(p)])
 """
 
 
