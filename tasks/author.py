@@ -232,9 +232,14 @@ def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
         return None, (asked, len(text) // CHARACTERS_PER_TOKEN)
     written = len(content) + len(said.reasoning) + len(str(message.get("tool_calls") or ""))
     return said, (
-        usage.get("prompt_tokens") or asked,
-        usage.get("completion_tokens") or written // CHARACTERS_PER_TOKEN,
+        _count(usage.get("prompt_tokens"), asked),
+        _count(usage.get("completion_tokens"), written // CHARACTERS_PER_TOKEN),
     )
+
+
+def _count(said: Any, bound: int) -> int:
+    """What an endpoint says, where that is a number of tokens."""
+    return said if type(said) is int and said > 0 else bound
 
 
 def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:

@@ -72,11 +72,11 @@ class Ledger:
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._claim()
             for line in _lines(self.folder / "outcomes.jsonl"):
                 outcome = Outcome(**line)
                 self.outcomes[outcome.key] = outcome
             self.spent = [Usage(**line) for line in _lines(self.folder / "usage.jsonl")]
+            self._claim()
         except BlockingIOError as error:
             self._lock.close()
             raise ConfigError(
@@ -139,8 +139,10 @@ class Ledger:
         return report
 
     def _claim(self) -> None:
+        """A start that was refused before it made anything, for a corpus that is not there say, has
+        claimed nothing."""
         path = self.folder / "settings.json"
-        if not path.exists():
+        if not path.exists() or not (self.outcomes or self.spent):
             path.write_text(json.dumps(self._settings, indent=2) + "\n", encoding="utf-8")
             return
         before = json.loads(path.read_text(encoding="utf-8"))

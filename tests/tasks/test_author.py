@@ -128,10 +128,12 @@ def test_what_earlier_starts_spent_counts() -> None:
 
 
 def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
-    endpoint.behave = lambda _: words("a" * 300)
-    author, kept = author_of(endpoint)
-    ask(author)
-    assert kept[0].completion_tokens == 100 and kept[0].prompt_tokens > 5
+    wrong = Reply(words("a" * 300).body.replace("null", '{"prompt_tokens": "7"}'))
+    for reply in (words("a" * 300), wrong):
+        endpoint.behave = lambda _, reply=reply: reply
+        author, kept = author_of(endpoint)
+        ask(author)
+        assert kept[0].completion_tokens == 100 and kept[0].prompt_tokens > 5
 
 
 @pytest.mark.parametrize(

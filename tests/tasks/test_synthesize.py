@@ -13,7 +13,7 @@ import pytest
 from keel.configs.load import load_synthesis
 from keel.configs.schema import ConfigError
 from keel.tasks.author import AuthorLost, BudgetSpent, Usage
-from keel.tasks.ledger import Ledger, Refused
+from keel.tasks.ledger import Ledger, Outcome, Refused
 from keel.tasks.synthesize import MOST_LOST, Make, make_all, told
 from keel.trainer.cli import main
 
@@ -143,7 +143,10 @@ def test_usage_outlives_the_process(tmp_path: Path) -> None:
 
 def test_folders_that_are_not_for_it(tmp_path: Path) -> None:
     another = pytest.raises(ConfigError, match="another synthesis is running")
+    with Ledger(tmp_path / "a", {"seed": 0}):  # nothing is made: no claim
+        pass
     with Ledger(tmp_path / "a", {"seed": 1}) as ledger, another:
+        ledger.add(Outcome(key="t0", outcome="kept"))
         Ledger(ledger.folder, {"seed": 1}).__enter__()
     with pytest.raises(ConfigError, match=r"other settings: seed \(1 → 2\)"):
         Ledger(tmp_path / "a", {"seed": 2}).__enter__()
