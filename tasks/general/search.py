@@ -10,7 +10,9 @@ import json
 import re
 import sqlite3
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,7 @@ def search_of(config: GeneralConfig) -> Search | None:
     async def search(query: str) -> str:
         try:
             async with asyncio.timeout(DEADLINE_S):
-                found: Any = await asyncio.to_thread(function, query)
+                found: Any = await asyncio.wrap_future(_begun(function, query))
         except TimeoutError as error:
             raise ValueError(f"the search did not end within {DEADLINE_S:g} s") from error
         except Exception as error:  # a service of somebody else's: the author is told
@@ -71,6 +73,21 @@ def search_of(config: GeneralConfig) -> Search | None:
         return _text(found)
 
     return search
+
+
+def _begun(function: Callable[[str], Any], query: str) -> Future[Any]:
+    """On a thread that nobody joins: one that hangs would keep the command from ending."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function(query))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="keel-search", daemon=True).start()
+    return future
 
 
 class Documents:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,19 @@ def test_documents_and_functions_are_searched(tmp_path: Path) -> None:
     assert failing is not None
     with pytest.raises(ValueError, match="the search failed: JSONDecodeError"):
         asyncio.run(failing("{"))
+
+
+def test_a_search_that_hangs_keeps_nothing_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr("textwrap.hangs", lambda _: ends.wait(60), raising=False)
+    monkeypatch.setattr("keel.tasks.general.search.DEADLINE_S", 0.1)
+    search = search_of(GeneralConfig(search="textwrap:hangs"))
+    assert search is not None
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"did not end within 0\.1 s"):
+        asyncio.run(search("x"))
+    assert time.monotonic() - begun < 30
+    ends.set()
 
 
 @pytest.mark.parametrize(
