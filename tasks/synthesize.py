@@ -73,6 +73,8 @@ async def make_all(
         stopping = asyncio.create_task(stop.wait())
         try:
             ended = asyncio.gather(*workers)
+            # What one raises is raised below; else the loop would say that nobody asked for it.
+            ended.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (*workers, stopping):

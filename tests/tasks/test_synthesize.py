@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,12 +124,16 @@ def test_an_author_that_is_gone_ends_it(tmp_path: Path) -> None:
     assert why.startswith(f"{MOST_LOST} tasks in a row") and report["made"] == 0
 
 
-def test_a_defect_of_the_pipeline_is_raised(tmp_path: Path) -> None:
+def test_a_defect_of_the_pipeline_is_raised_once(
+    tmp_path: Path, logged: list[logging.LogRecord]
+) -> None:
     async def make(key: str) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         made(tmp_path, make)
+    gc.collect()
+    assert not [record for record in logged if record.name == "asyncio"]
 
 
 def test_usage_outlives_the_process(tmp_path: Path) -> None:
