@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from keel.configs.diff import flatten_config
+from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.data.pass_rates import digest_of
 from keel.rl.evaluation import ERROR, passed
@@ -25,6 +26,10 @@ DEPENDS_ON = (
     *("endpoint.tells_thinking", "endpoint.extra"),
 )
 SPARED = ("eval.dir", "eval.against", "eval.variants")
+SCORED_BY = re.compile(
+    r"(model|rewards)\.|data\.sources\[.*\]\.(rewards\.|environment\.|thinking|system)"
+)
+"""Knobs that completions and what they are worth depend on as well, RESUMABLE_KNOBS left out."""
 RIGHT = "(right)"
 """The answer of whatever passes: two ways of writing what is right are one answer."""
 
@@ -123,7 +128,8 @@ class EvaluationFolder:
             **{
                 knob: repr(value)
                 for knob, value in flat.items()
-                if knob.startswith(DEPENDS_ON) and not knob.startswith(SPARED)
+                if (knob.startswith(DEPENDS_ON) and not knob.startswith(SPARED))
+                or (SCORED_BY.match(knob) and knob not in RESUMABLE_KNOBS)
             },
         }
         self.asked: list[Asked] = []

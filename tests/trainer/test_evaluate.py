@@ -179,6 +179,28 @@ def test_a_stopped_one_goes_on_and_an_ended_one_stays(
     assert "holds an evaluation that has ended" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        "rewards.code.memory_mib=999",
+        "data.sources[spiral].rewards={correct: 0.5}",
+        "data.sources[spiral].thinking=false",
+    ],
+)
+def test_what_is_scored_otherwise_is_another_evaluation(
+    fake: Fake, tmp_path: Path, other: str
+) -> None:
+    words = ("quickstart", f"run.dir={tmp_path}", *FEW)
+    fake.stop_after = 7
+    assert main(["eval", *words]) == 130
+    fake.stop_after, before = 10**9, len(fake.asked)
+    assert main(["eval", *words, other]) == 0
+    assert len(fake.asked) - before == 2 * 8
+    assert not (tmp_path / "eval/base/results.json").exists()
+    assert main(["eval", *words, "rewards.workers=1"]) == 0  # the first goes on
+    assert (tmp_path / "eval/base/results.json").exists()
+
+
 def test_checkpoints_by_name(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
