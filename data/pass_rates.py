@@ -88,13 +88,13 @@ def read_pass_rates(path: Path) -> dict[str, PassRate]:
     """Id of a prompt → its last line. What follows the last line's end was cut off while it was
     written, and does not count. Raises ValueError naming file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     rates: dict[str, PassRate] = {}
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8", "surrogatepass"))
             record.pop("pass_rate", None)
             rate = PassRate(**record)
         except (ValueError, TypeError, AttributeError) as error:

@@ -43,7 +43,8 @@ def test_what_is_missing_is_no_pass_and_its_reasons_are_counted(tmp_path: Path) 
     nothing = pass_rate_of(prompt, "sums", [scored(prompt, 0, samples=1, dropped=("late",))])
     assert (rate.known, nothing.known, nothing.score) == (True, False, None)
     path = tmp_path / "t.jsonl"
-    path.write_text(nothing.line() + rate.line() + rate.line()[:30])
+    cut = '{"id": "é'.encode()[:-1]  # in the middle of a character
+    path.write_bytes((nothing.line() + rate.line()).encode() + cut)
     assert read_pass_rates(path) == {prompt.prompt_id: rate}
 
 
