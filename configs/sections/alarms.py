@@ -16,8 +16,8 @@ class AlarmsConfig:
     """`rollout/dropped_completions`, as a share of the batch, above."""
     truncated: float = 0.5
     """`rollout/truncated_fraction`, above."""
-    uniform: float = 0.95
-    """`rollout/uniform_group_fraction`, above."""
+    uniform: float = 0.0
+    """`rollout/uniform_group_fraction`, above. Off: tasks that are learnt come to it."""
     reward_errors: float = 0.05
     """`reward/error`, above."""
     mismatch: float = 0.3
@@ -29,12 +29,12 @@ class AlarmsConfig:
     """`mask/sequence_fraction`, above."""
     kl: float = 1.0
     """`kl/ref`, in nats per token, above."""
-    entropy: float = 0.005
-    """`entropy/kept`, in nats per token, below."""
+    entropy: float = 0.0
+    """`entropy/kept`, in nats per token, below. Off: as for `uniform`."""
     skipped: float = 0.5
     """`train/skipped_steps`: optimizer steps without a finite gradient, above: any at all."""
     every: int = 20
-    """Steps after which one that goes on is said again."""
+    """Steps after which one that goes on, or returns, is said again."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

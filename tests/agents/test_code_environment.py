@@ -50,7 +50,8 @@ def test_the_tools_and_an_honest_solution(tmp_path: Path) -> None:
 def test_what_grades_it_is_out_of_reach(tmp_path: Path) -> None:
     """No file, no process and no variable has the hidden test's name, the key, or the answer."""
     hunt = f"""
-    grep -rIl --devices=skip -e {HIDDEN} -e 'sum(numbers)' /tmp /dev/shm {tmp_path} 2>/dev/null
+    grep -rIl --devices=skip --exclude-dir=site-packages -e {HIDDEN} -e 'sum(numbers)' \\
+        /tmp /dev/shm {tmp_path} 2>/dev/null
     for p in /proc/[0-9]*; do
         for f in environ cmdline mem maps fd/0 fd/3 fd/4 fd/5 cwd/x; do
             test $p != /proc/$$ && timeout 2 grep -a -l hidden_one $p/$f 2>/dev/null

@@ -58,13 +58,13 @@ class Alarms:
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
         self._said: dict[str, int] = {}
-        """Step at which each that rings was said last."""
+        """Step at which each was said last."""
 
     def look(
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> tuple[int, list[str]]:
-        """How many alarms ring, and lines for people: of those that begin to, and again from time
-        to time. numbers: a step's metrics; groups: what it trained on."""
+        """How many alarms ring, and lines for people, of each at most one in `alarms.every` steps.
+        numbers: a step's metrics; groups: what it trained on."""
         ringing = {
             alarm.knob: f"{alarm.metric} {numbers[alarm.metric]:.3g}: {alarm.words}"
             for alarm in ALARMS
@@ -73,7 +73,6 @@ class Alarms:
         }
         if line := self._missing(numbers, groups):
             ringing[MISSING] = line
-        self._said = {knob: at for knob, at in self._said.items() if knob in ringing}
         lines: list[str] = []
         for knob, words in ringing.items():
             if step - self._said.get(knob, -self._config.every) >= self._config.every:
