@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from keel.agents.budget import Budget, with_turn
@@ -23,10 +23,13 @@ Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.deadline_s)"
 
 
-def lost_to_the_policy(reason: str) -> bool:
-    """Whether a trajectory is missing because its environment was lost over a call of the policy's,
-    or over its words."""
-    return reason.startswith((f"{LOST}call:", f"{LOST}reply:"))
+POLICYS = ("call", "reply")
+"""During these an environment is lost over what the policy did: a call, or its words."""
+
+
+def lost_to_the_policy(reason: str, during: Collection[str] = POLICYS) -> bool:
+    """Whether a trajectory is missing because its environment was lost during one of these."""
+    return reason.startswith(tuple(f"{LOST}{method}:" for method in during))
 
 
 class EngineRefused(RuntimeError):
@@ -55,9 +58,9 @@ class Episode:
     """Of what is sampled."""
     environment_seed: int
     """The same for all siblings: they meet the same task."""
-    crash_is_failure: bool = False
-    """An environment that is lost over what the policy did leaves a trajectory that has failed,
-    and not none."""
+    crash_is_failure: Collection[str] = ()
+    """An environment that is lost during one of these (call, reply, verdict) leaves a trajectory
+    that has failed, and not none."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _run_calls: int = 0
     _conversation: Conversation | None = None
@@ -70,10 +73,7 @@ class Episode:
         except EngineRefused as refused:
             raise refused.error from refused
         except EnvironmentLost as error:
-            if not self.crash_is_failure or not lost_to_the_policy(str(error)):
-                return str(error)
-            crash = Verdict(parts={"correct": 0.0}, facts={"crash": str(error)})
-            return self._trajectory("crash", crash)
+            return self._crashed(str(error)) or str(error)
         except (ValueError, OSError) as error:  # one conversation is none that can go on
             return f"the conversation broke: {error}"
         finally:
@@ -114,8 +114,16 @@ class Episode:
         transcript = Transcript(messages=tuple(said), finish_reason=reason)
         verdict = await self.environment.verdict(transcript)
         if isinstance(verdict, Unscored):
+            if verdict.fault not in (None, "raised") and (lost := self._crashed(verdict.reason)):
+                return lost
             return f"the environment has no verdict: {verdict.reason}"
         return self._trajectory(reason, verdict)
+
+    def _crashed(self, why: str) -> Trajectory | None:
+        """A trajectory that has failed, where losing the environment so counts as that."""
+        if not lost_to_the_policy(why, self.crash_is_failure):
+            return None
+        return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": why}))
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
         segments, said, opening = self._so_far()

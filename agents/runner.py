@@ -65,13 +65,13 @@ class EpisodeRunner:
         context: ContextManager,
         seed: int,
         most_open: int,
-        crash_is_failure: Collection[str] = (),
+        crash_is_failure: Mapping[str, Collection[str]] | None = None,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """environments: of `Prompt.environment`, makes one for an episode; programs: of the same,
         what drives its episodes, where that is not Keel; seed: of the run; most_open: episodes at
         once, for training and as many for evaluation, which the loop waits for; the others wait;
-        crash_is_failure: environments for which `Episode` has it; closing: of what environments
+        crash_is_failure: of an environment, as `Episode` has it; closing: of what environments
         share, at the end. Raises ValueError where the machine does not allow so many open files or
         processes."""
         make_room(len(PURPOSES) * most_open, programs=bool(programs))
@@ -85,7 +85,7 @@ class EpisodeRunner:
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
         """How often each prompt was asked since the last weights."""
-        self._crash_is_failure = crash_is_failure
+        self._crash_is_failure = crash_is_failure or {}
         self._warned: set[str] = set()
         self.say: Callable[[str], Any] = lambda _: None
         """For people, a line at a time."""
@@ -214,7 +214,7 @@ class EpisodeRunner:
                 sibling=sibling,
                 seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
                 environment_seed=environment_seed(self._seed, prompt),
-                crash_is_failure=prompt.environment in self._crash_is_failure,
+                crash_is_failure=self._crash_is_failure.get(prompt.environment, ()),
             )
             return await episode.run()
 

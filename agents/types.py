@@ -34,11 +34,19 @@ class ToolResult:
     """The episode is over."""
 
 
+Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
+"""Why an episode cannot go on: its environment cannot be imported or started; raised outside a tool
+call; ended itself; was ended by a signal; did not answer in time; said what is no answer; said too
+much; ran out of memory; was closed before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
     """No verdict: the sample is left out. Never the same as a score of 0."""
 
     reason: str
+    fault: Fault | None = None
+    """Where the environment was lost over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +55,6 @@ class Transcript:
 
     messages: Sequence[Message]
     finish_reason: str
-
-
-Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
-"""Why an episode cannot go on: its environment cannot be imported or started; raised outside a tool
-call; ended itself; was ended by a signal; did not answer in time; said what is no answer; said too
-much; ran out of memory; was closed before."""
 
 
 class EnvironmentLost(RuntimeError):

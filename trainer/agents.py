@@ -16,6 +16,7 @@ from keel.agents.context import ContextManager
 from keel.agents.endpoint.probe import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.environments.interpreter import CELL_S
+from keel.agents.episode import POLICYS
 from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap, not_wrapped
@@ -38,6 +39,8 @@ from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law, tu
 
 SHOWN = 8
 """Tools that are named before a run."""
+CRASHES = {"drop": (), "zero": POLICYS, "zero-in-grading-too": (*POLICYS, "verdict")}
+"""`on_crash` → during what a lost environment is the policy's failure."""
 STARTING = 8
 """Environments that are being started at once: more would take each other's time."""
 
@@ -174,9 +177,9 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
         ),
         seed=config.run.seed,
         most_open=agents.max_open,
-        crash_is_failure=[
-            source.name for source in config.data.sources if source.environment.on_crash == "zero"
-        ],
+        crash_is_failure={
+            source.name: CRASHES[source.environment.on_crash] for source in config.data.sources
+        },
     )
 
 

@@ -242,7 +242,9 @@ class Hosted:
         try:
             reply = await self._ask("verdict", request, self._program.deadlines.verdict_s)
             return verdict_of(reply)
-        except (EnvironmentLost, ValueError) as error:
+        except EnvironmentLost as error:
+            return Unscored(reason=str(error), fault=error.fault)
+        except ValueError as error:
             return Unscored(reason=str(error))
 
     async def close(self) -> None:

@@ -58,10 +58,11 @@ class EnvironmentConfig:
     what the policy makes it run with your rights."""
     network: Literal["none", "host"] = "none"
     """What it may reach."""
-    on_crash: Literal["drop", "zero"] = "drop"
+    on_crash: Literal["drop", "zero", "zero-in-grading-too"] = "drop"
     """An episode whose environment crashes, hangs (`agents.call_s`) or ends over what the policy
     did: left out; or worth the least that its rewards allow. zero is for an environment that
-    nothing else brings down: with drop, a policy that crashes it evades a bad reward."""
+    nothing else brings down: with drop, a policy that crashes it evades a bad reward.
+    zero-in-grading-too is for one whose grader runs what the policy wrote."""
     open_s: float = 60.0
     """Seconds to start it and set a task up; for a program, until it asks for its first turn."""
     reply_s: float = 30.0

@@ -4,7 +4,7 @@ together without an engine."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -171,7 +171,7 @@ def play(
     context: ContextManager = NO_CONTEXT,
     thinking: bool = False,
     form: TemplateChat | None = None,
-    crash_is_failure: bool = False,
+    crash_is_failure: Collection[str] = (),
 ) -> Trajectory | str:
     episode = Episode(
         environment=environment,

@@ -126,7 +126,7 @@ def test_a_lost_environment_leaves_its_trajectory_out_with_the_reason(method: st
 @pytest.mark.parametrize("method", ["call", "reply"])
 def test_an_environment_that_the_policy_brings_down_may_count_as_a_failure(method: str) -> None:
     sums = Sums(fails=method)
-    trajectory = done(play(says("@add 1, 2", "42"), sums, crash_is_failure=True))
+    trajectory = done(play(says("@add 1, 2", "42"), sums, crash_is_failure=("call", "reply")))
     assert trajectory.finish_reason == "crash" and sums.log[-1] == "close"
     assert trajectory.verdict == Verdict(
         parts={"correct": 0.0}, facts={"crash": f"environment, at {method}: ended with SIGSEGV"}
@@ -135,11 +135,22 @@ def test_an_environment_that_the_policy_brings_down_may_count_as_a_failure(metho
 
 
 def test_one_that_goes_down_by_itself_never_does() -> None:
-    assert play(says("42"), Sums(fails="open"), crash_is_failure=True) == (
+    assert play(says("42"), Sums(fails="open"), crash_is_failure=("call", "reply")) == (
         "environment, at open: ended with SIGSEGV"
     )
     unscored = Sums(grade=Unscored(reason="tests did not run"))
-    assert isinstance(play(says("42"), unscored, crash_is_failure=True), str)
+    assert isinstance(play(says("42"), unscored, crash_is_failure=("call", "reply")), str)
+
+
+def test_one_that_goes_down_over_its_grading_may_count_as_a_failure() -> None:
+    gone = Unscored(reason="environment, at verdict: ended with SIGKILL", fault="crash")
+    everywhere = ("call", "reply", "verdict")
+    trajectory = done(play(says("42"), Sums(grade=gone), crash_is_failure=everywhere))
+    assert trajectory.finish_reason == "crash" and trajectory.sampled_tokens > 0
+    assert trajectory.verdict == Verdict(parts={"correct": 0.0}, facts={"crash": gone.reason})
+    assert isinstance(play(says("42"), Sums(grade=gone), crash_is_failure=("call",)), str)
+    raised = replace(gone, fault="raised")  # the grader's own
+    assert isinstance(play(says("42"), Sums(grade=raised), crash_is_failure=everywhere), str)
 
 
 def test_a_grader_that_fails_is_never_a_zero() -> None:

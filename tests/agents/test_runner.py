@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ def running(
     world: World | None = None,
     *,
     most_open: int = 64,
-    crash_is_failure: Collection[str] = (),
+    crash_is_failure: Mapping[str, Collection[str]] | None = None,
 ) -> Iterator[EpisodeRunner]:
     with EpisodeRunner(
         {"sums": world or World()},
@@ -108,7 +108,7 @@ def test_what_has_no_trajectory_is_dropped_with_its_reason_and_its_siblings_stay
 def test_an_environment_that_goes_down_with_many_is_said_once(failure: bool) -> None:
     fails = iter(["call", "", "open", "", *["call"] * 8])
     said: list[str] = []
-    zero = ["sums"] if failure else []
+    zero = {"sums": ("call", "reply")} if failure else {}
     world = World(lambda: Sums(fails=next(fails)))
     with running(says("@add 40, 2", "42"), world, crash_is_failure=zero) as runner:
         runner.say = said.append
