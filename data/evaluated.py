@@ -184,8 +184,9 @@ class EvaluationFolder:
 
     def said(self) -> str:
         """How it stands, in few words."""
-        passes, number = (sum(of) for of in zip(*((a.passes, a.number) for a in self.asked)))  # noqa: B905
-        return f"pass@1 so far {passes / number:.3f}"
+        number = sum(one.number for one in self.asked)
+        passes = sum(one.passes for one in self.asked)
+        return f"pass@1 so far {passes / number:.3f}" if number else "nothing to keep so far"
 
     def finish(self, found: Mapping[str, Any]) -> None:
         """All is there: write the results."""

@@ -21,6 +21,10 @@ from keel.rollout.engine.conversion import THINK_END, THINK_START
 CONNECT_S = 10.0
 CLOSING_S = 30.0
 MOST_SAID = 300
+LATER = "later: "
+"""How the reason begins for a completion that the endpoint may give another time."""
+BUSY = 429
+"""HTTP status."""
 UNKNOWN = -1
 """In the place of token ids, which an endpoint does not say."""
 
@@ -118,7 +122,9 @@ class EndpointCompletions:
                 f"endpoint.base_url = {config.base_url}: {self._public(str(error))}"
             ) from error
         except openai.APIStatusError as error:
-            return self._public(f"the endpoint says HTTP {error.status_code}: {error.message}")
+            busy = error.status_code == BUSY or error.status_code >= 500
+            said = f"the endpoint says HTTP {error.status_code}: {error.message}"
+            return LATER * busy + self._public(said)
         except openai.APIConnectionError as error:
             raise RuntimeError(
                 f"endpoint.base_url = {config.base_url}: cannot be reached "

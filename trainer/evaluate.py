@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.evaluated import Asked, EvaluationFolder, asked_of, read_evaluation
 from keel.data.filtered import FilterFolder
+from keel.data.pass_rates import digest_of
 from keel.data.results import compared, compared_table, results, table
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
@@ -23,7 +24,7 @@ from keel.rewards.judge.specs import is_judged
 from keel.rewards.scorer import Scorer
 from keel.rewards.text import final_text, marked_answer
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
-from keel.rollout.endpoint import EndpointCompletions
+from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import POLICY, STOPPING, sample_prompts
 from keel.trainer.prepare import check_rewards, prepare, source_lines
 from keel.trainer.run.folder import RunFolder
@@ -77,6 +78,8 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
             "data.sources: no source has a holdout, so there is nothing to evaluate on. A file of "
             "problems that is there for this alone has weight: 0, and holdout: their number"
         )
+    if other:
+        _check_same_prompts(config, heldout, other)
     with EvaluationFolder(config, subject.policy, subject.name) as out:
         print(f"{subject.text}\nsampling with {subject.policy}", flush=True)
         with subject.sampling() as system, Interrupt(print, STOPPING) as stop:
@@ -106,7 +109,9 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
                     config,
                     sample=lambda prompt, size: system.submit(prompt, "eval", size),
                     score=partial(system.scorer.submit, purpose="eval"),
-                    record=out.record,
+                    record=lambda prompt, groups: (
+                        None if to_be_had_later(groups) else out.record(prompt, groups)
+                    ),
                     said=out.said,
                     stop=stop,
                     say=partial(print, flush=True),
@@ -191,6 +196,23 @@ def _remote(config: Config) -> Subject:
     )
 
 
+def _check_same_prompts(
+    config: Config, heldout: Mapping[str, Sequence[Prompt]], other: Sequence[Asked]
+) -> None:
+    """Raises ConfigError where the evaluation that is to come could not be compared."""
+    theirs = {one.id: one.digest for one in other}
+    common = [p for prompts in heldout.values() for p in prompts if p.prompt_id in theirs]
+    why = "" if common else "it has none of the held-out prompts"
+    for prompt in common:
+        if theirs[prompt.prompt_id] != digest_of(prompt):
+            why = f"it has another prompt called {prompt.prompt_id}"
+            break
+    if why:
+        raise ConfigError(
+            f"eval.against = {config.eval.against}: {why}: the data, or run.seed, was another one"
+        )
+
+
 def _told(
     out: EvaluationFolder, config: Config, *, whole: bool, against: Sequence[Asked]
 ) -> list[str]:
@@ -247,6 +269,8 @@ def _ask(
 
     def record(asked: Prompt, groups: Sequence[ScoredGroup]) -> None:
         prompt, source = sources[asked.prompt_id]
+        if to_be_had_later(groups):
+            return
         out.add(asked_of(variant.name, source, prompt, groups, answer_of))
 
     config = subject.config
@@ -284,6 +308,12 @@ def _in(given: Config, system: System | Remote, variant: EvalVariant) -> Iterato
     changed = replace(system.task, config=config)
     with episodes(changed, system.pool) as agents:
         yield replace(system, task=changed, agents=agents)
+
+
+def to_be_had_later(groups: Sequence[ScoredGroup]) -> bool:
+    """Whether completions are missing only since an endpoint had too much to do: their prompt is
+    asked again by the next start, and does not count as one that was failed."""
+    return any(reason.startswith(LATER) for group in groups for reason in group.group.dropped)
 
 
 def as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:

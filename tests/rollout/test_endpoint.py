@@ -148,6 +148,28 @@ def test_an_endpoint_is_evaluated_and_filters(
     assert {rate["pass_rate"] for rate in rates} <= {0, 1} and len(rates) >= 10
 
 
+def test_what_a_busy_endpoint_does_not_give_is_asked_for_again(
+    endpoint: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the next start: it is not counted as wrong."""
+
+    def busy(request: dict[str, Any]) -> Reply:
+        full = "a" in request["messages"][-1]["content"].rpartition(":")[2]
+        return Reply('{"error": {"message": "full"}}', status=503) if full else spells(request)
+
+    there = (*RECIPE, f"run.dir={tmp_path}", f"endpoint.base_url={endpoint.url}")
+    there = (*there, "endpoint.retries=0")
+    table = tmp_path / "eval" / "m" / "samples.jsonl"
+    endpoint.behave = busy
+    assert main(["eval", *there]) == 0
+    some = len(table.read_text().splitlines())
+    assert 0 < some < 8 and "not all is sampled" in capsys.readouterr().out
+    endpoint.behave = spells
+    assert main(["eval", *there]) == 0
+    assert len(table.read_text().splitlines()) == 8
+    assert (tmp_path / "eval" / "m" / "results.json").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

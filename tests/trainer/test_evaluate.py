@@ -240,7 +240,7 @@ def test_two_evaluations_compared(
     assert "cannot be read as an evaluation" in capsys.readouterr().err
     other = (*words, "run.seed=3", f"eval.dir={tmp_path / 'three'}", f"eval.against={one}")
     assert main(["eval", *other]) == 2
-    assert "different prompts of this name" in capsys.readouterr().err
+    assert "it has another prompt called" in capsys.readouterr().err
 
 
 def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
