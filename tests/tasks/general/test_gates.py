@@ -12,7 +12,7 @@ from tests.agents.sandboxes import wrap_of
 from tests.tasks.general.kit import SOLVE, TOOLS, VERIFY, Counted, config, environment, held
 
 pytestmark = pytest.mark.e2e
-AT_ONCE = 6
+AT_ONCE = 3
 
 BEFORE = "    prices = "
 """Where the solution begins."""
