@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -55,6 +57,39 @@ def usage(root: int, *, itself: bool = True) -> Usage:
         resident += int(fields[21]) * _PAGE
         processes += 1
     return Usage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
+
+
+def end_below(root: int, within_s: float) -> None:
+    """Kill everything under the process `root`, which must be stopped: what a killed sandbox was
+    about to start comes to be its child, and what has ended stays in sight until it is reaped."""
+    until, before = time.monotonic() + within_s, dict[int, bool]()
+    while time.monotonic() < until:
+        now = _below(root)
+        # One look can miss what changes parents meanwhile.
+        if now == before and not any(now.values()):
+            return
+        before = now
+        for pid in (pid for pid, runs in now.items() if runs):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _below(root: int) -> dict[int, bool]:
+    """Processes under `root`, and whether each runs: one that has ended and is not reaped does
+    not."""
+    found: dict[int, bool] = {}
+    pending = [root]
+    while pending:
+        pid = pending.pop()
+        folder = Path("/proc") / str(pid)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state = (folder / "stat").read_bytes().rpartition(b") ")[2][:1]
+            if pid != root:
+                found[pid] = state not in b"ZX"
+            for task in os.listdir(folder / "task"):
+                pending += map(int, (folder / "task" / task / "children").read_bytes().split())
+    return found
 
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)

@@ -19,6 +19,7 @@ import keel
 from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.failures import place_in
 from keel.rewards.rules.verifiers import verifier_for
+from keel.rewards.sandbox.processes import end_below
 from keel.rewards.workers.worker import reply_to
 
 START_DEADLINE_S = 120.0
@@ -153,6 +154,10 @@ class _Worker:
     def stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
+            # A sandbox that is killed while it starts may leave a process that waits for good; its
+            # parent has to live for that to be found.
+            process.send_signal(signal.SIGSTOP)
+            end_below(process.pid, GRACE_S)
             process.kill()
             process.wait(GRACE_S)
         if self._socket is not None:

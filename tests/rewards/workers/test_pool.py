@@ -6,10 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.workers.pool import Verdict, WorkerPool
+from keel.rl.types import Prompt
 
 SUM = {"kind": "answer", "answer": "3", "match": "exact"}
 ROOT = {"kind": "answer", "answer": "\\sqrt{2}", "match": "math"}
@@ -76,6 +80,46 @@ def test_closing_ends_what_is_under_way() -> None:
     assert process.poll() is not None
     with pytest.raises(RuntimeError, match=r"closed|SIGKILL"):
         future.result(10)
+
+
+LEAVES = """
+import subprocess, time
+
+def starts(prompt, trajectory):
+    subprocess.Popen(["sleep", "1000.375"], start_new_session=True)
+    time.sleep(60)
+"""
+
+
+def sleepers() -> list[Path]:
+    found: list[Path] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "cmdline").read_bytes() == b"sleep\x001000.375\x00":
+                found.append(folder)
+    return found
+
+
+def test_closing_ends_what_a_worker_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever session it went to."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
+    spec = {"kind": "function", "name": "leaves.starts", "prompt": prompt_fields(prompt)}
+    said = TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=1)
+    pool = WorkerPool(1, deadline_s=60.0)
+    future = pool.submit(spec, [said.dumps()])
+    until = time.monotonic() + 30
+    while not sleepers() and not future.done() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sleepers(), future
+    pool.close()
+    until = time.monotonic() + 5
+    while sleepers() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not sleepers()
 
 
 def test_without_workers_completions_are_verified_in_process() -> None:
