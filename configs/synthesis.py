@@ -6,13 +6,11 @@ Each family's section is in `configs/sections/`; only the one that `family` name
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.base import ConfigError, require, require_endpoint
 from keel.configs.sections.code_tasks import CodeTasksConfig
 from keel.configs.sections.general import GeneralConfig
 from keel.configs.sections.search_tasks import SearchTasksConfig
@@ -45,23 +43,8 @@ class AuthorConfig:
     """Sent along with each request, for example `chat_template_kwargs`."""
 
     def __post_init__(self) -> None:
-        url = urlsplit(self.base_url)
-        if url.username or url.password:  # the value is a secret: not for a message
-            raise ConfigError(
-                "author.base_url: holds a password; put the key into an environment variable and "
-                "its name into author.api_key_env"
-            )
-        require(
-            url.scheme in ("http", "https") and bool(url.hostname),
-            "author.base_url",
-            self.base_url,
-            "must be a URL like http://localhost:8000/v1",
-        )
+        require_endpoint("author", self.base_url, self.api_key_env)
         require(bool(self.model), "author.model", self.model, "must name the endpoint's model")
-        if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", self.api_key_env):
-            raise ConfigError(  # it may be the key itself: not for a message
-                "author.api_key_env: must be the name of an environment variable, not the key"
-            )
         for name in ("max_tokens", "max_concurrent"):
             require(getattr(self, name) >= 1, f"author.{name}", getattr(self, name), "must be >= 1")
         for name in (

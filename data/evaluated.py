@@ -135,7 +135,7 @@ class EvaluationFolder:
         self.asked: list[Asked] = []
 
     def __enter__(self) -> Self:
-        """Goes on with an unfinished evaluation of the same settings, or begins a new one beside
+        """Resumes an unfinished evaluation of the same settings, or begins a new one beside
         those that are there. Raises ConfigError if that cannot be."""
         knob = f"eval.dir = {self.path}"
         try:

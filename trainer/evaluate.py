@@ -20,13 +20,12 @@ from keel.data.pass_rates import digest_of
 from keel.data.results import compared, compared_table, results, table
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import is_judged
 from keel.rewards.scorer import Scorer
 from keel.rewards.text import final_text, marked_answer
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import POLICY, STOPPING, sample_prompts
-from keel.trainer.prepare import check_rewards, prepare, source_lines
+from keel.trainer.prepare import check_rewards, needs_judge, prepare, source_lines
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.system import System, episodes, running, scorer_of
@@ -162,8 +161,7 @@ def _remote(config: Config) -> Subject:
         config.data, seed=config.run.seed, count_tokens=lambda _: 0, check_reward=check_spec
     )
     notes = check_rewards(config, dataset)
-    everything = [*dataset.train.sources.values(), *dataset.heldout.values()]
-    judged = any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
+    judged = needs_judge(dataset)
     if judged and not config.rewards.judge.base_url:
         raise ConfigError(
             "rewards.judge.base_url: with endpoint.base_url, nothing is served here; give the "

@@ -64,8 +64,7 @@ class Task:
     @property
     def judged(self) -> bool:
         """Whether any prompt needs a judge."""
-        everything = [*self.dataset.train.sources.values(), *self.dataset.heldout.values()]
-        return any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
+        return needs_judge(self.dataset)
 
     def text(self, *, seats: Sequence[str] = ()) -> str:
         lines = source_lines(self.config, self.dataset)
@@ -74,6 +73,11 @@ class Task:
             self.config, self.facts, self.plan, lines, hardware=self.hardware, seats=seats
         )
         return "\n".join([text, *(f"{'warning':<12} {line}" for line in self.warnings)])
+
+
+def needs_judge(dataset: Dataset) -> bool:
+    everything = [*dataset.train.sources.values(), *dataset.heldout.values()]
+    return any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
 
 
 def prepare(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from urllib.parse import urlsplit
+
 
 class ConfigError(ValueError):
     """A recipe that cannot be run. The message names the knob or the file, and the cure."""
@@ -24,3 +27,27 @@ def require_pass_rates(section: str, least: float, most: float) -> None:
         most,
         f"must be above 0, at most 1, and not below least_pass_rate = {least:g}",
     )
+
+
+def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
+    """`base_url` of a section is an endpoint's, and `api_key_env` a variable's name or empty. What
+    may be a secret is in no message."""
+    url = urlsplit(base_url)
+    if url.username or url.password:
+        raise ConfigError(
+            f"{section}.base_url: holds a password; put the key into an environment variable and "
+            f"its name into {section}.api_key_env"
+        )
+    require(
+        url.scheme in ("http", "https") and bool(url.hostname),
+        f"{section}.base_url",
+        base_url,
+        "must be a URL like http://localhost:8000/v1",
+    )
+    require_variable(f"{section}.api_key_env", api_key_env)
+
+
+def require_variable(knob: str, name: str) -> None:
+    """It is the name of an environment variable, or empty, and not the key itself."""
+    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", name):
+        raise ConfigError(f"{knob}: must be the name of an environment variable, never a key")

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from keel.configs.sections.base import ConfigError, require, require_pass_rates
+from keel.configs.sections.base import require, require_endpoint, require_pass_rates
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 Thinking = Literal["as-asked", "with", "without"]
@@ -47,22 +46,7 @@ class EndpointConfig:
         )
         if not self.base_url:
             return
-        url = urlsplit(self.base_url)
-        if url.username or url.password:  # the value is a secret: not for a message
-            raise ConfigError(
-                "endpoint.base_url: holds a password; put the key into an environment variable and "
-                "its name into endpoint.api_key_env"
-            )
-        require(
-            url.scheme in ("http", "https") and bool(url.hostname),
-            "endpoint.base_url",
-            self.base_url,
-            "must be a URL like http://localhost:8000/v1",
-        )
-        if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", self.api_key_env):
-            raise ConfigError(  # it may be the key itself: not for a message
-                "endpoint.api_key_env: must be the name of an environment variable, not the key"
-            )
+        require_endpoint("endpoint", self.base_url, self.api_key_env)
         for name, least in (("max_concurrent", 1), ("retries", 0)):
             value = getattr(self, name)
             require(value >= least, f"endpoint.{name}", value, f"must be at least {least}")

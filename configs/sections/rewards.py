@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.base import ConfigError, require, require_endpoint, require_variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +124,7 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         knob = "rewards.judge"
         if self.base_url:
-            url = urlsplit(self.base_url)
-            if url.username or url.password:  # the value is a secret: not for a message
-                raise ConfigError(
-                    f"{knob}.base_url: holds a password; put the key into an environment variable "
-                    f"and its name into {knob}.api_key_env"
-                )
-            require(
-                url.scheme in ("http", "https") and bool(url.hostname),
-                f"{knob}.base_url",
-                self.base_url,
-                "must be a URL like http://localhost:8000/v1",
-            )
+            require_endpoint(knob, self.base_url, self.api_key_env)
         require(
             not (self.serve and self.base_url),
             f"{knob}.base_url",
@@ -157,10 +144,7 @@ class JudgeConfig:
             self.api_key_env,
             f"a server of the run ({knob}.serve) gets a key of its own; remove it",
         )
-        if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", self.api_key_env):
-            raise ConfigError(  # it may be the key itself: not for a message
-                f"{knob}.api_key_env: must be the name of an environment variable, never a key"
-            )
+        require_variable(f"{knob}.api_key_env", self.api_key_env)
         for name in ("samples", "max_reply_tokens", "max_characters", "max_concurrent"):
             require(getattr(self, name) >= 1, f"{knob}.{name}", getattr(self, name), "must be >= 1")
         require(
