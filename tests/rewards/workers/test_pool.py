@@ -103,7 +103,7 @@ def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch
         finally:
             pool.close()
 
-    within_some(costs, (0.5, 5.0, 60.0))
+    within_some(costs, (1.0, 10.0, 60.0))
 
 
 def test_a_worker_that_dies_is_replaced(waits: Waits) -> None:
