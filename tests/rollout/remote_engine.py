@@ -29,7 +29,7 @@ from tests.forked import forked_from
 from tests.rollout import interpreted, plain_weights
 from tests.rollout.watch import Watch
 
-DEADLINE_S = 240
+DEADLINE_S = 600
 Kind = Literal["", "fast", "native", "packed", "plain"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool] | TurnRequest
 """A prompt, its group size, its sampling (None: the engine's) and whether to record; or a turn."""
