@@ -46,7 +46,8 @@ class Asked:
     digest: str
     """Of the prompt as the recipe has it, before any variant."""
     samples: Sequence[Mapping[str, Any]]
-    """Of each completion: correct, error, tokens, finish_reason, answer, messages."""
+    """Of each completion: correct, error, parts, tokens, thinking (characters), finish_reason,
+    answer, messages."""
     missing: Sequence[str]
     """A reason for each completion that was asked for and did not come."""
 
@@ -71,13 +72,17 @@ def asked_of(
     prompt: Prompt,
     groups: Sequence[ScoredGroup],
     answer: Callable[[Trajectory], str],
+    thinking: Callable[[Trajectory], str],
 ) -> Asked:
-    """answer: what a completion answers, as text that others can agree with; "" where nothing."""
+    """answer: what a completion answers, as text that others can agree with; "" where nothing.
+    thinking: all that it thought."""
     samples = [
         {
             "correct": float(parts["correct"]),
             "error": float(parts.get(ERROR, 0.0)),
+            "parts": {k: v for k, v in parts.items() if k not in ("correct", ERROR)},
             "tokens": trajectory.sampled_tokens,
+            "thinking": len(thinking(trajectory)),
             "finish_reason": trajectory.finish_reason,
             "answer": answer(trajectory),
             "messages": [dict(message) for message in trajectory.messages],

@@ -21,7 +21,7 @@ from keel.data.results import compared, compared_table, results, table
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
-from keel.rewards.text import final_text, marked_answer
+from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import POLICY, STOPPING, sample_prompts
@@ -161,7 +161,7 @@ def _remote(config: Config) -> Subject:
         config.data, seed=config.run.seed, count_tokens=lambda _: 0, check_reward=check_spec
     )
     notes = check_rewards(config, dataset)
-    judged = needs_judge(dataset)
+    judged = needs_judge(config, dataset)
     if judged and not config.rewards.judge.base_url:
         raise ConfigError(
             "rewards.judge.base_url: with endpoint.base_url, nothing is served here; give the "
@@ -218,7 +218,7 @@ def _told(
     evaluation that it cannot be compared with."""
     if not out.asked:
         return [f"nothing was sampled; the same command goes on in {out.path}"]
-    found = results(out.asked, config.eval.each_pass_at)
+    found = results(out.asked, config.eval.each_pass_at, config.eval.submissions)
     lines = table(found)
     reasons = Counter(reason for one in out.asked for reason in one.missing)
     lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
@@ -269,7 +269,7 @@ def _ask(
         prompt, source = sources[asked.prompt_id]
         if to_be_had_later(groups):
             return
-        out.add(asked_of(variant.name, source, prompt, groups, answer_of))
+        out.add(asked_of(variant.name, source, prompt, groups, answer_of, thinking_of))
 
     config = subject.config
     with _in(config, system, variant) as changed:
@@ -331,3 +331,8 @@ def answer_of(trajectory: Trajectory) -> str:
     if answer is None:
         answer = said if len(said) <= MOST_ANSWER else ""
     return " ".join(answer.split())
+
+
+def thinking_of(trajectory: Trajectory) -> str:
+    """Of all turns."""
+    return every_turn(thinking_text, trajectory.messages)

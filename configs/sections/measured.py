@@ -97,6 +97,10 @@ class EvalConfig:
 
     pass_at: tuple[int, ...] = ()
     """`keel eval`: k of pass@k and maj@k; empty: `samples`, and the powers of two below it."""
+    submissions: int = 0
+    """`keel eval`: as in a programming contest, submit this many of the `samples` and count the
+    best for each subtask (DeepSeek-V3.2, appendix D): those that pass the tests the task shows, are
+    not cut off and do not decline, longest thinking first. 0: no such figure."""
     variants: tuple[EvalVariant, ...] = ()
     """`keel eval`: ways of asking; empty: the recipe's own alone."""
     checkpoint: str = "last"
@@ -117,6 +121,12 @@ class EvalConfig:
                 list(self.pass_at),
                 f"each must be from 1 to eval.samples = {self.samples}",
             )
+        require(
+            0 <= self.submissions <= self.samples,
+            "eval.submissions",
+            self.submissions,
+            f"must be from 0 to eval.samples = {self.samples}",
+        )
         names = [variant.name for variant in self.variants]
         require(len(set(names)) == len(names), "eval.variants", names, "names must differ")
         _require_checkpoint("eval.checkpoint", self.checkpoint)

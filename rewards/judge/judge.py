@@ -68,7 +68,7 @@ class Judge:
         )
 
     async def judge(self, prompt: Prompt, answer: str, *, thinking: str = "") -> Judged | Failed:
-        """What `answer` is worth by `prompt.reward`, a spec of kind `rubric` or `proof`.
+        """What `answer` is worth by `prompt.reward`, a spec that `judged_spec` reads.
 
         thinking: what the policy thought first; only criteria that ask for it see it, and what
         `answer` itself holds up to a `</think>` is cut off.

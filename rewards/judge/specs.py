@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keel.rewards.judge.proof import ProofSpec, proof_from
+from keel.rewards.judge.refusal import refusal_from
 from keel.rewards.judge.rubric import Rubric, rubric_from
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Rubric | ProofSpec]] = {
     "rubric": rubric_from,
     "proof": proof_from,
+    "refusal": refusal_from,
 }
 
 
