@@ -50,6 +50,8 @@ class Asked:
     answer, messages."""
     missing: Sequence[str]
     """A reason for each completion that was asked for and did not come."""
+    prompt: Sequence[Mapping[str, Any]] = ()
+    """Its messages, as the recipe has them."""
 
     @property
     def number(self) -> int:
@@ -98,6 +100,7 @@ def asked_of(
         digest=digest_of(prompt),
         samples=samples,
         missing=[reason for group in groups for reason in group.group.dropped],
+        prompt=[dict(message) for message in prompt.messages],
     )
 
 

@@ -26,6 +26,12 @@ JUDGED_PARTS = {
         "disagreement",
     ),
     "refusal": ("rubric", "disagreement"),
+    "verification": (
+        "verification_score",
+        "verification_meta",
+        "verification_format",
+        "disagreement",
+    ),
 }
 """Kind of reward spec → the parts that its judge adds to `correct`, which is the whole score."""
 REFUSAL = "refusal"

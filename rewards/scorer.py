@@ -24,8 +24,8 @@ from keel.rewards.compose import (
 )
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import Failures, is_function, to_standard_error
-from keel.rewards.judge.refusal import REFUSAL as DECLINING
 from keel.rewards.judge.results import Counts, Failed, Judged
+from keel.rewards.judge.rubric import REFUSAL as DECLINING
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
