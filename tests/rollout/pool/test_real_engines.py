@@ -21,7 +21,7 @@ from tests.rollout.tiny_model import checkpoint_tensors, make_model
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.e2e
-START_S = 240
+START_S = 600
 
 
 @pytest.fixture(scope="module")
