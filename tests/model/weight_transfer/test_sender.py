@@ -180,10 +180,10 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
 
 
 def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:
-    (deaf,) = engines("deaf")
     huge = {"t": torch.zeros(2**24)}
 
     def unreached(limit_s: float) -> None:
+        (deaf,) = engines("deaf")
         outcome = sender(limit_s).send(pack_flat(huge.items(), 2**30), [deaf], 1)[0]
         assert isinstance(outcome, RuntimeError)
         for part in ("engine 0 cannot be reached", "rollout.weight_transfer", "NCCL_SOCKET_IFNAME"):
