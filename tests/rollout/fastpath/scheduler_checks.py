@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from keel.rollout.fastpath import scheduler as fast
-from keel.rollout.fastpath.scheduler import FLUSH_COST, AsyncFastScheduler, FastScheduler
+from keel.rollout.fastpath.scheduler import JOIN_COST, AsyncFastScheduler, FastScheduler
 from keel.rollout.fastpath.step_arrays import Packed
 from keel.rollout.vllm_internals import cut_short
 from tests.rollout.tiny_model import make_model
@@ -366,4 +366,4 @@ def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: b
                     steps += 1
                 waited.append(steps)
             plain, short = waited
-            assert plain <= short <= plain + FLUSH_COST, f"{short} steps instead of {plain}"
+            assert plain <= short <= plain + JOIN_COST, f"{short} steps instead of {plain}"
