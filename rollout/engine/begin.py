@@ -16,13 +16,15 @@ from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm import LLMEngine, SamplingParams
 
 from keel.rollout.engine.jobs import Ids
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine, SamplingParams
 
 MOST_TOKENS = 2**24
 """Whose hashes are kept, of all conversations together: some 9 bytes each."""
