@@ -206,11 +206,13 @@ class DecodeRun:
         self._tokens[column, places] = tokens
         if output.logprobs is not None:
             self._with_logp = True
-            self._logp[column, places] = output.logprobs.logprobs[rows, 0]
+            first = _first_of(rows, output.logprobs.cu_num_generated_tokens)
+            self._logp[column, places] = output.logprobs.logprobs[first, 0]
         if output.sampling_masks is not None:
             masks = output.sampling_masks
             assert masks.offsets is not None
-            self._keep(column, places, rows, masks.token_ids, masks.offsets)
+            first = _first_of(rows, masks.cu_num_generated_tokens)
+            self._keep(column, places, first, masks.token_ids, masks.offsets)
         self.in_flight.pop(0)
         self.received += 1
         ends = self.outputs[places] + self.received >= self.limits[places]
@@ -264,3 +266,9 @@ class DecodeRun:
             take = np.repeat(self._starts[steps, place] - before, sizes) + np.arange(sizes.sum())
             packed.ids.append(self._ids[take])
             packed.sizes.append(sizes)
+
+
+def _first_of(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
+    """Where what was sampled for these rows begins. None: there is one token for every row, and not
+    none for those whose prompt is not finished."""
+    return rows if firsts is None else np.asarray(firsts, np.int64)[rows]

@@ -78,7 +78,7 @@ class Runner:
             computed[name] = done
         names, sampled, logp = list(step.num_scheduled_tokens), [], []
         ids: list[int] = []
-        offsets = [0]
+        offsets, firsts = [0], [0]
         for name in names:
             ends = computed[name] + step.num_scheduled_tokens[name]
             assert ends <= self.tokens[name], f"{name}: token {ends} is not known yet"
@@ -86,20 +86,24 @@ class Runner:
             drawn = ends == self.tokens[name]
             place = self.tokens[name] - self.prompts[name]
             sampled.append([token_of(name, place)] if drawn else [])
-            logp.append(logp_of(name, place))
-            ids += kept_of(name, place)
-            offsets.append(len(ids))
+            firsts.append(firsts[-1] + drawn)
+            if drawn:
+                logp.append(logp_of(name, place))
+                ids += kept_of(name, place)
+                offsets.append(len(ids))
             self.tokens[name] += drawn
+        cut = None if all(sampled) else firsts
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
             sampled_token_ids=sampled,
             logprobs=LogprobsLists(
-                np.array(sampled and [row[:1] or [0] for row in sampled]),
+                np.array([row for row in sampled if row]),
                 np.array(logp, np.float32)[:, None],
-                np.zeros(len(names)),
+                np.zeros(len(logp)),
+                cut,
             ),
-            sampling_masks=SamplingMaskLists(np.array(ids, np.int32), np.array(offsets)),
+            sampling_masks=SamplingMaskLists(np.array(ids, np.int32), np.array(offsets), cut),
         )
 
 
