@@ -76,7 +76,7 @@ class Runner:
         ):
             self.blocks[name] += len(blocks[0]) if blocks else 0
             computed[name] = done
-        names, sampled, logp = list(step.num_scheduled_tokens), [], []
+        names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # in any order
         ids: list[int] = []
         offsets, firsts = [0], [0]
         for name in names:
