@@ -105,7 +105,11 @@ def test_a_turn_is_the_request_that_vllm_would_make() -> None:
     begins: Any = BeginLikeTheLast(engine)  # type: ignore[arg-type]
     context = ids(range(100))
     for turn in range(3):
-        varying = {"seed": 7 + turn, "max_tokens": 20 + turn, "routed_experts_prompt_start": turn}
+        varying: dict[str, Any] = {
+            "seed": 7 + turn,
+            "max_tokens": 20 + turn,
+            "routed_experts_prompt_start": turn,
+        }
         asked = Asked(
             name=f"{turn}.0",
             ids=context,
