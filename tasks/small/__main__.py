@@ -10,6 +10,7 @@ A code interpreter's tasks need no files: reasoning_gym makes them. No network, 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ def make(folder: Path, *, general: int, search: int, code: int, seed: int) -> in
     config = SynthesisConfig(
         family="code",
         dir=str(folder / "code"),
-        at_once=2,
+        at_once=max(2, (os.cpu_count() or 2) // 2),
         author=NOBODY,
         code=pace.synthesis(folder / "repository"),
     )
