@@ -40,6 +40,8 @@ class Verdict:
     error: str = ""
     at: str = field(default="", compare=False)
     """Where it failed, if that is known: `my_rewards.py:12 in brief`."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the verifier says besides."""
 
 
 class WorkerPool:
@@ -260,4 +262,4 @@ class _Worker:
 def _verdict(reply: Mapping[str, Any]) -> Verdict:
     if "error" in reply:
         return Verdict(0.0, str(reply["error"]), str(reply.get("at", "")))
-    return Verdict(float(reply["score"]))
+    return Verdict(float(reply["score"]), parts=reply.get("parts", {}))

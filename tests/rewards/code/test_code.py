@@ -97,6 +97,37 @@ def test_credit_is_all_or_nothing_unless_the_prompt_says_otherwise(settings: Cod
     assert passed(verdict) == [True, False, True]
 
 
+def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
+    """Once a test of a subtask has failed, its others are not run; samples always are."""
+
+    def case(n: int, **more: Any) -> dict[str, Any]:
+        return {"stdin": f"{n} 1\n", "stdout": f"{n + 1}\n", **more}
+
+    tests = (
+        case(1, sample=True),
+        case(2, subtask="small"),
+        case(30, subtask="large"),
+        case(31, subtask="large"),
+        case(32, subtask="large", sample=True),
+        case(3, subtask="small"),
+    )
+    task = spec(*tests, subtasks={"small": 30, "large": 70})
+    verdict = verify_code(task, answer(SUM), settings)
+    assert verdict.score == pytest.approx(1) and all(passed(verdict))
+    assert verdict.parts == pytest.approx(
+        {"samples": 1, "subtask/small": 0.3, "subtask/large": 0.7}
+    )
+    small = answer("a, b = map(int, input().split())\nprint(a + b if a < 10 else 0)")
+    verdict = verify_code(task, small, settings)
+    assert verdict.score == pytest.approx(0.3)
+    assert verdict.parts == pytest.approx({"samples": 0, "subtask/small": 0.3, "subtask/large": 0})
+    assert [result.reason for result in verdict.per_test] == [
+        *("", "", "wrong output", "not run", "wrong output", "")
+    ]
+    verdict = verify_code(task, "no program", settings)
+    assert verdict.parts == {"samples": 0, "subtask/small": 0, "subtask/large": 0}
+
+
 def test_a_call_that_ends_the_process_costs_itself_only(settings: CodeSettings) -> None:
     source = """
 import os, time
