@@ -172,6 +172,14 @@ class Config:
             f"must be above the {turn} tokens of a turn, which needs a context before it; raise it "
             f"or lower {knob}.max_tokens",
         )
+        summary = self.agents.summary_tokens
+        require(
+            own.window == 0 or self.agents.context != "summary" or summary < own.window // 2,
+            f"{knob}.window",
+            own.window,
+            f"must be more than twice agents.summary_tokens = {summary}, with agents.context: "
+            "summary",
+        )
 
     def _check_agents(self) -> None:
         sampling, agents = self.rollout.sampling, self.agents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ def test_a_variant_of_an_evaluation_shortens_every_domain() -> None:
 def test_budgets_that_cannot_be_are_refused(sources: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(*sources())
+
+
+def test_a_summary_must_fit_into_a_domains_own_window() -> None:
+    made = config(shop(budget=BudgetConfig(window=150, max_tokens=20)))
+    with pytest.raises(ConfigError, match=r"budget\.window = 150: .* agents\.summary_tokens = 80"):
+        replace(made, agents=replace(made.agents, context="summary", summary_tokens=80))
 
 
 def test_a_typo_in_a_budget_names_its_line(tmp_path: Path) -> None:
