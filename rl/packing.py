@@ -111,6 +111,9 @@ class TrainBatch:
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
     """Trajectories in the whole optimizer step, over all ranks: the denominator of Eq. 8."""
+    total_tokens: int = 0
+    """Tokens of all micro-batches in the whole optimizer step, those that are only padding left
+    out: the denominator of an indexer's loss (`keel.model.sparse`). 0: nobody has counted."""
     split_sequences: int = 0
     """P, those of them whose segments lie in several micro-batches, over all ranks."""
     scored_first: tuple[MicroBatch, ...] = ()
@@ -217,6 +220,7 @@ def pack(
         TrainBatch(
             micro_batches=micro_batches,
             total_sequences=total_sequences,
+            total_tokens=sum(item.tokens for item in work),
             split_sequences=split,
             scored_first=first,
         )

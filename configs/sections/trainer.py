@@ -35,6 +35,10 @@ class TrainerConfig:
     eps: float = 1e-8
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
+    indexer_loss: float = 1.0
+    """Weight of the indexers' own loss for a model with sparse attention (DeepSeek-V3.2, Eq. 4): Σ
+    over layers, mean over the step's tokens. It reaches the indexers alone; 0: they stay as they
+    are (docs/sparse-attention.md)."""
     activation_checkpointing: bool = False
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2)."""
@@ -85,7 +89,7 @@ class TrainerConfig:
         )
         for name in ("lr", "eps", "deadline_s"):
             require(getattr(self, name) > 0, f"trainer.{name}", getattr(self, name), "must be > 0")
-        for name in ("warmup_steps", "min_lr", "weight_decay", "grad_clip"):
+        for name in ("warmup_steps", "min_lr", "weight_decay", "grad_clip", "indexer_loss"):
             require(
                 getattr(self, name) >= 0,
                 f"trainer.{name}",

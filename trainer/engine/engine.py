@@ -43,6 +43,7 @@ from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
     Reference,
+    indexer_weight,
     recorded_routes,
     whole_sequences,
 )
@@ -51,11 +52,11 @@ from keel.trainer.engine.split_gaps import SplitGaps
 from keel.trainer.engine.weights import Weights
 from keel.trainer.engine.zero import (
     SCALE_POWER,
+    adamw,
     check_libraries,
     deepspeed_config,
     frozen_config,
     initialize,
-    optimizer_groups,
     zero_stage,
 )
 from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
@@ -190,7 +191,7 @@ class TrainerEngine:
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == last)
-            seen.append(self._accumulate(micro_batch, batch.total_sequences, split))
+            seen.append(self._accumulate(micro_batch, batch, split))
         norm = self._apply_gradients()
         parts = [metrics() for metrics in seen]
         if self._config.algorithm.mask_delta is not None:
@@ -213,17 +214,17 @@ class TrainerEngine:
         return merge(parts)
 
     def _accumulate(
-        self, batch: MicroBatch, total_sequences: int, split: SplitGaps
+        self, batch: MicroBatch, step: TrainBatch, split: SplitGaps
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
         the device: meanwhile the host prepares the next micro-batch."""
         inputs = Inputs.of(batch, self._device, self._part)
         reference = self._reference_logp(inputs)
         with self._replayed(self._network, inputs) as replay:
-            logp, entropy = self._engine(inputs=inputs)
+            logp, entropy, indexers = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
-                self._engine.backward(logp.sum())
+                self._engine.backward(logp.sum() + 0 * indexers)
                 return dict
             logp, reference = whole_sequences(inputs, logp, reference)
             used = reference is not None or batch.kl_coef_N.any()
@@ -233,7 +234,7 @@ class TrainerEngine:
                 inputs.advantage_R,
                 inputs.sequence_R,
                 sequence_tokens=inputs.sequence_tokens_S,
-                total_sequences=total_sequences,
+                total_sequences=step.total_sequences,
                 logp_ref=reference,
                 # Coefficients on a GPU would be looked at there if there is no reference.
                 kl_coef=inputs.kl_coef_R if used else 0.0,
@@ -245,9 +246,10 @@ class TrainerEngine:
                 sequence_gap=split.of(inputs),
             )
             split.add(inputs, logp)
-            self._engine.backward(share.loss * self._world_size)
+            loss = share.loss + indexers * indexer_weight(self._config, step)
+            self._engine.backward(loss * self._world_size)
         share = replace(share, loss=share.loss.detach())  # lets go of the graph
-        total, count = entropy.sum(), len(entropy)
+        total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
         tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
 
         def metrics() -> dict[str, Metric]:
@@ -255,6 +257,8 @@ class TrainerEngine:
                 "entropy/kept": Mean(float(total), count),
                 "train/tokens": Sum(tokens),
             }
+            if layers := self._network.learning_indexers:
+                found["indexer/kl"] = Mean(float(indexers), tokens * layers)
             if self._part.rank == 0:  # every rank of its group has computed the same
                 found |= share.metrics
             if replay is not None:
@@ -267,7 +271,7 @@ class TrainerEngine:
         """[R] log-probabilities under the weights as they are, without gradient."""
         inputs = Inputs.of(batch, self._device, self._part)
         with torch.no_grad(), self._replayed(self._network, inputs):
-            logp, _ = self._engine(inputs=inputs)
+            logp, *_ = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0]
 
     def _apply_gradients(self) -> float:
@@ -375,14 +379,7 @@ class TrainerEngine:
             _LOG.warning(line)
 
     def _make_adam(self, _: object) -> torch.optim.AdamW:
-        trainer = self._config.trainer
-        self._adam = torch.optim.AdamW(
-            optimizer_groups(self._network, trainer.weight_decay),
-            lr=trainer.lr,
-            betas=(trainer.beta1, trainer.beta2),
-            eps=trainer.eps,
-            fused=self._device.type == "cuda" or trainer.offload_optimizer,
-        )
+        self._adam = adamw(self._network, self._config.trainer, self._device)
         return self._adam
 
     def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
@@ -390,6 +387,7 @@ class TrainerEngine:
             load_policy(model_path, dtype),
             temperature=self._config.rollout.sampling.temperature,
             context=context_tokens(self._config),
+            indexer_loss=self._config.trainer.indexer_loss > 0,
         )
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from keel.configs.schema import Config
 from keel.model.attention import Segments, use_packed_attention
 from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
@@ -21,8 +22,10 @@ from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, traina
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import replay_routes, router_modules
+from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
+from keel.model.sparse.contract import check_sparse_attention
 from keel.model.ulysses import WHOLE, Slice
-from keel.rl.packing import MicroBatch
+from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE
 from keel.trainer.engine.zero import initialize
 
@@ -111,13 +114,28 @@ class PolicyNetwork(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, context: int | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        context: int | None = None,
+        indexer_loss: bool = True,
     ) -> None:
         """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
-        for a model to which it makes no difference."""
+        for a model to which it makes no difference. `indexer_loss`: a model with sparse attention
+        is to learn what to select; otherwise its indexers stay as they are."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
+        own = indexers(model)
+        if own:
+            check_sparse_attention()
+        use_sparse_attention(model)
+        for indexer in own:
+            indexer.requires_grad_(indexer_loss)
+        self._sparse = bool(own)
+        self.learning_indexers = len(own) if indexer_loss else 0
+        """Layers whose indexer learns what to select."""
         use_packed_attention(model)
         use_fused_layers(model)
         install_support_head(model)
@@ -126,18 +144,23 @@ class PolicyNetwork(nn.Module):
         self.config = model.config  # where DeepSpeed looks for facts about the experts
         self.temperature = temperature
 
-    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Log-probability [R] (float32) of each sampled token over its mask, and entropy [R]
-        of that distribution, without gradient. R: of this rank's part of the row."""
+    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability [R] (float32) of each sampled token over its mask, entropy [R] of that
+        distribution, without gradient, and the indexers' loss, summed over layers and tokens (0
+        without gradient where none is computed). R: of this rank's part of the row."""
+        sparse = SparsePass(loss=self.learning_indexers > 0 and torch.is_grad_enabled())
+        options = {"sparse": sparse} if self._sparse else {}
         hidden = self.model.get_decoder()(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,
             use_cache=False,
             segments=inputs.segments,
+            **options,
         ).last_hidden_state
         head = self.model.get_output_embeddings()
         assert isinstance(head, SupportHead)
-        return policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
+        scores = policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
+        return *scores, sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
 
 
 class Reference:
@@ -151,15 +174,20 @@ class Reference:
         self, network: PolicyNetwork, device: torch.device, sharded: Mapping[str, Any] | None
     ) -> None:
         self.network = network.eval().requires_grad_(False)
-        self._forward: Callable[..., tuple[Tensor, Tensor]] = (
+        self._forward: Callable[..., tuple[Tensor, ...]] = (
             network.to(device) if sharded is None else initialize(network, sharded, device)
         )
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
         """[R] (of this rank's part) float32, over the same sampling masks as the policy's."""
-        logp, _ = self._forward(inputs=inputs)
+        logp, *_ = self._forward(inputs=inputs)
         return logp
+
+
+def indexer_weight(config: Config, step: TrainBatch) -> float:
+    """What the indexers' loss of a micro-batch (Σ over its tokens) counts in that of the step."""
+    return config.trainer.indexer_loss / max(1, step.total_tokens)
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:

@@ -128,6 +128,17 @@ def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
+def adamw(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> torch.optim.AdamW:
+    """The optimizer of what is trained of `module`."""
+    return torch.optim.AdamW(
+        optimizer_groups(module, trainer.weight_decay),
+        lr=trainer.lr,
+        betas=(trainer.beta1, trainer.beta2),
+        eps=trainer.eps,
+        fused=device.type == "cuda" or trainer.offload_optimizer,
+    )
+
+
 def optimizer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups for AdamW: no decay on vectors (norms, biases)."""
     groups: dict[float, list[nn.Parameter]] = {}

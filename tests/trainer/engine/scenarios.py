@@ -275,9 +275,13 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "compiled": training(0, tokens=TIGHT, compile=True),
         "plain tied": training(0, model="tied"),
         "plain dense": training(0, model="dense"),
+        "plain sparse": training(0, model="sparse"),
+        "recomputed sparse": training(0, model="sparse", activation_checkpointing=True),
     },
     2: {
         **{f"stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
+        **{f"stage {s} sparse": training(s, tokens=TIGHT, model="sparse") for s in STAGES},
+        "stage 3 sparse recomputed": training(3, model="sparse", activation_checkpointing=True),
         "stage 3 tied": training(3, tokens=TIGHT, model="tied"),
         **{f"stage {stage} sequence": training(stage, sequence_parallel=2) for stage in STAGES},
         **{

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from keel.rl.metrics import values
 from keel.rl.packing import pack
-from tests.trainer.engine.batches import Rollouts, write_dense, write_model
+from tests.trainer.engine.batches import Rollouts, write_dense, write_model, write_sparse
 from tests.trainer.engine.scenarios import (
     ROOMY,
     SAVED_AFTER,
@@ -26,6 +26,7 @@ from tests.trainer.engine.scenarios import (
 
 pytestmark = pytest.mark.e2e
 TWO_RANKS = [name for name in SCENARIOS[2] if name.startswith("stage")]
+SAME = [*TWO_RANKS, "accumulated", "recomputed", "recomputed sparse", "compiled"]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "untied")
     write_model(folder / "tied", tied=True)
     write_dense(folder / "dense")
+    write_sparse(folder / "sparse")
     run_all(run_rank, SCENARIOS, folder)
     return folder
 
@@ -53,10 +55,12 @@ def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any], name:
 
 
 def model_of(name: str) -> str:
-    return next((model for model in ("tied", "dense") if model in name), "untied")
+    return next((model for model in ("tied", "dense", "sparse") if model in name), "untied")
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, "accumulated", "recomputed", "compiled"])
+@pytest.mark.parametrize(
+    "name", [*TWO_RANKS, "accumulated", "recomputed", "recomputed sparse", "compiled"]
+)
 def test_ranks_stages_and_accumulation_do_not_matter(results: dict[str, Any], name: str) -> None:
     plain, other = results[f"plain {model_of(name)}".removesuffix(" untied")], results[name]
     same(other["after"], plain["after"], atol=1e-5)
