@@ -35,10 +35,13 @@ class TrainerConfig:
     eps: float = 1e-8
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
+    attention: Literal["sparse", "warm-up", "dense"] = "sparse"
+    """How a model with sparse attention is trained (docs/sparse-attention.md). warm-up: its
+    indexers alone, from dense attention. dense: everything but its indexers, with dense attention.
+    Engines attend as sparse says, so rollouts need that. Without meaning for other models."""
     indexer_loss: float = 1.0
-    """Weight of the indexers' own loss for a model with sparse attention (DeepSeek-V3.2, Eq. 4): Σ
-    over layers, mean over the step's tokens. It reaches the indexers alone; 0: they stay as they
-    are (docs/sparse-attention.md)."""
+    """Weight of the indexers' own loss (DeepSeek-V3.2, Eq. 3 and 4): the sum over layers, the mean
+    over a step's tokens. It reaches the indexers alone; 0: they stay as they are."""
     activation_checkpointing: bool = False
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2)."""
@@ -74,6 +77,12 @@ class TrainerConfig:
                 getattr(self, name),
                 f"must divide trainer.ranks = {self.ranks}",
             )
+        require(
+            self.attention != "warm-up" or self.indexer_loss > 0,
+            "trainer.indexer_loss",
+            self.indexer_loss,
+            "must be above 0 with trainer.attention: warm-up, which trains by nothing else",
+        )
         require(
             self.zero_stage > 0 or not self.offload_optimizer,
             "trainer.offload_optimizer",

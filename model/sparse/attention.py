@@ -165,7 +165,7 @@ def _attend(
     recorded = None
     if sparse.recorded_LNk is not None and not sparse.dense:
         recorded = sparse.recorded_LNk[layer.layer_idx].to(query.device).index_select(0, rows)
-    run = partial(_Chunk, layer.scaling, layer.kv_lora_rank, top_k, sparse.loss)
+    run = partial(Chunk, layer.scaling, layer.kv_lora_rank, top_k, sparse.loss)
     outputs: list[tuple[Tensor, ...]] = []
     start = 0
     for count, longest in segments.blocks:
@@ -175,11 +175,11 @@ def _attend(
             return x[start:stop].unflatten(0, (count, -1))
 
         queries, keys = [*map(block, per_query)], [*map(block, per_key)]
-        size = sparse.chunk or _chunk_size(queries[0], queries[1], count * longest, top_k)
+        size = sparse.chunk or chunk_size(queries[0], queries[1], count * longest, top_k)
         if sparse.dense or (longest <= top_k and recorded is None):
             parts = by_chunks(run().dense, queries, keys, size=size)
         else:
-            live = _selection(queries[1], queries[2], keys[1], top_k, size)
+            live = selection(queries[1], queries[2], keys[1], top_k, size)
             chosen = live if recorded is None else _replayed(block(recorded), live)
             parts = by_chunks(run().chosen, [*queries, chosen], keys, size=size)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
@@ -196,7 +196,7 @@ def _attend(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """Attention of some queries: outputs [B, c, H, r], KL [B, c] and the share of attention [B, c]
     that the top k hold (−1: not looked at)."""
 
@@ -256,14 +256,16 @@ class _Chunk:
 
 
 @torch.no_grad()
-def _selection(query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int) -> Tensor:
-    """[B, L, k] int32 of all queries, by chunks."""
+def selection(
+    query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int, *, first: int = 0
+) -> Tensor:
+    """[B, L, k] int32 of all queries, by chunks; `first` as in `by_chunks`."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor]:
         chosen = select(first, index_scores(query, weight, key), top_k)
         return (nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=NONE),)
 
-    return by_chunks(chunk, [query, weight], [key], size=size)[0]
+    return by_chunks(chunk, [query, weight], [key], size=size, first=first)[0]
 
 
 def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
@@ -275,7 +277,7 @@ def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
     return recorded.where((recorded != NONE).any(-1, keepdim=True), live)
 
 
-def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
+def chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
     """Queries whose largest tensor, in float32, is within `CHUNK_BYTES`. `keys`: in all rows."""
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])

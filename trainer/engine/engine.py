@@ -387,6 +387,7 @@ class TrainerEngine:
             load_policy(model_path, dtype),
             temperature=self._config.rollout.sampling.temperature,
             context=context_tokens(self._config),
+            attention=self._config.trainer.attention,
             indexer_loss=self._config.trainer.indexer_loss > 0,
         )
 

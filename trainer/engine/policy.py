@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE
 from keel.trainer.engine.zero import initialize
+
+Attention = Literal["sparse", "warm-up", "dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,29 +115,34 @@ class PolicyNetwork(nn.Module):
     each submodule's parameters as they are used.
     """
 
+    learning_indexers: int = 0
+    """Layers whose indexer learns what to select."""
+
     def __init__(
         self,
         model: PreTrainedModel,
         *,
         temperature: float,
         context: int | None = None,
+        attention: Attention = "sparse",
         indexer_loss: bool = True,
     ) -> None:
         """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
-        for a model to which it makes no difference. `indexer_loss`: a model with sparse attention
-        is to learn what to select; otherwise its indexers stay as they are."""
+        for a model to which it makes no difference. `attention` and `indexer_loss` are about a
+        model with sparse attention: as in `trainer.attention`, and whether its indexers learn."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
         own = indexers(model)
         if own:
             check_sparse_attention()
+            learning = indexer_loss and attention != "dense"
+            model.requires_grad_(attention != "warm-up")
+            for indexer in own:
+                indexer.requires_grad_(learning)
+            self.learning_indexers = len(own) if learning else 0
         use_sparse_attention(model)
-        for indexer in own:
-            indexer.requires_grad_(indexer_loss)
-        self._sparse = bool(own)
-        self.learning_indexers = len(own) if indexer_loss else 0
-        """Layers whose indexer learns what to select."""
+        self._sparse, self._dense = bool(own), attention != "sparse"
         use_packed_attention(model)
         use_fused_layers(model)
         install_support_head(model)
@@ -148,7 +155,8 @@ class PolicyNetwork(nn.Module):
         """Log-probability [R] (float32) of each sampled token over its mask, entropy [R] of that
         distribution, without gradient, and the indexers' loss, summed over layers and tokens (0
         without gradient where none is computed). R: of this rank's part of the row."""
-        sparse = SparsePass(loss=self.learning_indexers > 0 and torch.is_grad_enabled())
+        learning = self.learning_indexers > 0 and torch.is_grad_enabled()
+        sparse = SparsePass(dense=self._dense, loss=learning)
         options = {"sparse": sparse} if self._sparse else {}
         hidden = self.model.get_decoder()(
             input_ids=inputs.token_ids,

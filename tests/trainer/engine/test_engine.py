@@ -69,6 +69,20 @@ def test_ranks_stages_and_accumulation_do_not_matter(results: dict[str, Any], na
         assert values(actual) == pytest.approx(values(expected), rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+def test_a_warm_up_trains_the_indexers_alone(results: dict[str, Any]) -> None:
+    plain = results["indexers alone"]
+    for name in ("indexers alone", "indexers alone, stage 1", "indexers alone, stage 3"):
+        before, after = results[name]["before"], results[name]["after"]
+        moved = {each for each in before if not torch.equal(before[each], after[each])}
+        assert moved == {each for each in before if ".indexer." in each}, name
+        same(after, plain["after"], atol=1e-5)
+    frozen = results["indexers frozen"]
+    kept = {n for n, tensor in frozen["before"].items() if torch.equal(tensor, frozen["after"][n])}
+    assert {each for each in plain["before"] if ".indexer." in each} <= kept
+    assert len(kept) < len(plain["before"]) / 2
+    assert "indexer/kl" not in values(frozen["metrics"][0])
+
+
 def test_the_border_of_sequence_parallel_slices_is_inside_an_answer(folder: Path) -> None:
     """So the scenarios above ask for all that the slices must hand over: the position that predicts
     an answer's token on one rank and the token on the other, and a sequence mask over both."""
