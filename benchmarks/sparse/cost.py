@@ -1,5 +1,5 @@
-"""What attention costs at each position of a context, dense and sparse: the curve of Figure 3 in the
-report on DeepSeek-V3.2 (2025).
+"""Cost of attention by position of a context, dense and sparse: the curve of Figure 3 in the report
+on DeepSeek-V3.2 (2025).
 
     python -m benchmarks.sparse.cost                          one layer of DeepSeek-V3.2, to 128k
     python -m benchmarks.sparse.cost --small                  a tiny one, to see that it runs

@@ -246,7 +246,9 @@ class TrainerEngine:
                 sequence_gap=split.of(inputs),
             )
             split.add(inputs, logp)
-            loss = share.loss + indexers * indexer_weight(self._config, step)
+            loss = share.loss
+            if self._network.learning_indexers:
+                loss = loss + indexers * indexer_weight(self._config, step)
             self._engine.backward(loss * self._world_size)
         share = replace(share, loss=share.loss.detach())  # lets go of the graph
         total, count, indexers = entropy.sum(), len(entropy), indexers.detach()

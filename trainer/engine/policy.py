@@ -194,8 +194,12 @@ class Reference:
 
 
 def indexer_weight(config: Config, step: TrainBatch) -> float:
-    """What the indexers' loss of a micro-batch (Σ over its tokens) counts in that of the step."""
-    return config.trainer.indexer_loss / max(1, step.total_tokens)
+    """What the indexers' loss of a micro-batch (Σ over its tokens) counts in that of the step.
+
+    Raises ValueError for a step whose tokens nobody has counted."""
+    if step.total_tokens < 1:
+        raise ValueError("train batch: total_tokens is 0, and the indexers' loss is a mean over it")
+    return config.trainer.indexer_loss / step.total_tokens
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
