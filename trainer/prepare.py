@@ -114,7 +114,7 @@ def prepare(
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
     check_engine_attention(
-        config.model.path,
+        config,
         architecture=facts.architecture,
         kv_width=facts.kv_width,
         gpu=machine.gpu,

@@ -24,6 +24,7 @@ from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import replay_routes, router_modules
 from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
+from keel.model.sparse.replay import recorded_selection
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE
@@ -65,6 +66,8 @@ class Inputs:
     sequence_weight_S: Tensor
     split_S: Tensor | None
     routes_NLK: Tensor | None
+    selected_NLk: NDArray[np.int32] | None
+    position_N: NDArray[np.int32]
 
     @property
     def padding(self) -> bool:
@@ -105,6 +108,8 @@ class Inputs:
             sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
             split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
+            selected_NLk=batch.selected_NLk,
+            position_N=batch.position_N,
         )
 
 
@@ -117,6 +122,8 @@ class PolicyNetwork(nn.Module):
 
     learning_indexers: int = 0
     """Layers whose indexer learns what to select."""
+    replays: bool = True
+    """Attends to what engines selected, where that was recorded."""
 
     def __init__(
         self,
@@ -157,6 +164,10 @@ class PolicyNetwork(nn.Module):
         without gradient where none is computed). R: of this rank's part of the row."""
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
         sparse = SparsePass(dense=self._dense, loss=learning)
+        if self._sparse and self.replays and inputs.selected_NLk is not None:
+            sparse.recorded_LNk = recorded_selection(
+                self.model, inputs.selected_NLk, inputs.position_N
+            )
         options = {"sparse": sparse} if self._sparse else {}
         hidden = self.model.get_decoder()(
             input_ids=inputs.token_ids,
@@ -182,6 +193,7 @@ class Reference:
         self, network: PolicyNetwork, device: torch.device, sharded: Mapping[str, Any] | None
     ) -> None:
         self.network = network.eval().requires_grad_(False)
+        network.replays = False  # it selects by its own indexers, as it routes by its own routers
         self._forward: Callable[..., tuple[Tensor, ...]] = (
             network.to(device) if sharded is None else initialize(network, sharded, device)
         )

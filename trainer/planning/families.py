@@ -34,10 +34,18 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
         )
 
 
-def check_engine_attention(path: str, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Raise `ConfigError` for sparse attention that vLLM cannot serve on this machine. `kv_width`:
-    numbers that an engine caches for each token and layer."""
-    if architecture != SPARSE_ATTENTION or (gpu and kv_width in SERVED_LATENTS):
+def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
+    """Raise `ConfigError` for sparse attention that vLLM cannot serve on this machine, or that is
+    not trained as it is served. `kv_width`: numbers that an engine caches for each token and
+    layer."""
+    if architecture != SPARSE_ATTENTION:
+        return
+    if config.trainer.attention != "sparse":
+        raise ConfigError(
+            f"trainer.attention = {config.trainer.attention!r}: engines attend to what the "
+            "indexers select, and rollouts are learned from as they were sampled. Set it to sparse"
+        )
+    if gpu and kv_width in SERVED_LATENTS:
         return
     why = (
         f"its kernels are for latent entries of {' and '.join(map(str, SERVED_LATENTS))} numbers "
@@ -46,9 +54,8 @@ def check_engine_attention(path: str, *, architecture: str, kv_width: int, gpu: 
         else "it has sparse attention on GPUs only"
     )
     raise ConfigError(
-        f"model.path = {path!r}: vLLM cannot serve the sparse attention of {architecture} here, so "
-        f"there is nothing to sample rollouts with: {why}. `keel pretrain` trains it without an "
-        "engine"
+        f"model.path = {config.model.path!r}: vLLM cannot serve the sparse attention of "
+        f"{architecture} here, so there is nothing to sample rollouts with: {why}"
     )
 
 
