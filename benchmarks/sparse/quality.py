@@ -31,7 +31,9 @@ from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
 
 LENGTH, ROWS, TOP_K = 256, 8, 32
-DENSE_STEPS, WARM_UP_STEPS, FURTHER_STEPS = 800, 150, 150
+GROWING = ((0.4, 64), (0.6, 128))
+"""The model first learns from shorter texts: up to this share of its steps, of this length."""
+DENSE_STEPS, WARM_UP_STEPS, FURTHER_STEPS = 900, 150, 100
 LR, WARM_UP_LR, FURTHER_LR = 3e-3, 1e-3, 3e-4
 TESTS = 32
 
@@ -41,12 +43,19 @@ class Text:
 
     def __init__(self, seed: int) -> None:
         self._tokenizer = build_tokenizer()
-        self._training = retrieval_texts(10**9, length=LENGTH, seed=seed)
+        self._training = {
+            length: retrieval_texts(10**9, length=length, seed=seed)
+            for length in (LENGTH, *(length for _, length in GROWING))
+        }
         self.held_out = list(retrieval_texts(TESTS, length=LENGTH, seed=-1 - seed))
 
-    def batch(self) -> Tensor:
-        """[rows, length] ids."""
-        return self.encode(list(islice(self._training, ROWS)))
+    def batch(self, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+        """[rows, length] ids, and which of them are asked for."""
+        texts = list(islice(self._training[length], ROWS * LENGTH // length))
+        asked = torch.zeros(len(texts), length, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            asked[row, answers(text)] = True
+        return self.encode(texts), asked
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         return torch.tensor(self._tokenizer(list(texts))["input_ids"])
@@ -68,9 +77,17 @@ def logits(model: PreTrainedModel, ids: Tensor, sparse: SparsePass) -> Tensor:
 
 
 def train(
-    model: PreTrainedModel, text: Text, steps: int, lr: float, *, dense: bool, stage: str
+    model: PreTrainedModel,
+    text: Text,
+    steps: int,
+    lr: float,
+    *,
+    dense: bool,
+    stage: str,
+    growing: bool = False,
 ) -> None:
-    """`stage`: `language` (indexers frozen), `warm-up` (indexers alone) or `both`."""
+    """`stage`: `language` (indexers frozen), `warm-up` (indexers alone) or `both`. The language
+    model's loss is that of the asked digits: nothing else can be known."""
     own = {id(p) for module in indexers(model) for p in module.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(stage == "both" or (id(parameter) in own) == (stage == "warm-up"))
@@ -81,12 +98,14 @@ def train(
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * schedule(step, steps)
         sparse = SparsePass(dense=dense, loss=stage != "language")
-        ids = text.batch()
+        grown = stage != "language" or not growing
+        length = LENGTH if grown else next((n for s, n in GROWING if step < s * steps), LENGTH)
+        ids, asked = text.batch(length)
         if stage == "warm-up":
             loss = sparse_loss = run_decoder(model, ids, sparse)
         else:
             scores = logits(model, ids, sparse)
-            loss = functional.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss = functional.cross_entropy(scores[:, :-1][asked[:, 1:]], ids[asked])
             sparse_loss = sparse.loss_sum() / ids.numel() if sparse.losses else loss
             loss = loss + sparse_loss if stage == "both" else loss
         loss.backward()
@@ -152,7 +171,7 @@ def measure(seed: int, top_k: int) -> dict[str, float]:
     model.set_experts_implementation("grouped_mm")
     use_sparse_attention(model)
     use_packed_attention(model)
-    train(model, text, DENSE_STEPS, LR, dense=True, stage="language")
+    train(model, text, DENSE_STEPS, LR, dense=True, stage="language", growing=True)
     found = {"dense, before": right(model, text, dense=True)}
     found["sparse, indexers untrained"] = right(model, text, dense=False)
     found |= {f"held before, layer {i}": share for i, share in enumerate(held(model, text))}

@@ -60,8 +60,8 @@ class EmbeddedConfig:
     """Shape of the small mixture of experts that is built from the run's seed."""
 
     family: Literal["qwen3_moe", "deepseek_v32"] = "qwen3_moe"
-    """deepseek_v32: latent and sparse attention. No engine serves it at this size, so it is for
-    `keel pretrain` and for the trainer's side alone (docs/sparse-attention.md)."""
+    """deepseek_v32: latent and sparse attention. No engine serves it at this size, so it is for the
+    trainer's side alone (docs/sparse-attention.md)."""
     hidden_size: int = 64
     layers: int = 3
     heads: int = 4
