@@ -15,8 +15,9 @@ ROWS, LENGTH, TOP_K, STEPS, LR = 4, 48, 12, 150, 2e-2
 
 @pytest.mark.e2e  # two seconds of arithmetic
 def test_after_the_warm_up_the_top_k_hold_nine_tenths_of_the_attention() -> None:
-    """Of both layers together, on tokens that it was not warmed up on; random indexers hold less than half. The attention
-    is far from uniform: nothing could select a few tokens that hold most of a uniform one."""
+    """Of both layers together, on tokens that the indexers were not trained on; random ones hold
+    less than half. The attention is far from uniform: nothing could select a few tokens that hold
+    most of a uniform one."""
     model = theirs(index_topk=TOP_K)
     for name, parameter in model.named_parameters():
         if "self_attn" in name and parameter.ndim == 2 and ".indexer." not in name:
