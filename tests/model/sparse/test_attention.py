@@ -72,6 +72,7 @@ def test_of_equal_scores_the_later_ones_are_selected() -> None:
     scores = torch.tensor([[[0.0, 3.0, -1.0, 0.0], [0.0, -0.0, 0.0, -2.0]]])
     chosen = select(2, scores, 2)  # queries 2 and 3 of a segment
     assert [sorted(row) for row in chosen[0].tolist()] == [[0, 1], [1, 2]]
+    assert sorted(select(39, torch.zeros(1, 1, 40), 5)[0, 0].tolist()) == [35, 36, 37, 38, 39]
     assert sorted(select(0, scores[:, :1], 3)[0, 0].tolist()) == [NONE, NONE, 0]
 
 
