@@ -21,6 +21,7 @@ import yaml
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
 from keel.trainer.run.checkpoint import latest, step_of
+from keel.trainer.run.interrupt import PREEMPTED
 from tests.agents.sandboxes import commands
 from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until
 
@@ -166,20 +167,26 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
         assert not [p for p in scratch.iterdir() if not p.name.startswith(("ray", "vllm_dist_"))]
 
     # An engine is killed in the middle of episodes: that costs turns, and the run goes on.
-    watched = start("rollout.engines=2", "rollout.sleep=true")
+    patient = ("run.checkpoint_every=0", f"run.grace_s={DEADLINE_S}")
+    watched = start("rollout.engines=2", "rollout.sleep=true", *patient)
     reach(2, watched.run)
     wait_until(watched.environments, "open episodes")
     os.kill(watched.run.engine_pids()[0], signal.SIGKILL)
     again = r"rollout engine [01] is started again"
     wait_until(lambda: re.search(again, watched.run.said()), again)
     reach(len(steps()) + 1, watched.run)
-    # SIGTERM in the middle of others: the step ends, and with it all that is open.
+    # A scheduler's signal to all of the job in the middle of others: they are given up, and what
+    # was trained is saved, by engines and ranks that outlive it.
     wait_until(watched.environments, "open episodes")
-    watched.run.process.send_signal(signal.SIGTERM)
-    said = watched.run.finish()
+    watched.run.signal_all(signal.SIGUSR1)
+    watched.run.signal_all(signal.SIGTERM)
+    said = watched.run.finish(PREEMPTED)
     nothing_left(watched)
     done = steps()
     reached = done[-1]["step"]
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert checkpoint.name == f"step_{reached:06d}" and "Traceback" not in said
+    assert "SIGUSR1: what is being sampled is given up" in said and "SIGTERM" not in said
     assert "trip, its environment: opens in" in said and "get_all_hotels_by_city" in said
     assert f"stopped after step {reached} of {STEPS}; to go on: keel train agent-trip" in said
     assert "its program: asked a model by script for 2 turns" in said
@@ -193,7 +200,7 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
         assert told.count("[user] Spell this") == 2
 
     # Resumed; then asked twice to stop, which it does at once. Meanwhile it is suspended, for else
-    # the step could end before the second; two SIGINTs would then be one.
+    # the step could end before Ctrl-C, which is heard after SIGHUP, the smaller number.
     watched = start("rollout.engines=1")
     process = watched.run.process
 
@@ -203,10 +210,10 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
 
     wait_until(lambda: saved() > reached or process.poll() is not None, "a checkpoint of its own")
     wait_until(watched.environments, "open episodes")
-    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGHUP, signal.SIGCONT):
         process.send_signal(number)
-    assert process.wait(timeout=DEADLINE_S) == 130, watched.run.said()
-    assert "Press Ctrl-C again" in watched.run.said()
+    said = watched.run.finish(PREEMPTED)
+    assert "SIGHUP: what is being sampled is given up" in said
     nothing_left(watched)
     done = steps()
     assert [step["step"] for step in done] == list(range(len(done)))

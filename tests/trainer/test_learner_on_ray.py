@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -86,6 +88,16 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     first.load(saved)
     assert first.version == 2
     first.step(groups)
+    same(weights(first), straight)
+
+    # Rewards out of all proportion: a norm that no float32 holds.
+    huge = [replace(g, advantages_G=g.advantages_G * np.float32(1e37)) for g in groups]
+    first_skipped, last = first.step(huge), first.step(huge)
+    assert values(first_skipped.metrics)["train/skipped_steps"] == 2
+    assert first_skipped.findings and not first_skipped.gave_up
+    assert all(re.match(r"p\d, completion \d.* token \d+ ", f) for f in first_skipped.findings)
+    assert "3 optimizer steps in a row" in last.gave_up
+    assert last.version == first.version == 4 + 2 + 1
     same(weights(first), straight)
 
     victim = first._whereabouts[1]

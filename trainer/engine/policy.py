@@ -205,10 +205,12 @@ class Reference:
         return logp
 
 
-def indexer_weight(config: Config, step: TrainBatch) -> float:
+def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:
     """What the indexers' loss of a micro-batch (Σ over its tokens) counts in that of the step.
 
     Raises ValueError for a step whose tokens nobody has counted."""
+    if not network.learning_indexers:
+        return 0.0
     if step.total_tokens < 1:
         raise ValueError("train batch: total_tokens is 0, and the indexers' loss is a mean over it")
     return config.trainer.indexer_loss / step.total_tokens

@@ -14,7 +14,7 @@ from keel.rl.types import Segment
 from tests.model.families import VOCAB
 from tests.model.sparse.packed_rows import TOP_K, theirs
 from tests.rl.rollouts import scored, trajectory
-from tests.trainer.engine.scenarios import make_config
+from tests.trainer.engine.ranks import make_config
 
 pytestmark = pytest.mark.e2e  # loads DeepSpeed
 TOKENS = 20
@@ -64,9 +64,13 @@ def test_the_policy_attends_to_what_was_recorded_and_its_reference_does_not() ->
 
 
 def test_the_indexers_loss_is_a_mean_over_the_tokens_of_a_step() -> None:
-    from keel.trainer.engine.policy import indexer_weight  # noqa: PLC0415
+    from keel.trainer.engine.policy import PolicyNetwork, indexer_weight  # noqa: PLC0415
 
     config, batch = make_config(1, 0, indexer_loss=0.5), step(None)
-    assert indexer_weight(config, batch) == 0.5 / TOKENS
+    network = PolicyNetwork(theirs(), temperature=1.0)
+    assert indexer_weight(network, config, batch) == 0.5 / TOKENS
+    uncounted = replace(batch, total_tokens=0)
     with pytest.raises(ValueError, match="total_tokens is 0"):
-        indexer_weight(config, replace(batch, total_tokens=0))
+        indexer_weight(network, config, uncounted)
+    frozen = PolicyNetwork(theirs(), temperature=1.0, indexer_loss=False)
+    assert indexer_weight(frozen, config, uncounted) == 0.0
