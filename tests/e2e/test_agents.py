@@ -24,6 +24,7 @@ from keel.trainer.run.checkpoint import latest, step_of
 from keel.trainer.run.interrupt import PREEMPTED
 from tests.agents.sandboxes import commands
 from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 STEPS = 200
@@ -48,6 +49,9 @@ SOURCES = """
     arguments: {{level: 0}}
     demonstrations: keel.agents.environments.demonstrations:trip_demonstrations
     isolation: {isolation}
+    open_s: {patience_s}
+    reply_s: {patience_s}
+    verdict_s: {patience_s}
   size: 64
   holdout: 8
 - name: spelling
@@ -57,7 +61,11 @@ SOURCES = """
   size: 200
   holdout: 4
   thinking: false
-  environment: {{program: "my_agent:solve", folder: {folder}, isolation: {isolation}}}
+  environment:
+    program: "my_agent:solve"
+    folder: {folder}
+    isolation: {isolation}
+    open_s: {patience_s}
 """
 
 
@@ -73,7 +81,8 @@ def recipe(folder: Path) -> list[str]:
         made.mkdir(exist_ok=True)
         made.chmod(0o755)
     (program / "my_agent.py").write_text(AGENT)
-    sources = yaml.safe_load(SOURCES.format(isolation=isolation, folder=program))
+    text = SOURCES.format(isolation=isolation, folder=program, patience_s=PATIENCE_S)
+    sources = yaml.safe_load(text)
     return [
         "agent-trip",
         f"run.dir={folder / 'run'}",
@@ -85,6 +94,9 @@ def recipe(folder: Path) -> list[str]:
         f"data.sources={json.dumps(sources)}",
         "algorithm.prompts_per_step=4",
         "algorithm.group_size=4",
+        # Of the machine's time, which may be busy.
+        f"agents.call_s={PATIENCE_S}",
+        f"rewards.deadline_s={PATIENCE_S}",
     ]
 
 
@@ -143,7 +155,7 @@ def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[..., Watched]]:
     for watched in started:
         if watched.run.process.poll() is None:
             watched.run.process.kill()
-            watched.run.process.wait(timeout=30)
+            watched.run.process.wait(timeout=DEADLINE_S)
 
 
 def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(

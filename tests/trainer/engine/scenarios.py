@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ import torch.multiprocessing as mp
 from torch._dynamo.utils import counters
 
 from tests.forked import forked_from
+from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS, TIGHT, Ranks, make_config
 from tests.trainer.engine.skipping import skipping
+from tests.waiting import PATIENCE_S
 
 Result = dict[str, Any]
 Scenario = Callable[["Ranks"], Result]
@@ -203,18 +204,12 @@ def run_rank(
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
     gc.freeze()  # DeepSpeed collects garbage many times an engine; the libraries are none
-    patience = timedelta(seconds=60)
+    patience = timedelta(seconds=2 * PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=patience)
     ranks = Ranks(rank, world_size, store, folder)
     results = {name: scenario(ranks) for name, scenario in scenarios[world_size].items()}
     if rank == 0:
         torch.save(results, folder / f"results-{world_size}.pt")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def results_of(folder: Path, sizes: Iterable[int]) -> Result:
@@ -225,7 +220,7 @@ def results_of(folder: Path, sizes: Iterable[int]) -> Result:
     return found
 
 
-def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> None:
+def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> None:
     """`run` on every rank of each of these numbers of ranks, all at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
@@ -242,9 +237,9 @@ def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> Non
         )
         running = [
             mp.start_processes(
-                run, (size, free_port(), folder), nprocs=size, join=False, start_method="forkserver"
+                run, (size, port, folder), nprocs=size, join=False, start_method="forkserver"
             )
-            for size in sizes
+            for size, port in zip(sizes, free_ports(len(sizes)), strict=True)
         ]
         for context in running:
             assert context is not None
