@@ -202,26 +202,19 @@ class DataConfig:
     """A prompt over `max_prompt_tokens`: name it and stop, or drop it and count it."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.sources),
-            "data.sources",
-            [],
-            "add one (source: reasoning_gym, jsonl or environment)",
-        )
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         require(not repeated, "data.sources", repeated, "each source needs a name of its own")
         for name in self.only:
-            nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            require(
-                name in names, "data.only", name, f"no source of that name; the nearest: {nearest}"
-            )
+            nearest = get_close_matches(name, names, n=1, cutoff=0.0)
+            hint = f"; the nearest: {nearest[0]}" if nearest else ""
+            require(name in names, "data.only", name, f"no source of that name{hint}")
         if self.only:
             chosen = tuple(source for source in self.sources if source.name in self.only)
             object.__setattr__(self, "sources", chosen)
             names = [source.name for source in chosen]
         require(
-            any(source.weight > 0 for source in self.sources),
+            not names or any(source.weight > 0 for source in self.sources),
             "data.sources",
             names,
             "at least one source needs a weight above 0",

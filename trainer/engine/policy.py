@@ -22,7 +22,7 @@ from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import replay_routes, router_modules
 from keel.model.ulysses import WHOLE, Slice
-from keel.rl.packing import MicroBatch
+from keel.rl.packing import Loss, MicroBatch
 from keel.rl.types import NO_ROUTE
 from keel.trainer.engine.zero import initialize
 
@@ -44,6 +44,7 @@ class Inputs:
     positions: Tensor
     """[1, N]"""
     segments: Segments
+    loss: Loss
     part: Slice
     mine: slice
     """Which of R are about this rank's part: those that its hidden states predict."""
@@ -87,6 +88,7 @@ class Inputs:
             token_ids=moved(part.cut(batch.token_ids_N, 0), torch.long)[None],
             positions=moved(part.cut(batch.position_N, 0), torch.long)[None],
             segments=Segments.of(lengths, device, part.group),
+            loss=batch.loss,
             part=part,
             mine=slice(before, before + len(head.rows)),
             ends=int(part.cut(np.append(first_N[1:], True), True).sum()),
