@@ -19,6 +19,7 @@ from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.data.pass_rates import digest_of
 from keel.rl.evaluation import ERROR, passed
+from keel.rl.supervised.records import record_of
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 
 DEPENDS_ON = (
@@ -46,7 +47,8 @@ class Asked:
     digest: str
     """Of the prompt as the recipe has it, before any variant."""
     samples: Sequence[Mapping[str, Any]]
-    """Of each completion: correct, error, tokens, finish_reason, answer, messages."""
+    """Of each completion: correct, error, tokens, finish_reason, answer, messages; and `record`,
+    what `keel sft` needs beside them."""
     missing: Sequence[str]
     """A reason for each completion that was asked for and did not come."""
 
@@ -71,8 +73,11 @@ def asked_of(
     prompt: Prompt,
     groups: Sequence[ScoredGroup],
     answer: Callable[[Trajectory], str],
+    *,
+    tokenizer: str = "",
 ) -> Asked:
-    """answer: what a completion answers, as text that others can agree with; "" where nothing."""
+    """answer: what a completion answers, as text that others can agree with; "" where nothing.
+    tokenizer: digest of the policy's, where its tokens are known."""
     samples = [
         {
             "correct": float(parts["correct"]),
@@ -80,7 +85,7 @@ def asked_of(
             "tokens": trajectory.sampled_tokens,
             "finish_reason": trajectory.finish_reason,
             "answer": answer(trajectory),
-            "messages": [dict(message) for message in trajectory.messages],
+            **_kept(group.group.prompt, trajectory, tokenizer),
         }
         for group in groups
         for trajectory, parts in zip(group.group.trajectories, group.parts_G, strict=True)
@@ -94,6 +99,14 @@ def asked_of(
         samples=samples,
         missing=[reason for group in groups for reason in group.group.dropped],
     )
+
+
+def _kept(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
+    """Its messages, those that were asked apart, and the rest of its record."""
+    record = record_of(prompt, trajectory, tokenizer=tokenizer)
+    messages = record.pop("messages")
+    said = len(messages) - len(trajectory.messages)
+    return {"messages": messages[said:], "record": {**record, "asked": messages[:said]}}
 
 
 def read_evaluation(folder: Path) -> list[Asked]:

@@ -25,7 +25,13 @@ from keel.rewards.text import final_text, marked_answer
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import POLICY, STOPPING, sample_prompts
-from keel.trainer.prepare import check_rewards, needs_judge, prepare, source_lines
+from keel.trainer.prepare import (
+    check_rewards,
+    needs_judge,
+    prepare,
+    require_prompts,
+    source_lines,
+)
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.system import System, episodes, running, scorer_of
@@ -152,6 +158,7 @@ def _remote(config: Config) -> Subject:
     """Its prompts are not counted in tokens: nobody knows how the endpoint would. Raises
     ConfigError."""
     endpoint = config.endpoint
+    require_prompts(config)
     if config.with_agents:
         raise ConfigError(
             f"endpoint.base_url = {endpoint.base_url}: gives texts, and episodes in environments "
@@ -269,7 +276,8 @@ def _ask(
         prompt, source = sources[asked.prompt_id]
         if to_be_had_later(groups):
             return
-        out.add(asked_of(variant.name, source, prompt, groups, answer_of))
+        sampled = "" if isinstance(system, Remote) else system.task.tokenizer
+        out.add(asked_of(variant.name, source, prompt, groups, answer_of, tokenizer=sampled))
 
     config = subject.config
     with _in(config, system, variant) as changed:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keel.rl.packing import Layout, TrainBatch, Work, deal, split_long
 from keel.rl.types import Segment
@@ -43,13 +44,15 @@ class Lesson:
         return max(len(segment.token_ids_T) for segment in self.segments)
 
 
-def shown(prompt_id: str, ids: Sequence[int], said: Sequence[bool]) -> Segment:
+def shown(
+    prompt_id: str, ids: Sequence[int] | NDArray[np.int32], said: Sequence[bool] | NDArray[np.bool_]
+) -> Segment:
     """A segment that nobody sampled: `said` marks the tokens to learn."""
     count = len(ids)
     return Segment(
         prompt_id=prompt_id,
-        token_ids_T=np.array(ids, np.int32),
-        trainable_T=np.array(said, np.bool_),
+        token_ids_T=np.asarray(ids, np.int32),
+        trainable_T=np.asarray(said, np.bool_),
         # One number in memory, however long: no loss looks at them.
         logp_old_T=np.broadcast_to(np.float32(0), count),
         version_T=np.broadcast_to(np.int32(-1), count),
@@ -86,8 +89,6 @@ def pack_lessons(
     )
     dealt = deal(work, _LAYOUT, ranks=ranks, capacity=micro_batch_tokens)
     return [
-        TrainBatch(
-            micro_batches=micro_batches, total_sequences=len(lessons), split_sequences=split
-        )
+        TrainBatch(micro_batches=micro_batches, total_sequences=len(lessons), split_sequences=split)
         for micro_batches in dealt
     ]

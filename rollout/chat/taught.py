@@ -164,5 +164,3 @@ def _short(value: Any) -> str:
 
 def _without_reasoning(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
-
-

@@ -1,10 +1,11 @@
 """One rank of the trainer: GRPO or supervised steps on a DeepSpeed engine. Knows nothing of Ray.
 
 The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`), or of the mean negative
-log-likelihood (`keel.rl.supervised.loss`): shares add up over micro-batches and ranks. DeepSpeed adds gradients up over micro-batches (it is told to accumulate over one, so it
-divides by one) and averages them over ranks, hence the factor `world_size` on each share. Ranks of
-a sequence-parallel group have the loss of one micro-batch, each with the gradient through its own
-tokens, so theirs add up as well and DeepSpeed need not know of the groups.
+log-likelihood (`keel.rl.supervised.loss`): shares add up over micro-batches and ranks. DeepSpeed
+adds gradients up over micro-batches (it is told to accumulate over one, so it divides by one) and
+averages them over ranks, hence the factor `world_size` on each share. Ranks of a sequence-parallel
+group have the loss of one micro-batch, each with the gradient through its own tokens, so theirs add
+up as well and DeepSpeed need not know of the groups.
 """
 
 from __future__ import annotations
