@@ -32,9 +32,7 @@ def lessons(*lengths: int) -> list[Lesson]:
 
 
 def stream(given: Sequence[Lesson]) -> Stream[Lesson]:
-    return Stream(
-        {"s": given}, weights={"s": 1.0}, seed=0, content=lambda lesson: lesson.prompt_id
-    )
+    return Stream({"s": given}, weights={"s": 1.0}, seed=0, content=lambda lesson: lesson.prompt_id)
 
 
 def config_of(**knobs: Any) -> Config:
@@ -94,7 +92,9 @@ def test_a_run_measures_what_is_held_out_and_says_what_it_learned() -> None:
     assert run.fit(lessons(5)) == 6
     assert [len(step) for step in run.ranks.learned] == [4] * 6
     assert list(run.steps) == list(range(7)) and list(run.saved) == [6]
-    losses = {step: found["eval/h/loss"] for step, found in run.steps.items() if "eval/h/loss" in found}
+    losses = {
+        step: found["eval/h/loss"] for step, found in run.steps.items() if "eval/h/loss" in found
+    }
     assert losses == {0: 2.0, 6: -1.0}, "before the first step and after the last"
     assert run.steps[6]["eval/loss"] == -1.0
     last = run.steps[6]
@@ -125,9 +125,7 @@ def test_a_stopped_run_goes_on_with_the_conversations_that_it_would_have_had(tok
 def test_epochs_are_turned_into_steps(knobs: tuple[int, int], steps: int) -> None:
     """3 × 10 conversations, by fours; or 225 tokens by at most 25 of them."""
     given = lessons(*range(3, 13))
-    config = config_of(
-        **{"sft.conversations_per_step": knobs[0], "sft.tokens_per_step": knobs[1]}
-    )
+    config = config_of(**{"sft.conversations_per_step": knobs[0], "sft.tokens_per_step": knobs[1]})
     batches = sft.Batches(stream(given), config.sft, epoch=10)
     assert batches.steps_of(3) == steps
     assert batches.epochs == 0, "it stays where it is"

@@ -61,9 +61,7 @@ def source(path: str, **knobs: Any) -> ConversationsConfig:
 
 def said(lessons: Any) -> set[str]:
     return {
-        "".join(
-            chr(int(token)) for token in lesson.segments[0].token_ids_T[one.trainable_T]
-        )
+        "".join(chr(int(token)) for token in lesson.segments[0].token_ids_T[one.trainable_T])
         for lesson in lessons
         for one in lesson.segments[:1]
     }
@@ -123,7 +121,10 @@ def test_repeat_weighs_sources_by_how_often_each_conversation_is_seen(tmp_path: 
     [
         ("{", "not JSON"),
         ('{"messages": []}', "`messages` must be a list of at least one message"),
-        (json.dumps(chat("?", "untellable")), "the template has no word for it .*thinking: without"),
+        (
+            json.dumps(chat("?", "untellable")),
+            "the template has no word for it .*thinking: without",
+        ),
     ],
 )
 def test_a_bad_line_is_named_or_left_out(tmp_path: Path, line: str, named: str) -> None:
@@ -154,9 +155,7 @@ def test_long_conversations_are_named_or_dropped(tmp_path: Path) -> None:
         ({"source": "solutions", "path": "", "task": "no_such", "size": 2}, "reasoning_gym's no_s"),
     ],
 )
-def test_a_source_that_teaches_nothing(
-    tmp_path: Path, knobs: dict[str, Any], named: str
-) -> None:
+def test_a_source_that_teaches_nothing(tmp_path: Path, knobs: dict[str, Any], named: str) -> None:
     path = write(tmp_path / "a.jsonl", chat("?", "a"), chat("!", "b"))
     with pytest.raises(ConfigError, match=named):
         load(source(knobs.pop("path", path), **knobs))
@@ -191,9 +190,9 @@ def test_trajectories_are_chosen_by_their_worth_and_keep_their_tokens(tmp_path: 
     assert sorted(tokens) == [[7, 8, 9], [7, 8, 9], [ord(letter) for letter in "b1?b1"]]
     found = load(source(str(run), most_per_prompt=1, cut=True, **knobs))
     assert found.report["s"].left_out == {"worth less than 1": 1, "beyond 1 of a prompt": 1}
-    assert load(source(str(run), reward="reward", least_reward=0.5, **knobs)).report[
-        "s"
-    ].learned == 3
+    assert (
+        load(source(str(run), reward="reward", least_reward=0.5, **knobs)).report["s"].learned == 3
+    )
     with pytest.raises(ConfigError, match=r"step_000001\.jsonl:1: has no `style`.*correct"):
         load(source(str(run), reward="style", **knobs))
     with pytest.raises(ConfigError, match="holds no trajectories; name the folder of a run"):

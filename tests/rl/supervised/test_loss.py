@@ -41,7 +41,7 @@ def test_with_the_weight_of_tokens_it_is_the_cross_entropy_of_all_of_them() -> N
 def test_without_weights_it_is_the_mean_of_the_conversations_means() -> None:
     given = logp()
     loss = nll_loss(given, SEQUENCE, sequence_tokens=TOKENS, total_sequences=3).loss
-    means = [-given[SEQUENCE == one].mean() for one in range(3)]
+    means = [-given[one == SEQUENCE].mean() for one in range(3)]
     torch.testing.assert_close(loss, torch.stack(means).mean())
 
 

@@ -52,7 +52,7 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
         engine, trainer = ranks.engine(config, model), config.trainer
         mine = ranks.rank // trainer.sequence_parallel
 
-        def packed(seed: int):  # noqa: ANN202
+        def packed(seed: int):
             return pack_lessons(
                 lessons(seed), ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
             )[mine]
