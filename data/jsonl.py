@@ -7,15 +7,16 @@
     {"prompt": "…", "answer": {"type": "object", "required": ["name"]}, "match": "schema"}
     {"prompt": "…", "criteria": [{"name": "cause", "text": "Names the cause.", "weight": 1}]}
     {"prompt": "…", "tests": [{"stdin": "1 2", "stdout": "3"}], "reference": "print(3)"}
+    {"prompt": "…", "refuse": true}
     {"prompt": "…", "reward": {"kind": "proof"}}
 
 `match` says how the answer is compared: `math` (by value, the default; with `tolerance` between
 numbers), `exact` (as text), `choice` (letter or text of one of `choices`), `regex` (matches all of
 the pattern `answer`) or `schema` (JSON that is valid under the schema `answer`).
 `criteria` may come with `reference` (docs/rubrics.md), and `tests` with the keys of CODE_KEYS
-(docs/rewards.md); `reward` is a whole reward spec. `environment`, an object, is what the source's
-environment alone reads: files of the task, documents that the answer rests on. Other keys are
-ignored.
+(docs/rewards.md); `refuse` says whether a completion has to decline (docs/rubrics.md); `reward`
+is a whole reward spec. `environment`, an object, is what the source's environment alone reads:
+files of the task, documents that the answer rests on. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ MATCHES = {
 """`match` → the keys that it reads besides `answer`."""
 CODE_KEYS = (
     "tests",
+    "subtasks",
     "reference",
     "language",
     "partial",
@@ -49,7 +51,7 @@ CODE_KEYS = (
     "memory_mib",
     "tolerance",
 )
-REWARD_KEYS = ("answer", "criteria", "tests", "reward")
+REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """A line has exactly one of them."""
 FOR_ENVIRONMENT = "environment"
 ROLES = ("system", "user", "assistant", "tool")
@@ -180,6 +182,8 @@ def _reward(record: dict[str, Any], as_text: dict[str, Any], *, alone: bool) -> 
     if given == ["criteria"]:
         keys = [key for key in ("criteria", "reference") if key in record]
         return {"kind": "rubric", **{key: record[key] for key in keys}}
+    if given == ["refuse"]:
+        return {"kind": "refusal", "refuse": record["refuse"]}
     match = record.get("match", "math")
     if not isinstance(match, str) or match not in MATCHES:
         raise BadLine(f"`match` is {match!r}, must be one of {', '.join(MATCHES)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import fsum
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -13,9 +14,9 @@ from keel.data.evaluated import RIGHT, Asked, read_evaluation
 from keel.rl.evaluation import pass_at_k, passed
 
 
-def summary(asked: Sequence[Asked], pass_at: Sequence[int]) -> dict[str, Any]:
+def summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
     """Of the completions to some prompts. pass_at: k of pass@k and maj@k, none above the number of
-    completions to a prompt."""
+    completions to a prompt; submissions: of `contest_score`, 0 for none."""
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
     passes, numbers = [one.passes for one in asked], [one.number for one in asked]
@@ -29,6 +30,8 @@ def summary(asked: Sequence[Asked], pass_at: Sequence[int]) -> dict[str, Any]:
         if k > 1:
             found[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in asked)
             found[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in asked)
+    if submissions:
+        found["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
     return found | {
         "score": fmean(s["correct"] for s in samples) if samples else None,
@@ -40,7 +43,30 @@ def summary(asked: Sequence[Asked], pass_at: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def results(asked: Sequence[Asked], pass_at: Sequence[int]) -> dict[str, dict[str, Any]]:
+def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
+    """Score of a prompt, 0 … 1, where so many of its completions are handed in and the best counts
+    for each subtask (DeepSeek-V3.2, appendix D). Those that fail a test which the task shows, were
+    cut off, could not be scored, or decline, are not; those with the longest thinking are."""
+    fit = [
+        sample
+        for sample in samples
+        if sample["error"] == 0
+        and sample["finish_reason"] == "stop"
+        and passed(sample["parts"].get("samples", 1.0))
+        and sample["parts"].get("refusal", 0.0) < 0.5
+    ]
+    chosen = sorted(fit, key=lambda sample: -sample["thinking"])[:submissions]
+    best: dict[str, float] = {}
+    for sample in chosen:
+        worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
+        for name, worth in (worths or {"": sample["correct"]}).items():
+            best[name] = max(worth, best.get(name, 0.0))
+    return fsum(best.values())
+
+
+def results(
+    asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
+) -> dict[str, dict[str, Any]]:
     """Variant → set (a source, `domain …` where that is not one source, or `all`) → `summary`."""
     found: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
@@ -51,7 +77,7 @@ def results(asked: Sequence[Asked], pass_at: Sequence[int]) -> dict[str, dict[st
         sets |= {f"domain {name}": [o for o in mine if o.domain == name] for name in domains}
         if len(sources) > 1:
             sets["all"] = mine
-        found[variant] = {name: summary(some, pass_at) for name, some in sets.items()}
+        found[variant] = {name: summary(some, pass_at, submissions) for name, some in sets.items()}
     return found
 
 
@@ -60,6 +86,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     head = ["", "prompts", "pass@1", "95 %"]
     first = next(iter(next(iter(found.values())).values()))
     more = [name for name in first if name.startswith(("pass@", "maj@")) and "_" not in name][1:]
+    more += ["contest"] if "contest" in first else []
     rows = [[*head, *more, "score", "tokens", "most", "cut", "unscored"]]
     for variant, sets in found.items():
         for name, of in sets.items():

@@ -25,11 +25,22 @@ JUDGED_PARTS = {
         "proof_format",
         "disagreement",
     ),
+    "refusal": ("rubric", "disagreement"),
+    "verification": (
+        "verification_score",
+        "verification_meta",
+        "verification_format",
+        "disagreement",
+    ),
 }
 """Kind of reward spec → the parts that its judge adds to `correct`, which is the whole score."""
+REFUSAL = "refusal"
+"""Part: whether the answer declines the task, by the judge. Of any prompt; looked at where a recipe
+weighs it, be it with 0."""
 PARTS = (
     "correct",
     "format",
+    REFUSAL,
     *LANGUAGE_PARTS,
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )

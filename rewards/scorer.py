@@ -14,6 +14,7 @@ import torch
 from keel.rewards.compose import (
     ERROR,
     LANGUAGE_PARTS,
+    REFUSAL,
     Score,
     check_found,
     check_parts,
@@ -24,6 +25,7 @@ from keel.rewards.compose import (
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import Failures, is_function, to_standard_error
 from keel.rewards.judge.results import Counts, Failed, Judged
+from keel.rewards.judge.rubric import REFUSAL as DECLINING
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
@@ -64,6 +66,7 @@ class _Pending:
     group: Group
     rule: Sequence[Future[list[Verdict]]]
     judge: Sequence[Future[Judged | Failed]]
+    refusals: Sequence[Future[Judged | Failed]]
     others: Mapping[str, Future[list[Verdict]]]
     """Parts about the whole trajectory, by name."""
 
@@ -123,7 +126,7 @@ class Scorer:
             pending = self._submit(group)
         except ValueError as error:
             return failed(error)
-        parts = [*pending.rule, *pending.judge, *pending.others.values()]
+        parts = [*pending.rule, *pending.judge, *pending.refusals, *pending.others.values()]
         return when_all(parts, lambda: self._scored(pending, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
@@ -188,7 +191,11 @@ class Scorer:
             judge = [self._ask(prompt, trajectory) for trajectory in group.trajectories]
         else:
             rule = self._verify(prompt, group.trajectories)
-        return _Pending(group, rule, judge, others)
+        refusals: Sequence[Future[Judged | Failed]] = ()
+        if REFUSAL in weights:
+            asked = replace(prompt, reward=DECLINING)
+            refusals = [self._ask(asked, trajectory) for trajectory in group.trajectories]
+        return _Pending(group, rule, judge, refusals, others)
 
     def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
         if self._judge is None:
@@ -257,15 +264,23 @@ class Scorer:
         parts: list[dict[str, float] | str] = []
         for result in (future.result() for future in pending.judge):
             if isinstance(result, Failed):
-                parts.append(f"the judge failed ({result.kind}): {result.reason}")
+                parts.append(_unjudged(result))
             else:
                 parts.append({"correct": result.value, **result.parts, ERROR: 0.0})
         ruled = [verdict for future in pending.rule for verdict in future.result()]
         for verdict in ruled:
-            parts.append({"correct": verdict.score, ERROR: float(bool(verdict.error))})
+            error = float(bool(verdict.error))
+            parts.append({**verdict.parts, "correct": verdict.score, ERROR: error})
         self._note(_verifier(group.prompt), group, ruled)
         if group.prompt.environment:
             parts = _with_verdicts(group, parts)
+        for index, result in enumerate(future.result() for future in pending.refusals):
+            if isinstance(found := parts[index], str):
+                continue
+            if isinstance(result, Failed):
+                parts[index] = _unjudged(result)
+            else:
+                found[REFUSAL] = result.value
         for name, future in pending.others.items():
             verdicts = future.result()
             self._note(name, group, verdicts)
@@ -302,6 +317,10 @@ class Scorer:
         if self._log is not None and not self._told and self._pool.printed():
             self._told = True
             self._failures.say(f"the reward workers print to {self._log}")
+
+
+def _unjudged(failed: Failed) -> str:
+    return f"the judge failed ({failed.kind}): {failed.reason}"
 
 
 def _asked(group: Group) -> str:

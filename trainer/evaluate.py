@@ -21,7 +21,7 @@ from keel.data.results import compared, compared_table, results, table
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
-from keel.rewards.text import final_text, marked_answer
+from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import POLICY, STOPPING, sample_prompts
@@ -55,6 +55,13 @@ class Subject:
     sampling: Callable[[], AbstractContextManager[System | Remote]]
     """What samples and scores, started."""
 
+    @property
+    def sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Source → the prompts that `keel eval` is to ask."""
+        given, of = self.config.eval, self.dataset
+        chosen = of.heldout if given.prompts == "heldout" else of.train.sources
+        return {name: prompts[: given.size or None] for name, prompts in chosen.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
@@ -70,21 +77,21 @@ class Remote:
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel eval`: the held-out sets, in each of `eval.variants`, by a checkpoint, the base model
-    or a model behind an endpoint."""
+    """`keel eval`: the held-out sets, or the prompts to train on, in each of `eval.variants`, by a
+    checkpoint, the base model or a model behind an endpoint."""
     config = load_config(recipe, overrides)
     for variant in config.eval.each_variant:
         _check_variant(config, variant)
     other = read_evaluation(Path(config.eval.against)) if config.eval.against else ()
     subject = _subject(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
-    heldout = subject.dataset.heldout
-    if not heldout:
+    sets = subject.sets
+    if not any(sets.values()):
         raise ConfigError(
             "data.sources: no source has a holdout, so there is nothing to evaluate on. A file of "
             "problems that is there for this alone has weight: 0, and holdout: their number"
         )
     if other:
-        _check_same_prompts(config, heldout, other)
+        _check_same_prompts(config, sets, other)
     with EvaluationFolder(config, subject.policy, subject.name) as out:
         print(f"{subject.text}\nsampling with {subject.policy}", flush=True)
         with subject.sampling() as system, Interrupt(print, STOPPING) as stop:
@@ -94,7 +101,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         whole = not any(
             out.waiting(variant.name, prompts)
             for variant in config.eval.each_variant
-            for prompts in heldout.values()
+            for prompts in sets.values()
         )
         print("\n".join(_told(out, config, whole=whole, against=other)))
 
@@ -168,7 +175,7 @@ def _remote(config: Config) -> Subject:
         config.data, seed=config.run.seed, count_tokens=lambda _: 0, check_reward=check_spec
     )
     notes = check_rewards(config, dataset)
-    judged = needs_judge(dataset)
+    judged = needs_judge(config, dataset)
     if judged and not config.rewards.judge.base_url:
         raise ConfigError(
             "rewards.judge.base_url: with endpoint.base_url, nothing is served here; give the "
@@ -202,12 +209,12 @@ def _remote(config: Config) -> Subject:
 
 
 def _check_same_prompts(
-    config: Config, heldout: Mapping[str, Sequence[Prompt]], other: Sequence[Asked]
+    config: Config, sets: Mapping[str, Sequence[Prompt]], other: Sequence[Asked]
 ) -> None:
     """Raises ConfigError where the evaluation that is to come could not be compared."""
     theirs = {one.id: one.digest for one in other}
-    common = [p for prompts in heldout.values() for p in prompts if p.prompt_id in theirs]
-    why = "" if common else "it has none of the held-out prompts"
+    common = [p for prompts in sets.values() for p in prompts if p.prompt_id in theirs]
+    why = "" if common else "it has none of these prompts"
     for prompt in common:
         if theirs[prompt.prompt_id] != digest_of(prompt):
             why = f"it has another prompt called {prompt.prompt_id}"
@@ -225,7 +232,7 @@ def _told(
     evaluation that it cannot be compared with."""
     if not out.asked:
         return [f"nothing was sampled; the same command goes on in {out.path}"]
-    found = results(out.asked, config.eval.each_pass_at)
+    found = results(out.asked, config.eval.each_pass_at, config.eval.submissions)
     lines = table(found)
     reasons = Counter(reason for one in out.asked for reason in one.missing)
     lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
@@ -268,7 +275,7 @@ def _ask(
 ) -> None:
     sources = {
         prompt.prompt_id: (prompt, source)
-        for source, prompts in subject.dataset.heldout.items()
+        for source, prompts in subject.sets.items()
         for prompt in out.waiting(variant.name, prompts)
     }
 
@@ -277,7 +284,8 @@ def _ask(
         if to_be_had_later(groups):
             return
         sampled = "" if isinstance(system, Remote) else system.task.tokenizer
-        out.add(asked_of(variant.name, source, prompt, groups, answer_of, tokenizer=sampled))
+        found = (answer_of, thinking_of)
+        out.add(asked_of(variant.name, source, prompt, groups, *found, tokenizer=sampled))
 
     config = subject.config
     with _in(config, system, variant) as changed:
@@ -339,3 +347,8 @@ def answer_of(trajectory: Trajectory) -> str:
     if answer is None:
         answer = said if len(said) <= MOST_ANSWER else ""
     return " ".join(answer.split())
+
+
+def thinking_of(trajectory: Trajectory) -> str:
+    """Of all turns."""
+    return every_turn(thinking_text, trajectory.messages)

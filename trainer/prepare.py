@@ -29,7 +29,7 @@ from keel.model.source import missing_weights
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.compose import check_weights
+from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
 from keel.rl.types import Prompt
@@ -72,7 +72,7 @@ class Task:
     @property
     def judged(self) -> bool:
         """Whether any prompt needs a judge."""
-        return needs_judge(self.dataset)
+        return needs_judge(self.config, self.dataset)
 
     def text(self, *, seats: Sequence[str] = ()) -> str:
         lines = source_lines(self.config, self.dataset)
@@ -83,7 +83,9 @@ class Task:
         return "\n".join([text, *(f"{'warning':<12} {line}" for line in self.warnings)])
 
 
-def needs_judge(dataset: Dataset) -> bool:
+def needs_judge(config: Config, dataset: Dataset) -> bool:
+    if any(REFUSAL in weights for weights in config.data.rewards_by_domain.values()):
+        return True
     everything = [*dataset.train.sources.values(), *dataset.heldout.values()]
     return any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
 

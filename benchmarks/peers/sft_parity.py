@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from keel.configs.load import load_config
 from keel.model.embedded.tokenizer import build_tokenizer, vocab_rows

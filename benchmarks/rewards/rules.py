@@ -30,6 +30,7 @@ from keel.data.jsonable import to_jsonable
 from keel.rewards.rules.reasoning_gym import MOST_PARTIAL
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.workers.pool import WorkerPool
+from keel.rewards.workers.worker import reply_to
 
 Case = tuple[Any, str, bool]
 """The prompt's answer, a given answer, and whether that is right."""
@@ -193,7 +194,7 @@ def timed(cases: list[Case], match: str) -> tuple[list[float], list[float], list
         began = time.process_time()
         verifier = verifier_for(spec_of(match, right))
         built = time.process_time()
-        scores.append(verifier(text))
+        scores.append(reply_to(verifier, text)["score"])
         taken.append(time.process_time() - built)
         builds.append(built - began)
     return builds, taken, scores

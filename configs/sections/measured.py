@@ -95,8 +95,17 @@ class EvalConfig:
     """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids: vLLM's
     engines take no request without a bound if they return sampling masks."""
 
+    prompts: Literal["heldout", "train"] = "heldout"
+    """`keel eval`: which of the sources' prompts. train: those to train on, to learn from the
+    completions (`keel sft`, `keel distill`)."""
+    size: int = 0
+    """`keel eval`: the first so many of each source; 0: all."""
     pass_at: tuple[int, ...] = ()
     """`keel eval`: k of pass@k and maj@k; empty: `samples`, and the powers of two below it."""
+    submissions: int = 0
+    """`keel eval`: as in a programming contest, submit this many of the `samples` and count the
+    best for each subtask (DeepSeek-V3.2, appendix D): those that pass the tests the task shows, are
+    not cut off and do not decline, longest thinking first. 0: no such figure."""
     variants: tuple[EvalVariant, ...] = ()
     """`keel eval`: ways of asking; empty: the recipe's own alone."""
     checkpoint: str = "last"
@@ -110,6 +119,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, "eval.samples", self.samples, "must be at least 1")
+        require(self.size >= 0, "eval.size", self.size, "must not be negative")
         for k in self.pass_at:
             require(
                 1 <= k <= self.samples,
@@ -117,6 +127,12 @@ class EvalConfig:
                 list(self.pass_at),
                 f"each must be from 1 to eval.samples = {self.samples}",
             )
+        require(
+            0 <= self.submissions <= self.samples,
+            "eval.submissions",
+            self.submissions,
+            f"must be from 0 to eval.samples = {self.samples}",
+        )
         names = [variant.name for variant in self.variants]
         require(len(set(names)) == len(names), "eval.variants", names, "names must differ")
         _require_checkpoint("eval.checkpoint", self.checkpoint)

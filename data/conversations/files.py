@@ -22,7 +22,7 @@ from keel.rl.supervised.records import segments_of
 
 WRITTEN = KNOWN | {
     *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
-    *("variant", "source", "digest", "samples", "missing"),
+    *("variant", "source", "digest", "samples", "missing", "prompt"),
 }
 """Keys of what runs and evaluations write."""
 Line = tuple[str, dict[str, Any]]
@@ -78,7 +78,10 @@ def _read(
                 break
             at = f"{path}:{number}"
             try:
-                found = [_example(*one, source) for one in records(at, object_of(line)[0])]
+                found = [
+                    _example(place, record, source)
+                    for place, record in records(at, object_of(line)[0])
+                ]
             except BadLine as error:
                 if source.on_bad_line == "error":
                     raise ConfigError(
@@ -129,8 +132,13 @@ def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
         record = dict(sample["record"])
         messages = [*record.pop("asked"), *sample["messages"]]
-        worth = sample["correct"]
-        yield {**record, "messages": messages, "parts": {"correct": worth}, "reward": worth}
+        worth, parts = sample["correct"], sample.get("parts") or {}
+        yield {
+            **record,
+            "messages": messages,
+            "parts": {"correct": worth, **parts},
+            "reward": worth,
+        }
 
 
 def _why_not(record: Mapping[str, Any], source: ConversationsConfig, each: Counter[str]) -> str:

@@ -81,7 +81,7 @@ def conversation_of(record: Mapping[str, Any], system: str) -> tuple[list[Messag
         raise BadLine("has no message of the assistant's to learn")
     if learned[0] == 0:
         raise BadLine("begins with a message of the assistant's: it needs something to answer")
-    return messages, learned
+    return [*messages], learned
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:

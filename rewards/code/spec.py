@@ -24,6 +24,9 @@ class Case:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
+    sample: bool = False
+    """Whether the task shows it."""
+    subtask: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,9 @@ class Task:
     partial: bool
     """Whether the score is the share of tests passed; else it is all or nothing, and the tests
     after the first failure are not run."""
+    subtasks: Mapping[str, float]
+    """Share of the score that each is worth, all of its tests passed; they sum to 1. Empty: there
+    are none."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -68,6 +74,7 @@ _KEYS = [
     "kind",
     "language",
     "tests",
+    "subtasks",
     "reference",
     "partial",
     "time_limit_s",
@@ -75,6 +82,7 @@ _KEYS = [
     "tolerance",
     "environment",
 ]  # of a spec
+_OF_ANY = ("sample", "subtask")
 _STDIN_KEYS, _CALL_KEYS = ("stdin", "stdout"), ("call", "args", "kwargs", "returns")
 
 
@@ -92,11 +100,14 @@ def read_task(spec: Mapping[str, Any]) -> Task:
         _read_test(test, f"code reward: tests[{index}]", language)
         for index, test in enumerate(cast(list[Any], tests))
     )
+    subtasks = _subtasks(spec, read)
     partial, reference = spec.get("partial", False), spec.get("reference")
     if not isinstance(partial, bool):
         raise ValueError(f"code reward: partial = {partial!r} must be true or false")
     if reference is not None and not isinstance(reference, str):
         raise ValueError("code reward: reference must be the source of a program")
+    if partial and subtasks:
+        raise ValueError("code reward: has `partial` and `subtasks`; keep one")
     limits: dict[str, Any] = {}
     for key, knob in (("time_limit_s", "time_s"), ("memory_mib", "memory_mib")):
         if spec.get(key) is not None:
@@ -106,6 +117,7 @@ def read_task(spec: Mapping[str, Any]) -> Task:
         language=language,
         tests=read,
         partial=partial,
+        subtasks=subtasks,
         reference=reference,
         tolerance=None if tolerance is None else _positive(tolerance, "tolerance", float),
         limits=limits,
@@ -116,13 +128,16 @@ def _read_test(test: Any, where: str, language: Language) -> Case:
     if not isinstance(test, dict):
         raise ValueError(f"{where} must be an object")
     fields = cast(dict[str, Any], test)
+    sample, subtask = fields.get("sample", False), fields.get("subtask", "")
+    if not isinstance(sample, bool) or not isinstance(subtask, str):
+        raise ValueError(f"{where}: sample must be true or false, and subtask the name of one")
     if "call" not in fields:
-        _no_others(fields, _STDIN_KEYS, where)
+        _no_others(fields, (*_STDIN_KEYS, *_OF_ANY), where)
         stdin, stdout = fields.get("stdin", ""), fields.get("stdout")
         if not isinstance(stdin, str) or not isinstance(stdout, str):
             raise ValueError(f"{where}: stdin and stdout must be texts, or name a function to call")
-        return Case(stdin=stdin.encode(), stdout=stdout)
-    _no_others(fields, _CALL_KEYS, where)
+        return Case(stdin=stdin.encode(), stdout=stdout, sample=sample, subtask=subtask)
+    _no_others(fields, (*_CALL_KEYS, *_OF_ANY), where)
     call, args, kwargs = fields["call"], fields.get("args", []), fields.get("kwargs", {})
     if not isinstance(call, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", call):
         raise ValueError(
@@ -137,7 +152,34 @@ def _read_test(test: Any, where: str, language: Language) -> Case:
         args=cast(list[Any], args),
         kwargs=cast(dict[str, Any], kwargs),
         returns=fields["returns"],
+        sample=sample,
+        subtask=subtask,
     )
+
+
+def _subtasks(spec: Mapping[str, Any], tests: Sequence[Case]) -> dict[str, float]:
+    """`Task.subtasks`, from the points of each. Raises ValueError."""
+    given, named = spec.get("subtasks"), {test.subtask for test in tests} - {""}
+    if given is None:
+        if named:
+            raise ValueError(
+                f"code reward: a test is of subtask {min(named)!r}; say in `subtasks` how many "
+                "points each is worth"
+            )
+        return {}
+    if not isinstance(given, dict) or not given:
+        raise ValueError("code reward: subtasks must be an object: the points of each by its name")
+    points: dict[str, float] = {
+        str(name): _positive(value, f"subtasks[{name}]", float)
+        for name, value in cast(dict[Any, Any], given).items()
+    }
+    for name in (*sorted(named - points.keys()), *(points.keys() - named)):
+        where = "a test names it, and `subtasks` does not" if name in named else "has no test"
+        raise ValueError(f"code reward: subtask {name!r}: {where}")
+    for index, test in enumerate(tests):
+        if not test.subtask and not test.sample:
+            raise ValueError(f"code reward: tests[{index}] needs a `subtask`, or `sample: true`")
+    return {name: value / sum(points.values()) for name, value in points.items()}
 
 
 def _no_others(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:

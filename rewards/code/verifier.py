@@ -13,12 +13,14 @@ Spec (`Prompt.reward`):
                {"call": "Solution.add", "args": [1, 2], "returns": 3}]}
 
 Only `kind` and `tests` are required. `call` is for Python; all calls share one process as long as
-it lives.
+it lives. A test may have `"sample": true`, where the task shows it, and `"subtask": NAME`, where
+`"subtasks": {NAME: points, …}` says what it is worth to pass all tests of each.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,8 @@ from keel.rewards.sandbox.sandbox import Sandbox, open_sandbox
 from keel.rewards.sandbox.watch import Limits, Outcome
 from keel.rewards.text import outside_think
 
+SAMPLES, SUBTASK = "samples", "subtask/"
+"""Of parts: all tests that the task shows; and before the name of a subtask."""
 MAX_CHARACTERS = 1 << 18
 """Longer programs are wrong."""
 COMPILE = Limits(time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10)
@@ -72,6 +76,9 @@ class CodeVerdict:
     per_test: tuple[CaseResult, ...]
     reason: str = ""
     """The first failure; "" if there is none."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """`samples`, 1 where all tests that the task shows are passed, and `subtask/NAME`, the share of
+    the score that it got for each; none of them where the spec marks no tests so."""
 
 
 def verify_code(
@@ -129,7 +136,31 @@ def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: st
 
 
 def _nothing(task: Task, reason: str) -> CodeVerdict:
-    return CodeVerdict(0.0, (CaseResult(False, reason),) * len(task.tests), reason)
+    results = (CaseResult(False, reason),) * len(task.tests)
+    return CodeVerdict(0.0, results, reason, _parts(task, results))
+
+
+def _failed(task: Task, results: Sequence[CaseResult]) -> set[str]:
+    """Subtasks of which a test has failed."""
+    return {
+        test.subtask for test, result in zip(task.tests, results, strict=False) if not result.passed
+    }
+
+
+def _score(task: Task, results: Sequence[CaseResult]) -> float:
+    passes = [result.passed for result in results]
+    if task.subtasks:
+        failed = _failed(task, results)
+        return math.fsum(worth for name, worth in task.subtasks.items() if name not in failed)
+    return sum(passes) / len(passes) if task.partial else float(all(passes))
+
+
+def _parts(task: Task, results: Sequence[CaseResult]) -> dict[str, float]:
+    """`CodeVerdict.parts`; results: one for each test."""
+    failed = _failed(task, results)
+    parts = {f"{SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}
+    shown = [r.passed for test, r in zip(task.tests, results, strict=True) if test.sample]
+    return {SAMPLES: float(all(shown)), **parts} if shown else parts
 
 
 class _Attempt:
@@ -152,20 +183,19 @@ class _Attempt:
                 return _nothing(task, failed)
         results: list[CaseResult] = []
         while len(results) < len(task.tests):
-            if results and not results[-1].passed and not task.partial:
+            test = task.tests[len(results)]
+            if results and not results[-1].passed and not task.partial and not task.subtasks:
                 results += self._skipped(results, "not run")
+            elif test.subtask and not test.sample and test.subtask in _failed(task, results):
+                results.append(CaseResult(False, "not run"))
             elif self._left() <= 0:
                 results += self._skipped(results, "the completion's time was over")
-            elif task.tests[len(results)].call:
+            elif test.call:
                 results += self._called(len(results))
             else:
-                results.append(self._run(task.tests[len(results)]))
-        if not task.partial and not all(result.passed for result in results):
-            score = 0.0
-        else:
-            score = sum(result.passed for result in results) / len(results)
+                results.append(self._run(test))
         first = next((r.reason for r in results if not r.passed), "")
-        return CodeVerdict(score, tuple(results), first)
+        return CodeVerdict(_score(task, results), tuple(results), first, _parts(task, results))
 
     def _left(self) -> float:
         return self._ends - time.monotonic()

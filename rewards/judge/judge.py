@@ -27,12 +27,20 @@ from keel.rewards.judge.results import (
 )
 from keel.rewards.judge.rubric import Rubric, Sample
 from keel.rewards.judge.server import Server
-from keel.rewards.judge.specs import judged_spec
+from keel.rewards.judge.specs import Spec, judged_spec
 from keel.rewards.judge.untrusted import size, tail
+from keel.rewards.judge.verification import Evaluation, VerificationSpec, read_evaluation
 from keel.rewards.text import outside_think
 from keel.rl.types import Prompt
 
 T = TypeVar("T")
+
+
+def _read(spec: Spec, final: str) -> Proof | Evaluation | str | None:
+    """An answer in the form that its spec wants, or what is wrong with that; None: any will do."""
+    if isinstance(spec, Rubric):
+        return None
+    return read_proof(final) if isinstance(spec, ProofSpec) else read_evaluation(final)
 
 
 class Judge:
@@ -68,7 +76,7 @@ class Judge:
         )
 
     async def judge(self, prompt: Prompt, answer: str, *, thinking: str = "") -> Judged | Failed:
-        """What `answer` is worth by `prompt.reward`, a spec of kind `rubric` or `proof`.
+        """What `answer` is worth by `prompt.reward`, a spec that `judged_spec` reads.
 
         thinking: what the policy thought first; only criteria that ask for it see it, and what
         `answer` itself holds up to a `</think>` is cut off.
@@ -81,15 +89,15 @@ class Judge:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
         final = outside_think(answer)
-        proof = read_proof(final) if isinstance(spec, ProofSpec) else None
+        read = _read(spec, final)
         most = self._settings.max_characters
         why = ""
         if not final:
             why = "there is no answer"
         elif size(final) > most:
             why = f"the answer has {size(final)} characters, more than max_characters = {most}"
-        elif isinstance(proof, str):
-            why = f"the answer {proof}"
+        elif isinstance(read, str):
+            why = f"the answer {read}"
         if why:
             self._judged += 1
             self._unasked += 1
@@ -97,9 +105,12 @@ class Judge:
         try:
             if isinstance(spec, Rubric):
                 result = await self._rubric(spec, prompt, final, thinking)
+            elif isinstance(spec, ProofSpec):
+                assert isinstance(read, Proof)
+                result = await self._proof(spec, prompt, read)
             else:
-                assert isinstance(proof, Proof)
-                result = await self._proof(spec, prompt, proof)
+                assert isinstance(read, Evaluation)
+                result = await self._verification(spec, read)
         except Unjudged as error:
             return self._note(Failed(error.kind, str(error)))
         return self._note(result)
@@ -167,6 +178,16 @@ class Judge:
             return Checked(found, check, self_check)
 
         return spec.judged(proof, await self._samples(one))
+
+    async def _verification(self, spec: VerificationSpec, evaluation: Evaluation) -> Judged:
+        question = meta_question(
+            [{"role": "user", "content": spec.problem}], spec.proof, evaluation.text
+        )
+
+        async def one(sample: int) -> MetaCheck:
+            return await self._endpoint.ask(question, sample=sample)
+
+        return spec.judged(evaluation, await self._samples(one))
 
     async def _samples(self, one: Callable[[int], Awaitable[T]]) -> list[T]:
         """`samples` judgements at once; more than half of them have to succeed."""

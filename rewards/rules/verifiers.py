@@ -17,8 +17,9 @@ from keel.rewards.rules.reasoning_gym import reasoning_gym
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.text import BOXED, THINK_CLOSE, THINK_OPEN, answer_in, normalise, outside_think
 
-Verifier = Callable[[str], float]
-"""From a final text (thinking removed) to how correct it is, 0 … 1. May raise, hang or crash on
+Verifier = Callable[[str], float | Mapping[str, float]]
+"""From a final text (thinking removed) to how correct it is, 0 … 1, or to parts of the reward with
+`correct` among them. May raise, hang or crash on
 what a policy comes up with: `keel.rewards.workers.pool` is there to survive that."""
 
 MAX_CHARACTERS = 32_768
@@ -62,7 +63,12 @@ def code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
     """
     read_task(spec)
     open_sandbox(settings.isolation)
-    return lambda text: verify_code(spec, text, settings).score
+
+    def verify(text: str) -> Mapping[str, float]:
+        verdict = verify_code(spec, text, settings)
+        return {**verdict.parts, "correct": verdict.score}
+
+    return verify
 
 
 def exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:

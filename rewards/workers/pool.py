@@ -24,10 +24,11 @@ from keel.rewards.workers.worker import reply_to
 
 START_DEADLINE_S = 120.0
 """Longest wait for a worker to start and import its libraries."""
-CODE_GRACE_S = 5.0
+CODE_GRACE_S = 30.0
 """Beyond the time that a program's tests may take together, for starting and ending sandboxes."""
-GRACE_S = 5.0
-"""Beyond a completion's own deadline, for the worker's timer to go off."""
+GRACE_S = 30.0
+"""Beyond a completion's own deadline, for the worker's timer to go off, and for one that is killed
+to be gone."""
 STANDARD_ERROR = 2
 ROOT = Path(keel.__file__).resolve().parent.parent
 
@@ -40,6 +41,8 @@ class Verdict:
     error: str = ""
     at: str = field(default="", compare=False)
     """Where it failed, if that is known: `my_rewards.py:12 in brief`."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the verifier says besides."""
 
 
 class WorkerPool:
@@ -260,4 +263,4 @@ class _Worker:
 def _verdict(reply: Mapping[str, Any]) -> Verdict:
     if "error" in reply:
         return Verdict(0.0, str(reply["error"]), str(reply.get("at", "")))
-    return Verdict(float(reply["score"]))
+    return Verdict(float(reply["score"]), parts=reply.get("parts", {}))

@@ -6,6 +6,7 @@ that ran a policy's text must not be unpickled.
     ← {"spec": {…}, "completions": ["…"], "deadline_s": 3.0, "code": {…}}   code: as `CodeConfig`
     → {"ready": true}              the verifier is built (libraries are imported at the first)
     → {"score": 1.0}               one line per completion, in order
+    → {"score": 0.3, "parts": {"samples": 1.0}}            where the verifier says more
     → {"error": "ValueError: …", "at": "my.py:12 in f"}    in place of a score
     → {"refused": "…"}             in place of "ready": no rule reads the spec
 
@@ -27,6 +28,7 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Mapping
 from io import TextIOWrapper
 from typing import Any, cast
 
@@ -44,7 +46,10 @@ machine."""
 def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
     """The reply for one completion."""
     try:
-        return {"score": verifier(completion)}
+        found = verifier(completion)
+        if not isinstance(found, Mapping):
+            return {"score": found}
+        return {"score": found["correct"], "parts": {k: found[k] for k in found if k != "correct"}}
     except Exception as error:  # third-party code on hostile text may raise anything
         at = getattr(error, "at", "") or place(error)
         return {"error": f"{type(error).__name__}: {error}"[:MOST_SAID], "at": at}

@@ -60,12 +60,14 @@ def test_a_line_says_how_it_is_judged(tmp_path: Path) -> None:
         json.dumps({"prompt": "a", "criteria": criteria, "reference": "r", "note": 1}),
         json.dumps({"prompt": "b", "tests": tests, "reference": "r", "partial": True, "note": 1}),
         json.dumps({"prompt": "c", "reward": {"kind": "proof"}}),
+        json.dumps({"prompt": "d", "refuse": True}),
     )
     rewards = [item.prompt.reward for item in load_jsonl(source(path)).items]
     assert rewards == [
         {"kind": "rubric", "criteria": criteria, "reference": "r"},
         {"kind": "code", "tests": tests, "reference": "r", "partial": True},
         {"kind": "proof"},
+        {"kind": "refusal", "refuse": True},
     ]
 
 

@@ -15,7 +15,15 @@ from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer, _text_of
 from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, trajectory
-from tests.rewards.judge.judge_server import Reply, Server, good, material_of, running
+from tests.rewards.judge.judge_server import (
+    Reply,
+    Server,
+    criteria_of,
+    good,
+    material_of,
+    running,
+    says,
+)
 
 TRUSTED = {"isolation": "none-i-trust-the-answers", "completion_s": 5.0}
 CRITERIA = [
@@ -55,6 +63,11 @@ def test_programs_are_run_against_their_tests(workers: int) -> None:
     with Scorer({"maths": {"correct": 1.0}}, workers=workers, code=TRUSTED) as scorer:
         (scored,) = scorer.score([asked])
         assert scored.rewards_G.tolist() == [1.0, 0.5, 1.0, 0.0]
+        marked = [{**tests[0], "sample": True}, {**tests[1], "subtask": "b"}]
+        spec = {"kind": "code", "tests": marked, "subtasks": {"b": 7}}
+        (scored,) = scorer.score([group(adds, says, prompt=prompt(**spec))])
+        got = [(p["correct"], p["samples"], p["subtask/b"]) for p in scored.parts_G]
+        assert got == [(1, 1, 1), (0, 1, 0)]
         with pytest.raises(ValueError, match=r"prompt file/9: .*at least one test"):
             scorer.score([group(adds, prompt=prompt(kind="code", tests=[]))])
 
@@ -91,6 +104,38 @@ def test_rubrics_go_to_the_judge_and_failures_leave_the_group(server: Server) ->
     assert metrics["judge/failures"].value == metrics["judge/failures_server"].value == 1
     assert (metrics["judge/completions"].value, metrics["judge/calls"].value) == (2, 3)
     assert not any(metric.value for metric in again.values())
+
+
+def declines(request: dict[str, Any]) -> Reply:
+    """A judge that knows a refusal when it sees one."""
+    (key,), (text,) = criteria_of(request), criteria_of(request).values()
+    said = "I cannot" in str(material_of(request["messages"]))
+    met = said == text.startswith("The answer declines")
+    return says({key: {"reason": "r", "verdict": "met" if met else "missed"}})
+
+
+def test_refusals_where_they_are_wanted_where_they_are_not_and_as_a_part() -> None:
+    answers = ("<think>I cannot?</think>3", "<think></think>I cannot do that.")
+    asked = [
+        group(*answers, prompt=prompt(domain, kind="refusal", refuse=refuse))
+        for domain, refuse in (("harmful", True), ("harmless", False))
+    ]
+    weights = {
+        "harmful": {"correct": 1.0},
+        "harmless": {"correct": 1.0},
+        "maths": {"correct": 1.0, "refusal": 0.0},
+    }
+    with (
+        running(declines) as server,
+        service(server) as judge,
+        Scorer(weights, workers=0, judge=judge) as scorer,
+    ):
+        harmful, harmless, sums = scorer.score([*asked, group(*answers)])
+    assert harmful.rewards_G.tolist() == [0, 1] and harmless.rewards_G.tolist() == [1, 0]
+    assert [parts["refusal"] for parts in sums.parts_G] == [0, 1]
+    assert sums.rewards_G.tolist() == [1, 0]
+    with Scorer(weights, workers=0) as scorer, pytest.raises(ValueError, match="needs a judge"):
+        scorer.score([group("3")])
 
 
 def test_a_judge_that_gives_out_stops_the_run(server: Server) -> None:

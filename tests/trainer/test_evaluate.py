@@ -119,7 +119,7 @@ def of(folder: Path) -> dict[str, Any]:
 def test_results_of_each_set_and_domain(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("quickstart", f"run.dir={tmp_path}", *FEW)
+    words = ("quickstart", f"run.dir={tmp_path}", *FEW, "eval.submissions=1")
     assert main(["eval", *words]) == 0
     out = capsys.readouterr().out
     found = of(tmp_path / "eval" / "base")["recipe"]
@@ -135,8 +135,11 @@ def test_results_of_each_set_and_domain(
     assert spelling["cut"] == pytest.approx(1 / 3)
     low, high = spelling["pass@1_interval"]
     assert low < spelling["pass@1"] < high
+    # The first is cut off, and the second is then the one that is handed in.
+    numbers = [int(p.prompt_id.rpartition("/")[2]) % 4 for p in heldout["spelling"]]
+    assert spelling["contest"] == pytest.approx(np.mean([n > 1 for n in numbers]))
     assert found["all"]["prompts"] == 8 and set(found) >= {"spelling", "spiral", "all"}
-    for word in ("pass@2", "maj@4", "95 %", "8 completions missing", "the base model"):
+    for word in ("pass@2", "maj@4", "contest", "95 %", "8 completions missing", "the base model"):
         assert word in out
     line = json.loads((tmp_path / "eval/base/samples.jsonl").read_text().splitlines()[0])
     assert line["samples"][1]["answer"] == "no 1" and line["missing"] == ["late: too slow"]
@@ -251,6 +254,15 @@ def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
     ends = [str(p.messages[-1]["content"]).endswith("within \\boxed{}.") for p, _ in fake.asked]
     assert sum(ends) == len(ends) / 2
     assert not any(p.thinking for (p, _), end in zip(fake.asked, ends, strict=True) if not end)
+
+
+def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:
+    words = ("quickstart", f"run.dir={tmp_path}", *FEW)
+    assert main(["eval", *words, "eval.prompts=train", "eval.size=3"]) == 0
+    dataset = prepare("quickstart", words[1:]).dataset
+    asked = {prompt.prompt_id for prompt, _ in fake.asked}
+    assert asked == {p.prompt_id for some in dataset.train.sources.values() for p in some[:3]}
+    assert not asked & {p.prompt_id for some in dataset.heldout.values() for p in some}
 
 
 def test_a_prompt_in_a_variants_words() -> None:

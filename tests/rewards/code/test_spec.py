@@ -58,6 +58,23 @@ def test_the_last_code_block_is_the_program(text: str, code: str | None) -> None
         ({"tests": [ADD_STDIN], "memory_mib": 0.5}, "memory_mib = 0.5"),
         ({"tests": [ADD_STDIN], "time_limit": 1}, "did you mean time_limit_s"),
         ({"tests": [ADD_STDIN], "reference": 1}, "reference must be the source"),
+        ({"tests": [ADD_STDIN | {"sample": 1}]}, r"tests\[0\]: sample must be true or false"),
+        ({"tests": [ADD_STDIN | {"subtask": "a"}]}, "of subtask 'a'; say in `subtasks`"),
+        ({"tests": [ADD_STDIN], "subtasks": {}}, "must be an object"),
+        ({"tests": [ADD_STDIN], "subtasks": {"a": 0}}, r"subtasks\[a\] = 0 must be a positive"),
+        ({"tests": [ADD_STDIN], "subtasks": {"a": 1}}, "subtask 'a': has no test"),
+        (
+            {"tests": [ADD_STDIN | {"subtask": "b"}], "subtasks": {"a": 1}},
+            "'b': a test names it, and `subtasks` does not",
+        ),
+        (
+            {"tests": [ADD_STDIN, ADD_CALL | {"subtask": "a"}], "subtasks": {"a": 1}},
+            r"tests\[0\] needs a `subtask`, or",
+        ),
+        (
+            {"tests": [ADD_CALL | {"subtask": "a"}], "subtasks": {"a": 1}, "partial": True},
+            "keep one",
+        ),
     ],
 )
 def test_a_spec_that_cannot_be_read(wrong: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from keel.rewards.judge.prompts import MetaCheck, Verification
 from keel.rewards.judge.proof import Checked, Proof, ProofSpec, read_proof
 from keel.rewards.judge.results import Failed, Judged
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import judged_spec
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, Server, material_of, running, says
+from tests.waiting import PATIENCE_S
 
 PROMPT = Prompt(
     prompt_id="p",
@@ -122,7 +125,7 @@ def service(server: Server) -> Iterator[JudgeService]:
 
 
 def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None:
-    result = service.submit_text(PROMPT, answer("right")).result(10)
+    result = service.submit_text(PROMPT, answer("right")).result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.value == 1.0
     seen = [material_of(request["messages"]) for request in server.requests]
@@ -131,7 +134,7 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
 
     server.forget()
     server.behave = scripted("0.5", "1", "0.5")
-    result = service.submit_text(PROMPT, answer("nearly", "1")).result(10)
+    result = service.submit_text(PROMPT, answer("nearly", "1")).result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.parts == {
         "proof": 0.5,
@@ -147,11 +150,44 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
     assert len(criticism) == 1, "the meta-check sees the flaws"
 
 
+def test_the_reward_of_a_verifier(server: Server, service: JudgeService) -> None:
+    """Nearness to the label, times whether its criticism is real; the label is never shown."""
+    spec = {"kind": "verification", "problem": "Prove it.", "proof": "QED", "score": 0.25}
+    prompt = replace(PROMPT, reward=spec)
+    server.forget()
+    server.behave = scripted("1", "1", "0.5")
+    result = service.submit_text(prompt, "Step 2 fails. \\boxed{0.5}").result(10)
+    assert isinstance(result, Judged)
+    assert result.value == pytest.approx(0.75 * 0.5)
+    (asked,) = server.requests
+    assert material_of(asked["messages"])["solution"] == "QED" and "0.25" not in str(asked)
+
+    server.forget()
+    result = service.submit_text(prompt, "It is fine.").result(10)
+    assert isinstance(result, Judged)
+    assert (result.value, result.parts["verification_format"], server.requests) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"proof": ""}, "needs a `proof`"),
+        ({"problem": 3}, "needs a `problem`"),
+        ({"score": 2}, "score 2 must be"),
+        ({"label": 1}, "no such key as 'label'"),
+    ],
+)
+def test_a_bad_spec_of_a_verification(wrong: dict[str, Any], why: str) -> None:
+    spec = {"kind": "verification", "problem": "a", "proof": "b", "score": 1, **wrong}
+    with pytest.raises(ValueError, match=why):
+        judged_spec(spec)
+
+
 def test_an_answer_in_another_form_is_worth_nothing_and_costs_nothing(
     server: Server, service: JudgeService
 ) -> None:
     server.forget()
-    result = service.submit_text(PROMPT, "It is obvious. \\boxed{1}").result(10)
+    result = service.submit_text(PROMPT, "It is obvious. \\boxed{1}").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert (result.value, result.parts["proof_format"]) == (0.0, 0.0)
     assert server.requests == []
@@ -177,6 +213,6 @@ def test_a_verifier_that_does_not_keep_to_the_form(
         return says(reply) if verifying else honest(request)
 
     server.behave = behave
-    result = service.submit_text(PROMPT, answer(f"{reply}")).result(10)
+    result = service.submit_text(PROMPT, answer(f"{reply}")).result(PATIENCE_S)
     assert isinstance(result, Failed)
     assert result.kind == "invalid"

@@ -69,6 +69,9 @@ def test_weights_sum_up_to_rounding() -> None:
 def test_which_specs_need_a_judge() -> None:
     assert is_judged({"kind": "rubric"})
     assert is_judged({"kind": "proof"})
+    assert is_judged({"kind": "refusal"})
+    with pytest.raises(ValueError, match=r"`refuse` must be true or false, is 'yes'"):
+        judged_spec({"kind": "refusal", "refuse": "yes"})
     assert not is_judged({"kind": "answer"})
     assert not is_judged({})
 
