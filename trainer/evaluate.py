@@ -54,6 +54,8 @@ class Subject:
     """What is planned."""
     sampling: Callable[[], AbstractContextManager[System | Remote]]
     """What samples and scores, started."""
+    tokenizer: str = ""
+    """`Task.tokenizer`; empty where nobody knows the tokens of an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
@@ -158,6 +160,7 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
         name=chosen.name if chosen else "base",
         text=task.text(),
         sampling=sampling,
+        tokenizer=task.tokenizer,
     )
 
 
@@ -283,9 +286,16 @@ def _ask(
         prompt, source = sources[asked.prompt_id]
         if to_be_had_later(groups):
             return
-        sampled = "" if isinstance(system, Remote) else system.task.tokenizer
-        found = (answer_of, thinking_of)
-        out.add(asked_of(variant.name, source, prompt, groups, *found, tokenizer=sampled))
+        found = asked_of(
+            variant.name,
+            source,
+            prompt,
+            groups,
+            answer_of,
+            thinking_of,
+            tokenizer=subject.tokenizer,
+        )
+        out.add(found)
 
     config = subject.config
     with _in(config, system, variant) as changed:

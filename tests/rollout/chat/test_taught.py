@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from keel.agents.conversation import Conversation
+from keel.agents.environments.demonstrations import guess_demonstrations, trip_demonstrations
+from keel.model.embedded.conversations import conversation_ids
 from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
 from keel.rollout.chat.render import call_message
 from keel.rollout.chat.taught import Context, taught
-from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of
+from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
 
 WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
 ONE_CALL = ("llama3", "harmony")
@@ -21,6 +23,11 @@ TAGS = ("deepseek-v3.1", "deepseek-v3.2", "glm", "embedded", "qwen3")
 """Formats in which `<think>` in a text cannot be taken for thinking."""
 
 SEEDS = 2
+COLD_STARTS = [
+    (trip_demonstrations, {"level": 0}),
+    (guess_demonstrations, {"options": {"min_number": 1, "max_number": 9, "max_turns": 9}}),
+]
+"""What makes demonstrations, and the arguments of its environment."""
 
 
 def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Message]:
@@ -175,3 +182,18 @@ def test_what_a_template_cannot_show_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         taught(chat_of(name), messages, [CITY], thinking=True)
+
+
+@pytest.mark.parametrize(("make", "arguments"), COLD_STARTS, ids=["trip", "guess"])
+def test_the_cold_start_learns_the_same_tokens_of_the_same_conversations(
+    make: Any, arguments: dict[str, Any]
+) -> None:
+    chat = chat_of("embedded")
+    for one in make(2, seed=0, arguments=arguments):
+        for said in (one.worked, one.hasty):
+            for thinking in (True, False):
+                (context,) = taught(chat, said, one.tools, thinking=thinking)
+                ids, marks = conversation_ids(
+                    tokenizer_of("embedded"), said, one.tools, thinking=thinking
+                )
+                assert (context.ids, context.said) == (ids, marks)
