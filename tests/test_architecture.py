@@ -32,7 +32,7 @@ COMMANDS = {"trainer/cli.py": {"data", "tasks"}}
 """What starts neither engine nor trainer."""
 WIRING = tuple(
     f"trainer/{name}.py"
-    for name in ("agents", "evaluate", "main", "prepare", "supervise", "system")
+    for name in ("agents", "evaluate", "main", "prepare", "supervised/wiring", "system")
 )
 WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
@@ -182,7 +182,7 @@ ENGINES = ("vllm", "deepspeed", "transformers")
 def lines_of(program: str) -> list[str]:
     """What a new process prints."""
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

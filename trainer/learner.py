@@ -21,6 +21,7 @@ from keel.rl.futures import done
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch, pack, split_updates
 from keel.rl.types import ScoredGroup, StepResult
+from keel.trainer.nonfinite import said_of
 from keel.trainer.run.manifest import Entry
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
 
@@ -115,14 +116,22 @@ class Learner:
         room = self._make_room()
         packed = shares(groups, self._config)
         room.result()
-        return self.train(packed)
+        return self.train(packed, groups)
 
-    def train(self, shares: Sequence[Sequence[TrainBatch]]) -> StepResult:
-        """An optimizer step on each batch of the share of each group of ranks."""
+    def train(
+        self, shares: Sequence[Sequence[TrainBatch]], groups: Sequence[ScoredGroup] = ()
+    ) -> StepResult:
+        """An optimizer step on each batch of the share of each group of ranks. groups: of which
+        they were packed, to name what was found in them."""
         reports: list[StepReport] = self._deal("step", shares, "an optimizer step")
         self._version = reports[0].version
         metrics = merge(report.metrics for report in reports)
-        return StepResult(version=self._version, metrics=metrics)
+        return StepResult(
+            version=self._version,
+            metrics=metrics,
+            findings=said_of([found for report in reports for found in report.findings], groups),
+            gave_up=reports[0].gave_up,
+        )
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
         """`<name>/nll` of named batches of conversations, by the current weights."""

@@ -17,8 +17,8 @@ from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, shown
 from keel.rl.types import StepResult
-from keel.trainer import sft
-from keel.trainer.supervise import prepare_sft
+from keel.trainer.supervised import loop as sft
+from keel.trainer.supervised.wiring import prepare_sft
 
 
 def lessons(*lengths: int) -> list[Lesson]:

@@ -10,6 +10,7 @@ from keel.configs.schema import Config
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.interrupt import preempted, tell
 from keel.trainer.run.journal import Journal
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.view import View, open_view
@@ -77,9 +78,9 @@ def conduct(
             folder.begin(start)
             with open_view(str(folder.path), steps) as view:
                 reached = drive(system, folder, view, start)
-        if reached >= steps:
+        if reached >= steps and not preempted():
             folder.export(system.learner.export)
-        print(closing_words(folder, config, reached, command))
+        tell(closing_words(folder, config, reached, command))
 
 
 def open_journal(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from keel.configs.schema import Config
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.interrupt import preempted
 
 MEASURES = ("/pass@1", "/loss")
 """What is said of each held-out set."""
@@ -26,7 +27,7 @@ def closing_words(folder: RunFolder, config: Config, reached: int, command: Sequ
         unscored = evaluations.get(f"{name.rpartition('/')[0]}/unscored", [(last, 0.0)])[-1][1]
         if unscored:
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
-    if reached < config.run.steps:
+    if reached < config.run.steps or preempted():  # the model is exported when it goes on
         again = shlex.join(["keel", *command])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
     else:

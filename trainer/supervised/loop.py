@@ -1,6 +1,6 @@
 """Supervised fine-tuning as a page: take conversations, step, measure those held out.
 
-Everything it drives is a Protocol, as in `keel.trainer.loop`; `trainer/supervise.py` wires it.
+Everything it drives is a Protocol, as in `keel.trainer.loop`; `trainer/supervised/wiring.py` wires it.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
             parts.journal.begin("measuring")
             metrics |= measured(learner.score(heldout))
         parts.journal.record(step, metrics, [])
+        if result.gave_up:
+            raise RuntimeError(f"step {step}: {result.gave_up}")
         if last or checkpoint_due(run, step, time.monotonic() - saved) or parts.stop():
             parts.journal.begin("saving a checkpoint")
             parts.save(step, parts.batches.position())

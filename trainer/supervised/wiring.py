@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import ray
 from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_config
@@ -30,8 +29,7 @@ from keel.rl.types import Segment
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.laws import check_prefix_law
 from keel.rollout.chat.taught import taught
-from keel.trainer import sft
-from keel.trainer.cluster.nodes import hardware_here, start_ray
+from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import RANK, Hardware
@@ -42,6 +40,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
 from keel.trainer.run.view import View
+from keel.trainer.supervised import loop as sft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +216,7 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
     config, deadline = task.config, task.config.run.startup_deadline_s
     with ExitStack() as stack:
         start_ray()
-        stack.callback(ray.shutdown)
+        stack.callback(end_ray)
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
@@ -247,7 +246,7 @@ def model_folder(config: Config) -> str:
 
 
 def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> int:
-    """The loop of `keel.trainer.sft` on the real parts; returns the last step done."""
+    """The loop of `keel.trainer.supervised.loop` on the real parts; returns the last step done."""
     task, learner = system.task, system.learner
     with ExitStack() as stack:
         journal = open_journal(
@@ -259,6 +258,6 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
             journal=journal,
             heldout=task.lessons.heldout,
             save=partial(save_checkpoint, folder, task.config, learner),
-            stop=stack.enter_context(Interrupt(view.say)),
+            stop=stack.enter_context(Interrupt(view.say, grace_s=task.config.run.grace_s)),
         )
         return sft.fit(parts, task.config, start=start)
