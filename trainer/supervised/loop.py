@@ -1,6 +1,6 @@
 """Supervised fine-tuning as a page: take conversations, step, measure those held out.
 
-Everything it drives is a Protocol, as in `keel.trainer.loop`; `trainer/supervised/wiring.py` wires it.
+Everything it drives is a Protocol, as in `keel.trainer.loop`; `wiring.py` beside it wires it.
 """
 
 from __future__ import annotations
