@@ -15,11 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.seeds import seed_of
-from keel.rl.turns import Chat, Malformed, Message, Parsed, ToolSpec, TurnRequest, TurnResult
+from keel.rl.turns import (
+    MALFORMED,
+    Chat,
+    Malformed,
+    Message,
+    Parsed,
+    ToolSpec,
+    TurnRequest,
+    TurnResult,
+)
 from keel.rl.types import NO_ROUTE, KeptSets, Segment
-
-MALFORMED = "malformed_call"
-"""The tool that answers what set out to be a call and was none."""
 
 
 class SegmentRecord:

@@ -13,9 +13,17 @@ from dataclasses import dataclass, field, replace
 
 from keel.agents.budget import Budget, with_turn
 from keel.agents.context import AskFirst, ContextManager
-from keel.agents.conversation import MALFORMED, Conversation
+from keel.agents.conversation import Conversation
 from keel.agents.types import Environment, EnvironmentLost, Transcript, Unscored
-from keel.rl.turns import Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
+from keel.rl.turns import (
+    MALFORMED,
+    Chat,
+    Malformed,
+    Message,
+    ToolCall,
+    TurnRequest,
+    TurnResult,
+)
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
@@ -127,6 +135,7 @@ class Episode:
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
         segments, said, opening = self._so_far()
+        tools = self._conversation.tools if self._conversation else ()
         return Trajectory(
             prompt_id=self.task.prompt_id,
             sibling=self.sibling,
@@ -134,6 +143,7 @@ class Episode:
             finish_reason=reason,
             messages=tuple(said),
             opening=opening,
+            tools=tuple(tool.as_json() for tool in tools),
             verdict=verdict,
             usage=self.usage,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-from keel.configs.schema import Config, ConfigError, SourceConfig
+from keel.configs.schema import Config, ConfigError, ConversationsConfig, SourceConfig
 
 RESUMABLE_KNOBS = frozenset(
     {
@@ -21,6 +21,7 @@ RESUMABLE_KNOBS = frozenset(
         "run.max_skipped_steps",
         "run.keep_checkpoints",
         "run.save_trajectories",
+        "run.save_all_trajectories",
         "run.startup_deadline_s",
         # how the same arithmetic is laid out on the machine
         "run.device",
@@ -81,6 +82,7 @@ RESUMABLE_KNOBS = frozenset(
         "filter.samples",
         "filter.least_pass_rate",
         "filter.most_pass_rate",
+        "sft.epochs",
     }
 )
 """Knobs that may change when a run continues from its checkpoint: none of them changes what the
@@ -89,6 +91,7 @@ run has been optimising. (`run.steps` also stretches a `linear` or `cosine` sche
 ELSEWHERE = ("alarms.", "endpoint.")
 """Sections on which no run depends: how their knobs begin."""
 
+NAMED = (SourceConfig, ConversationsConfig)
 ABSENT = "(absent)"
 
 
@@ -106,8 +109,8 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
     elif isinstance(value, Mapping):
         for key, item in cast(Mapping[str, Any], value).items():
             _flatten(item, f"{path}.{key}", flat)
-    elif isinstance(value, tuple) and value and isinstance(value[0], SourceConfig):
-        for source in cast(tuple[SourceConfig, ...], value):
+    elif isinstance(value, tuple) and value and isinstance(value[0], NAMED):
+        for source in cast(tuple[SourceConfig | ConversationsConfig, ...], value):
             _flatten(source, f"{path}[{source.name}]", flat)
     else:
         flat[path] = value

@@ -21,6 +21,7 @@ from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, 
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
 from keel.configs.sections.run import RunConfig
+from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.configs.sections.trainer import TrainerConfig
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ColdStartConfig",
     "Config",
     "ConfigError",
+    "ConversationsConfig",
     "DataConfig",
     "Dtype",
     "EmbeddedConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SftConfig",
     "SourceConfig",
     "TrainerConfig",
     "require",
@@ -61,7 +64,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig
+    data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agents: AgentsConfig = field(default_factory=AgentsConfig)
@@ -70,9 +73,16 @@ class Config:
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
     def __post_init__(self) -> None:
+        require(
+            bool(self.data.sources or self.sft.sources),
+            "data.sources",
+            [],
+            "add one (source: reasoning_gym, jsonl or environment), or sft.sources for `keel sft`",
+        )
         sampling, unsound = self.rollout.sampling, self.algorithm.allow_unsound
         if sampling.truncated and not self.algorithm.keep_sampling_mask and not unsound:
             raise ConfigError(
@@ -247,6 +257,8 @@ class Config:
     @property
     def max_context(self) -> int:
         """Longest sequence that engines and trainer meet, in tokens."""
+        if not self.data.sources:
+            return self.sft.max_context_tokens
         plain = any(not source.environment.given for source in self.data.sources)
         longest = self._longest_completion if plain or not self.agents.window else 0
         return max(longest, self.window if self.with_agents else 0)
@@ -254,9 +266,23 @@ class Config:
     @property
     def max_context_said(self) -> str:
         """`max_context` with the knobs that it comes from."""
+        if not self.data.sources:
+            return f"sft.max_context_tokens = {self.max_context}"
         if self.with_agents and self.agents.window == self.max_context:
             return f"agents.window = {self.max_context}"
         return f"data.max_prompt_tokens + rollout.sampling.max_tokens = {self.max_context}"
+
+    def supervised(self, steps: int) -> Config:
+        """What a supervised run of so many steps depends on, and nothing else: no prompts are
+        sampled, so probabilities are those of temperature 1, and there is no sequence mask."""
+        return Config(
+            run=replace(self.run, steps=steps),
+            model=self.model,
+            algorithm=AlgorithmConfig(mask_delta=None),
+            trainer=self.trainer,
+            alarms=self.alarms,
+            sft=self.sft,
+        )
 
     @property
     def engine_dtype(self) -> Dtype:

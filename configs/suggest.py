@@ -21,7 +21,10 @@ OTHER_NAMES = {
     "max_grad_norm": "grad_clip",
     "max_new_tokens": "max_tokens",
     "max_prompt_length": "max_prompt_tokens",
+    "max_length": "max_context_tokens",
+    "max_seq_length": "max_context_tokens",
     "max_steps": "steps",
+    "num_train_epochs": "epochs",
     "output_dir": "dir",
     "tensor_parallel_size": "tensor_parallel",
 }

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from keel.configs.sections.base import ConfigError, require, require_endpoint
-from keel.configs.sections.code_tasks import CodeTasksConfig
-from keel.configs.sections.general import GeneralConfig
-from keel.configs.sections.search_tasks import SearchTasksConfig
+from keel.configs.sections.tasks.code import CodeTasksConfig
+from keel.configs.sections.tasks.general import GeneralConfig
+from keel.configs.sections.tasks.search import SearchTasksConfig
 
 Family = Literal["general", "code", "search"]
 

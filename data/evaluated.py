@@ -20,6 +20,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.work_folder import WorkFolder
 from keel.data.pass_rates import digest_of
 from keel.rl.evaluation import ERROR, passed
+from keel.rl.supervised.records import record_of
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 
 DEPENDS_ON = (
@@ -48,7 +49,7 @@ class Asked:
     """Of the prompt as the recipe has it, before any variant."""
     samples: Sequence[Mapping[str, Any]]
     """Of each completion: correct, error, parts, tokens, thinking (characters), finish_reason,
-    answer, messages."""
+    answer, messages; and `record`, what `keel sft` needs beside them."""
     missing: Sequence[str]
     """A reason for each completion that was asked for and did not come."""
     prompt: Sequence[Mapping[str, Any]] = ()
@@ -76,9 +77,11 @@ def asked_of(
     groups: Sequence[ScoredGroup],
     answer: Callable[[Trajectory], str],
     thinking: Callable[[Trajectory], str],
+    *,
+    tokenizer: str = "",
 ) -> Asked:
     """answer: what a completion answers, as text that others can agree with; "" where nothing.
-    thinking: all that it thought."""
+    thinking: all that it thought. tokenizer: digest of the policy's, where its tokens are known."""
     samples = [
         {
             "correct": float(parts["correct"]),
@@ -88,7 +91,7 @@ def asked_of(
             "thinking": len(thinking(trajectory)),
             "finish_reason": trajectory.finish_reason,
             "answer": answer(trajectory),
-            "messages": [dict(message) for message in trajectory.messages],
+            **_kept(group.group.prompt, trajectory, tokenizer),
         }
         for group in groups
         for trajectory, parts in zip(group.group.trajectories, group.parts_G, strict=True)
@@ -103,6 +106,14 @@ def asked_of(
         missing=[reason for group in groups for reason in group.group.dropped],
         prompt=[dict(message) for message in prompt.messages],
     )
+
+
+def _kept(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
+    """Its messages, those that were asked apart, and the rest of its record."""
+    record = record_of(prompt, trajectory, tokenizer=tokenizer)
+    messages = record.pop("messages")
+    said = len(messages) - len(trajectory.messages)
+    return {"messages": messages[said:], "record": {**record, "asked": messages[:said]}}
 
 
 def read_evaluation(folder: Path) -> list[Asked]:

@@ -74,7 +74,7 @@ def load_jsonl(
     items: list[Item] = []
     skipped: list[str] = []
     seen: dict[str, int] = {}
-    for count, (number, line) in enumerate(_lines(path, source.name)):
+    for count, (number, line) in enumerate(lines_of(path, f"data.sources[{source.name}].path")):
         if source.size and count == source.size:
             break
         try:
@@ -99,9 +99,8 @@ def load_jsonl(
     return Loaded(items=tuple(items), skipped=tuple(skipped))
 
 
-def _lines(path: Path, name: str) -> Iterator[tuple[int, bytes]]:
-    """The non-blank lines with their numbers, from 1."""
-    knob = f"data.sources[{name}].path"
+def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
+    """The non-blank lines with their numbers, from 1. Raises ConfigError naming `knob`."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "no such file"
         near = [p.name for p in path.parent.glob("*.json*")] if path.parent.is_dir() else []
@@ -121,11 +120,12 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, bytes]]:
         raise ConfigError(f"{knob} = {str(path)!r}: {error}") from error
 
 
-def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
+def object_of(line: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A line's object, and the same with its numbers as they are written: an answer of 0.10 is not
+    0.1 to `match: exact`. Raises BadLine."""
     try:
         text = line.decode()
         record = json.loads(text)
-        # Numbers count as they are written: an answer of 0.10 is not 0.1 to `match: exact`.
         as_text = json.loads(text, parse_int=str, parse_float=str)
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 (byte {error.start})") from error
@@ -136,19 +136,23 @@ def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
     except RecursionError as error:
         raise BadLine("nested too deeply") from error
     if not isinstance(record, dict):
-        raise BadLine(f"must be an object, is {_kind(record)}")
-    record = cast(dict[str, Any], record)
+        raise BadLine(f"must be an object, is {kind_of(record)}")
+    _check_encodable(record)
+    return cast(dict[str, Any], record), as_text
+
+
+def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
+    record, as_text = object_of(line)
     label = as_text.get("id", str(number))
     if not isinstance(label, str) or not label:
-        raise BadLine(f"`id` must be text or a number, is {_kind(label)}")
+        raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
     environment = source.name if source.environment.given else ""
     reward = _reward(record, as_text, alone=not source.environment.grades)
     if environment and (own := record.get(FOR_ENVIRONMENT)) is not None:
         if not isinstance(own, dict):
-            raise BadLine(f"`{FOR_ENVIRONMENT}` must be an object, is {_kind(own)}")
+            raise BadLine(f"`{FOR_ENVIRONMENT}` must be an object, is {kind_of(own)}")
         reward[FOR_ENVIRONMENT] = own
     messages = _messages(record, source)
-    _check_encodable(record)
     return Prompt(
         prompt_id=f"{source.name}/{label}",
         domain=source.domain_name,
@@ -170,7 +174,7 @@ def _reward(record: dict[str, Any], as_text: dict[str, Any], *, alone: bool) -> 
     if given == ["reward"]:
         reward = record["reward"]
         if not isinstance(reward, dict):
-            raise BadLine(f"`reward` must be an object, is {_kind(reward)}")
+            raise BadLine(f"`reward` must be an object, is {kind_of(reward)}")
         kind = {} if alone else {"kind": ENVIRONMENT}
         return {**kind, **cast(dict[str, Any], reward)}
     if given == ["tests"]:
@@ -186,7 +190,7 @@ def _reward(record: dict[str, Any], as_text: dict[str, Any], *, alone: bool) -> 
     if match == "schema":
         answer = record.get("answer")
         if not isinstance(answer, dict):
-            raise BadLine(f"`answer` must be a JSON schema, an object, is {_kind(answer)}")
+            raise BadLine(f"`answer` must be a JSON schema, an object, is {kind_of(answer)}")
     else:
         answer = _text(as_text, "answer")
     more = {key: record[key] for key in MATCHES[match] if key in record}
@@ -223,14 +227,14 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
     for index, message in enumerate(cast(list[Any], messages)):
         at = f"messages[{index}]"
         if not isinstance(message, dict):
-            raise BadLine(f"`{at}` must be an object, is {_kind(message)}")
+            raise BadLine(f"`{at}` must be an object, is {kind_of(message)}")
         message = cast(dict[str, Any], message)
         if message.get("role") not in ROLES:
             raise BadLine(
                 f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(ROLES)}"
             )
         if not isinstance(message.get("content"), str):
-            raise BadLine(f"`{at}.content` must be text, is {_kind(message.get('content'))}")
+            raise BadLine(f"`{at}.content` must be text, is {kind_of(message.get('content'))}")
         chat.append(message)
     if chat[-1]["role"] not in ("user", "tool"):
         raise BadLine(f"the last message is from the {chat[-1]['role']}: nothing to answer")
@@ -243,7 +247,7 @@ def _text(record: dict[str, Any], key: str) -> str:
         raise BadLine(f"no `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
     value = record[key]
     if not isinstance(value, str) or not value.strip():
-        raise BadLine(f"`{key}` must be text that is not blank, is {_kind(value)}")
+        raise BadLine(f"`{key}` must be text that is not blank, is {kind_of(value)}")
     return value
 
 
@@ -255,7 +259,7 @@ def _check_encodable(record: dict[str, Any]) -> None:
         raise BadLine("holds half of a surrogate pair (\\ud800 … \\udfff)") from error
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     if value is None:
         return "missing or null"
     if isinstance(value, str):

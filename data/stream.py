@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from keel.data.items import digest
 from keel.rl.types import Prompt
@@ -12,8 +12,18 @@ from keel.rl.types import Prompt
 STATE_FORMAT = 1
 
 
-class PromptStream:
-    """An endless stream of prompts from weighted sources.
+class Streamed(Protocol):
+    @property
+    def prompt_id(self) -> str:
+        """Unique among all sources."""
+        ...
+
+
+T = TypeVar("T", bound=Streamed)
+
+
+class Stream(Generic[T]):
+    """An endless stream of prompts, or conversations, from weighted sources.
 
     Each source goes through its prompts once an epoch, in an order of that epoch. Sources are
     interleaved so that after any number of prompts each has given its share, to within one. The
@@ -25,12 +35,15 @@ class PromptStream:
 
     def __init__(
         self,
-        sources: Mapping[str, Sequence[Prompt]],
+        sources: Mapping[str, Sequence[T]],
         *,
         weights: Mapping[str, float],
         seed: int,
+        content: Callable[[T], str],
     ) -> None:
-        """`weights` are relative; sources of weight 0 are left out."""
+        """`weights` are relative; sources of weight 0 are left out. `content`: what a resumed run
+        must find unchanged."""
+        self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
         if not self._sources:
             raise ValueError("prompt stream: no source has a weight above 0")
@@ -41,8 +54,8 @@ class PromptStream:
         self._shares = {name: weights[name] / total for name in self._sources}
         self._seed = seed
         self._drawn = dict.fromkeys(self._sources, 0)
-        self._again: deque[Prompt] = deque()
-        self._orders: dict[str, tuple[int, tuple[Prompt, ...]]] = {}
+        self._again: deque[T] = deque()
+        self._orders: dict[str, tuple[int, tuple[T, ...]]] = {}
         self._identity_of_data: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -50,7 +63,7 @@ class PromptStream:
         return sum(map(len, self._sources.values()))
 
     @property
-    def sources(self) -> Mapping[str, Sequence[Prompt]]:
+    def sources(self) -> Mapping[str, Sequence[T]]:
         """Source name → its prompts, of all sources that train."""
         return self._sources
 
@@ -59,11 +72,11 @@ class PromptStream:
         """Prompts taken so far from each source."""
         return dict(self._drawn)
 
-    def take(self, n: int) -> list[Prompt]:
+    def take(self, n: int) -> list[T]:
         """The next `n` prompts."""
         return [self._again.popleft() if self._again else self._next() for _ in range(n)]
 
-    def state(self, unfinished: Sequence[Prompt] = ()) -> dict[str, Any]:
+    def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
         """The position, in terms of JSON; `unfinished` prompts, taken already, come first again."""
         return {
             "format": STATE_FORMAT,
@@ -101,7 +114,7 @@ class PromptStream:
             return self._identity_of_data
         identity: dict[str, Any] = {"seed": self._seed}
         for name, prompts in self._sources.items():
-            content = "\n".join(f"{p.prompt_id} {p.messages} {p.reward}" for p in prompts)
+            content = "\n".join(map(self._content, prompts))
             identity[f"source {name}"] = {
                 "prompts": len(prompts),
                 "share": round(self._shares[name], 9),
@@ -110,7 +123,7 @@ class PromptStream:
         self._identity_of_data = identity
         return identity
 
-    def _next(self) -> Prompt:
+    def _next(self) -> T:
         step = sum(self._drawn.values()) + 1
         # The source furthest behind its share; ties go to the first.
         name = max(self._shares, key=lambda name: self._shares[name] * step - self._drawn[name])
@@ -118,7 +131,7 @@ class PromptStream:
         self._drawn[name] += 1
         return self._order(name, epoch)[position]
 
-    def _order(self, name: str, epoch: int) -> tuple[Prompt, ...]:
+    def _order(self, name: str, epoch: int) -> tuple[T, ...]:
         """Sorting by a hash shuffles alike in every Python and numpy version."""
         cached = self._orders.get(name)
         if cached is None or cached[0] != epoch:
@@ -126,3 +139,20 @@ class PromptStream:
             order = sorted(self._sources[name], key=lambda prompt: digest(key + prompt.prompt_id))
             cached = self._orders[name] = (epoch, tuple(order))
         return cached[1]
+
+
+class PromptStream(Stream[Prompt]):
+    """Of prompts to sample from."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[Prompt]],
+        *,
+        weights: Mapping[str, float],
+        seed: int,
+    ) -> None:
+        super().__init__(sources, weights=weights, seed=seed, content=content_of)
+
+
+def content_of(prompt: Prompt) -> str:
+    return f"{prompt.prompt_id} {prompt.messages} {prompt.reward}"

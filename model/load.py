@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -106,6 +108,18 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"the tokenizer of {path!r} has no eos_token: completions would never end"
         )
     return tokenizer
+
+
+def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that give the same ids; empty for one without a tokenizer.json."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ""
+    # Truncation and padding are settings of a caller's.
+    written = json.loads(backend.to_str())
+    content = {key: value for key, value in written.items() if key not in ("truncation", "padding")}
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:

@@ -56,3 +56,17 @@ def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -
         f"out of range for {num_sequences} sequences",
     )
     require_rows("advantage", advantage, advantage.isfinite(), "must be finite")
+
+
+def checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
+    """`sequence_weight` [S] in the type of `logp`; None: 1 for each."""
+    if weight is None:
+        return torch.ones_like(sequence_tokens, dtype=logp.dtype)
+    require(
+        weight.shape == sequence_tokens.shape and weight.is_floating_point(),
+        f"sequence_weight is {weight.dtype} {list(weight.shape)}: must be floating point, "
+        f"{list(sequence_tokens.shape)} as sequence_tokens",
+    )
+    fits = weight.isfinite() & (weight >= 0)
+    require_rows("sequence_weight", weight, fits, "must be finite and not negative")
+    return weight.detach().to(logp.dtype)

@@ -11,7 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from keel.rl.checks import require, require_log_probs, require_rows, require_sequences
+from keel.rl.checks import (
+    checked_weight,
+    require,
+    require_log_probs,
+    require_rows,
+    require_sequences,
+)
 from keel.rl.kl import BOUND, bounded, k3, unbiased_k3
 from keel.rl.metrics import Max, Mean, Metric, Sum
 from keel.rl.offpolicy import off_policy_sequence_mask
@@ -130,7 +136,7 @@ def grpo_loss(
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
-    weight_S = _checked_weight(sequence_weight, sequence_tokens, logp)
+    weight_S = checked_weight(sequence_weight, sequence_tokens, logp)
     if isinstance(kl_coef, Tensor) and kl_coef.ndim == 0:
         kl_coef = kl_coef.expand_as(logp)
     _check_kl(logp, logp_ref, kl_coef)
@@ -226,20 +232,6 @@ def _weighted(flags_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
     """Weight of what is flagged, and of all, as float64 scalars."""
     weights = weight_S.double()
     return (weights * flags_S).sum(), weights.sum()
-
-
-def _checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
-    """[S] in the type of `logp`."""
-    if weight is None:
-        return torch.ones_like(sequence_tokens, dtype=logp.dtype)
-    require(
-        weight.shape == sequence_tokens.shape and weight.is_floating_point(),
-        f"sequence_weight is {weight.dtype} {list(weight.shape)}: must be floating point, "
-        f"{list(sequence_tokens.shape)} as sequence_tokens",
-    )
-    fits = weight.isfinite() & (weight >= 0)
-    require_rows("sequence_weight", weight, fits, "must be finite and not negative")
-    return weight.detach().to(logp.dtype)
 
 
 def _check_step(

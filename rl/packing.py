@@ -6,11 +6,15 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment
+
+Loss = Literal["grpo", "nll"]
+"""What a micro-batch is for: `keel.rl.losses`, or `keel.rl.supervised.loss`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class MicroBatch:
     split_S: NDArray[np.int64] | None = None
     """The number of a trajectory that has segments in other micro-batches too, among such ones of
     the step (0 … P−1); −1 for one that is all here. None: all are."""
+    loss: Loss = "grpo"
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids_N), len(self.sequence_tokens_S)
@@ -95,14 +100,8 @@ class MicroBatch:
 
 
 PER_TOKEN = (
-    "token_ids_N",
-    "position_N",
-    "segment_N",
-    "sequence_N",
-    "trainable_N",
-    "logp_old_N",
-    "advantage_N",
-    "kl_coef_N",
+    *("token_ids_N", "position_N", "segment_N", "sequence_N"),
+    *("trainable_N", "logp_old_N", "advantage_N", "kl_coef_N"),
 )
 
 
@@ -199,9 +198,9 @@ def pack(
     if total_sequences == 0:
         raise ValueError(f"groups: none of {len(groups)} has a trajectory to learn from")
     sampled = sum(bool(group.group.trajectories) for group in groups)
-    layout = _Layout.of(groups)
+    layout = Layout.of(groups)
     work = [
-        _Work(
+        Work(
             trajectory.segments,
             trajectory.sampled_tokens,
             float(advantage),
@@ -212,12 +211,12 @@ def pack(
         if not (skip_uniform_groups and group.uniform and group.group.prompt.kl_coef == 0)
         for trajectory, advantage in zip(group.group.trajectories, group.advantages_G, strict=True)
     ]
-    work, split = _split(work, micro_batch_tokens)
+    work, split = split_long(work, micro_batch_tokens)
     doubtful = [item for item in work if item.split >= 0 and item.advantage < 0]
-    trained = _deal(work, layout, ranks=ranks, capacity=micro_batch_tokens)
+    trained = deal(work, layout, ranks=ranks, capacity=micro_batch_tokens)
     scored: list[tuple[MicroBatch, ...]] = [()] * ranks
     if sequence_mask and doubtful:
-        scored = _deal(doubtful, layout, ranks=ranks, capacity=micro_batch_tokens)
+        scored = deal(doubtful, layout, ranks=ranks, capacity=micro_batch_tokens)
     return [
         TrainBatch(
             micro_batches=micro_batches,
@@ -266,7 +265,7 @@ def _fill(
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class Work:
     """A trajectory, or a part of one, and what the loss needs to know about it."""
 
     segments: tuple[Segment, ...]
@@ -283,9 +282,9 @@ class _Work:
         return sum(len(segment.token_ids_T) for segment in self.segments)
 
 
-def _split(work: Sequence[_Work], capacity: int) -> tuple[list[_Work], int]:
+def split_long(work: Sequence[Work], capacity: int) -> tuple[list[Work], int]:
     """Trajectories that do not fit `capacity` by their segments, and how many such there are."""
-    parts: list[_Work] = []
+    parts: list[Work] = []
     count = 0
     for item in work:
         if item.tokens > capacity:
@@ -298,8 +297,8 @@ def _split(work: Sequence[_Work], capacity: int) -> tuple[list[_Work], int]:
     return parts, count
 
 
-def _deal(
-    work: Sequence[_Work], layout: _Layout, *, ranks: int, capacity: int
+def deal(
+    work: Sequence[Work], layout: Layout, *, ranks: int, capacity: int
 ) -> list[tuple[MicroBatch, ...]]:
     """Each rank's micro-batches."""
     dealt = balance([item.tokens for item in work], ranks=ranks, capacity=capacity)
@@ -307,17 +306,18 @@ def _deal(
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """What every micro-batch of a step carries, so that all ranks run the same code."""
 
     routes: tuple[int, int] | None
     """Layers and experts a token, where routes were recorded."""
     kept: bool
-    selected: tuple[int, int] | None
+    selected: tuple[int, int] | None = None
     """Layers and positions a token, where any selection of sparse attention was recorded."""
+    loss: Loss = "grpo"
 
     @staticmethod
-    def of(groups: Sequence[ScoredGroup]) -> _Layout:
+    def of(groups: Sequence[ScoredGroup]) -> Layout:
         segments = [
             segment
             for group in groups
@@ -335,14 +335,14 @@ class _Layout:
         kept = any(segment.kept is not None for segment in segments)
         chosen = [s.selected_TLk.shape[1:] for s in segments if s.selected_TLk is not None]
         selected = (chosen[0][0], max(width for _, width in chosen)) if chosen else None
-        return _Layout(
+        return Layout(
             routes=None if routes is None else (routes[0], routes[1]), kept=kept, selected=selected
         )
 
 
-def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
+def _join(work: Sequence[Work], layout: Layout) -> MicroBatch:
     """Lay all segments of `work` end to end: the one place where per-token data is packed."""
-    whole: list[_Work] = []
+    whole: list[Work] = []
     for item in work:  # parts of a trajectory follow one another
         if whole and item.split >= 0 and item.split == whole[-1].split:
             item = replace(item, segments=whole.pop().segments + item.segments)
@@ -376,11 +376,12 @@ def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
         split_S=np.asarray([item.split for item in work], np.int64)
         if any(item.split >= 0 for item in work)
         else None,
+        loss=layout.loss,
     )
 
 
 def _routes(segment: Segment, shape: tuple[int, int]) -> NDArray[np.int16]:
-    if segment.routes_TLK is None:  # padding alone: `_Layout.of` refuses it of a recorded segment
+    if segment.routes_TLK is None:  # padding alone: `Layout.of` refuses it of a recorded segment
         return np.full((len(segment.token_ids_T), *shape), NO_ROUTE, np.int16)
     return segment.routes_TLK.astype(np.int16, copy=False)
 

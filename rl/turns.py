@@ -19,6 +19,8 @@ from keel.rl.types import KeptSets
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""
+MALFORMED = "malformed_call"
+"""The tool that answers what set out to be a call and was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

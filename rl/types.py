@@ -247,6 +247,8 @@ class Trajectory:
     environment: all that was said, from its opening on."""
     opening: int = 0
     """How many of `messages` stood there before the policy first spoke."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """With an environment: its tools, as chat templates have them."""
     verdict: Verdict | None = None
     """The environment's, where there is one."""
     usage: Usage | None = None

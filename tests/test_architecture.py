@@ -30,7 +30,10 @@ MAY_IMPORT = {
 }
 COMMANDS = {"trainer/cli.py": {"data", "tasks"}}
 """What starts neither engine nor trainer."""
-WIRING = tuple(f"trainer/{name}.py" for name in ("agents", "evaluate", "main", "prepare", "system"))
+WIRING = tuple(
+    f"trainer/{name}.py"
+    for name in ("agents", "evaluate", "main", "prepare", "supervised/wiring", "system")
+)
 WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
     "vllm": ("rollout/",),

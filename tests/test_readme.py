@@ -86,7 +86,7 @@ def test_the_closing_lines_are_written_like_that(tmp_path: Path) -> None:
     ]
     assert steps[-1]["step"] == config.run.steps
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    said = closing_words(RunFolder(config), config, config.run.steps, "quickstart", [])
+    said = closing_words(RunFolder(config), config, config.run.steps, ["train", "quickstart"])
     differences = [float(number) for number in re.findall(r"\(([+-][\d.]+)\)", said)]
     assert differences == pytest.approx([float(row[-1]) for row in scores], abs=0.0011)
     assert re.sub(r"\([^)]*\)", "", "\n".join(shown[:-1])) in re.sub(r"\([^)]*\)", "", said)

@@ -17,6 +17,7 @@ from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
+  keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
   keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
   keel filter my-recipe.yaml filter.samples=16 filter.most_pass_rate=0.9
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in (
         ("train", "train a recipe; continues a run folder that holds a checkpoint"),
+        ("sft", "learn from conversations: supervised fine-tuning, with the same trainer"),
         ("check", "validate a recipe and print its plan; starts nothing"),
         (
             "filter",
@@ -115,7 +117,8 @@ def heavy(arguments: argparse.Namespace) -> int:
     """Commands that load torch and Ray."""
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    needed = LIBRARIES[arguments.command == "judge" :]  # whose model another machine may serve
+    # What is judged another machine may serve, and what is only learned nobody samples.
+    needed = LIBRARIES[arguments.command in ("judge", "sft") :]
     absent = [name for name in needed if find_spec(name) is None]
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)

@@ -25,7 +25,13 @@ from keel.rewards.text import every_turn, final_text, marked_answer, thinking_te
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import GIVEN_UP, POLICY, STOPPING, sample_prompts
-from keel.trainer.prepare import check_rewards, needs_judge, prepare, source_lines
+from keel.trainer.prepare import (
+    check_rewards,
+    needs_judge,
+    prepare,
+    require_prompts,
+    source_lines,
+)
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.system import System, episodes, running, scorer_of
@@ -48,6 +54,8 @@ class Subject:
     """What is planned."""
     sampling: Callable[[], AbstractContextManager[System | Remote]]
     """What samples and scores, started."""
+    tokenizer: str = ""
+    """`Task.tokenizer`; empty where nobody knows the tokens of an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
@@ -158,6 +166,7 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
         name=chosen.name if chosen else "base",
         text=task.text(),
         sampling=sampling,
+        tokenizer=task.tokenizer,
     )
 
 
@@ -165,6 +174,7 @@ def _remote(config: Config) -> Subject:
     """Its prompts are not counted in tokens: nobody knows how the endpoint would. Raises
     ConfigError."""
     endpoint = config.endpoint
+    require_prompts(config)
     if config.with_agents:
         raise ConfigError(
             f"endpoint.base_url = {endpoint.base_url}: gives texts, and episodes in environments "
@@ -282,7 +292,16 @@ def _ask(
         prompt, source = sources[asked.prompt_id]
         if to_be_had_later(groups):
             return
-        out.add(asked_of(variant.name, source, prompt, groups, answer_of, thinking_of))
+        found = asked_of(
+            variant.name,
+            source,
+            prompt,
+            groups,
+            answer_of,
+            thinking_of,
+            tokenizer=subject.tokenizer,
+        )
+        out.add(found)
 
     config = subject.config
     with _in(config, system, variant) as changed:

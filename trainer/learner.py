@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from keel.configs.schema import Config
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.futures import done
-from keel.rl.metrics import merge
+from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch, pack, split_updates
 from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.nonfinite import said_of
@@ -114,15 +114,16 @@ class Learner:
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps."""
         room = self._make_room()
-        # One object a group of ranks: each fetches its own share and nothing else.
-        shipped = [ray.put(share) for share in shares(groups, self._config)]
+        packed = shares(groups, self._config)
         room.result()
-        with self._order:
-            refs = [
-                rank.step.remote(shipped[index // self._config.trainer.sequence_parallel])
-                for index, rank in enumerate(self._ranks)
-            ]
-        reports: list[StepReport] = self._wait(refs, self._limit("an optimizer step"))
+        return self.train(packed, groups)
+
+    def train(
+        self, shares: Sequence[Sequence[TrainBatch]], groups: Sequence[ScoredGroup] = ()
+    ) -> StepResult:
+        """An optimizer step on each batch of the share of each group of ranks. groups: of which
+        they were packed, to name what was found in them."""
+        reports: list[StepReport] = self._deal("step", shares, "an optimizer step")
         self._version = reports[0].version
         metrics = merge(report.metrics for report in reports)
         return StepResult(
@@ -131,6 +132,23 @@ class Learner:
             findings=said_of([found for report in reports for found in report.findings], groups),
             gave_up=reports[0].gave_up,
         )
+
+    def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
+        """`<name>/nll` of named batches of conversations, by the current weights."""
+        return merge(self._deal("score", shares, "scoring conversations"))
+
+    def _deal(self, method: str, shares: Sequence[Any], what: str) -> list[Any]:
+        """Call a method of every rank with the share of its group."""
+        # One object a group of ranks: each fetches its own share and nothing else.
+        shipped = [ray.put(share) for share in shares]
+        with self._order:
+            refs = [
+                getattr(rank, method).remote(
+                    shipped[index // self._config.trainer.sequence_parallel]
+                )
+                for index, rank in enumerate(self._ranks)
+            ]
+        return self._wait(refs, self._limit(what))
 
     def publish(self) -> Any:
         """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:

@@ -24,16 +24,14 @@ from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
 from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
 from keel.trainer.evaluate import evaluate, filter_prompts
-from keel.trainer.prepare import prepare
+from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
-from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.batches import keep_batch
-from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
-from keel.trainer.run.journal import Journal
-from keel.trainer.run.view import View, open_view
-from keel.trainer.run.words import closing_words
+from keel.trainer.run.session import conduct, open_journal, save_checkpoint
+from keel.trainer.run.view import View
+from keel.trainer.supervised.wiring import SftTask, prepare_sft, run_lessons, teaching
 from keel.trainer.system import System, running
 
 FAILED, INTERRUPTED = 1, 130
@@ -45,46 +43,63 @@ KEPT = "what was saved is there, and the same command goes on"
 def train(recipe: str, overrides: Sequence[str]) -> None:
     """`keel train`: run the recipe, or go on with it."""
     task = prepare(recipe, overrides)
-    with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(task.config))
-        if folder.set_aside:
-            print(
-                f"{folder.path} holds a run that left no checkpoint to resume from. What it wrote "
-                f"is kept in {folder.set_aside}; this run starts over. run.checkpoint_every=N "
-                "saves a checkpoint every N steps"
-            )
-        for line in folder.words():
-            print(f"warning: {line}")
-        state, steps = folder.state(), task.config.run.steps
-        start = state.step if state else 0
-        if start >= steps and folder.model.exists():
-            folder.check_model()
-            print(f"{folder.path} has done its {start} steps. Raise run.steps to go on.")
-            return
-        if state:
-            task.dataset.train.restore(state.cursor)
-        print(task.text(), flush=True)
-        system = stack.enter_context(running(task, print, folder.rewards))
-        if state and folder.latest:
-            system.learner.load(folder.latest)
-        reached = start
-        if start < steps:
-            folder.begin(start)
-            with open_view(str(folder.path), steps) as view:
-                reached = run_loop(system, folder, view, start=start)
-        if reached >= steps and not preempted():
-            folder.export(system.learner.export)
-        tell(closing_words(folder, task.config, reached, recipe, overrides))
+    conduct(
+        ["train", recipe, *overrides],
+        task.config,
+        text=task.text(),
+        restore=task.dataset.train.restore,
+        started=lambda folder: running(task, print, folder.rewards),
+        drive=run_loop,
+    )
+
+
+def sft(recipe: str, overrides: Sequence[str]) -> None:
+    """`keel sft`: learn from the recipe's conversations, or go on with it."""
+    task = prepare_sft(recipe, overrides)
+    conduct(
+        ["sft", recipe, *overrides],
+        task.config,
+        text=task.text(),
+        restore=task.batches.restore,
+        started=lambda _: teaching(task, print),
+        drive=run_lessons,
+    )
 
 
 def check(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel check`: validate everything that can be without starting anything."""
-    task = prepare(recipe, overrides, hardware=hardware_said)
-    folder = RunFolder(task.config)
-    folder.check()
-    print(task.text(seats=seating(task.config, task.hardware) if task.gpu else ()))
+    """`keel check`: validate everything that can be without starting anything: what `keel sft`
+    would do with the recipe, and `keel train`."""
+    config = load_config(recipe, overrides)
+    tasks: list[Task | SftTask] = []
+    if config.sft.sources:
+        tasks.append(prepare_sft(recipe, overrides, hardware=hardware_said))
+    if config.data.sources:
+        tasks.append(prepare(recipe, overrides, hardware=hardware_said))
+    said = ""
+    for task in tasks:
+        if len(tasks) > 1:
+            print(f"{said}keel {'sft' if isinstance(task, SftTask) else 'train'}")
+        print(task.text(seats=seating(task.config, task.hardware) if task.gpu else ()))
+        said = "\n"
+    # The folder is one run's: of whichever of the two is there.
+    folder = folder_of(tasks)
     for line in folder.words():
         print(f"{'warning':<12} {line}")
+
+
+def folder_of(tasks: Sequence[Task | SftTask]) -> RunFolder:
+    """The run folder, checked for the first of `tasks` that may continue what it holds. Raises
+    ConfigError of the first where none may."""
+    refused: ConfigError | None = None
+    for task in tasks:
+        folder = RunFolder(task.config)
+        try:
+            folder.check()
+            return folder
+        except ConfigError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def judge(options: argparse.Namespace) -> None:
@@ -123,6 +138,7 @@ def judge(options: argparse.Namespace) -> None:
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
+    "sft": sft,
     "check": check,
     "eval": evaluate,
     "filter": filter_prompts,
@@ -152,18 +168,12 @@ def run(command: str, *arguments: Any) -> int:
     return said(f"stopped by {signal}; {KEPT}", PREEMPTED) if (signal := preempted()) else 0
 
 
-def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> int:
+def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
     """The loop of `keel.trainer.loop` on the real parts; returns the last step done."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
 
     def save(step: int, cursor: Mapping[str, Any]) -> None:
-        state = State(
-            step=step,
-            version=learner.version,
-            cursor=cursor,
-            config=config_digest(config),
-        )
-        folder.save(state, learner.save)
+        save_checkpoint(folder, config, learner, step, cursor)
         if config.rollout.sleep and not interrupt.hurry():
             system.wake()
 
@@ -175,14 +185,9 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
         view.say(f"step {step}: its batch is kept as {path}; {again} trains on it again")
 
     with ExitStack() as stack:
-        journal = Journal(
-            folder.path,
-            view,
-            trajectories=config.run.save_trajectories,
-            alarms=Alarms(config.alarms),
-            resumed_at=start,
+        journal = open_journal(
+            stack, folder, view, config, start=start, tokenizer=system.task.tokenizer
         )
-        stack.callback(journal.close)
         system.pool.say = view.say
         if system.agents is not None:
             system.agents.say = view.say

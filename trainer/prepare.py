@@ -18,7 +18,13 @@ from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.data.dataset import Dataset, load_dataset
 from keel.model.embedded.build import model_config
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.model.load import ModelFacts, facts_of, load_model_config, load_tokenizer
+from keel.model.load import (
+    ModelFacts,
+    digest_of_tokenizer,
+    facts_of,
+    load_model_config,
+    load_tokenizer,
+)
 from keel.model.source import missing_weights
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import check_prompts, check_spec, try_functions
@@ -55,6 +61,8 @@ class Task:
     """As `check_rewards`, and what environments and the chat format are like."""
     chat: TemplateChat | None = None
     """The model's format, where a source has an environment."""
+    tokenizer: str = ""
+    """`keel.model.load.digest_of_tokenizer`."""
     warnings: Sequence[str] = ()
 
     @property
@@ -94,36 +102,19 @@ def prepare(
     """
     disable_progress_bar()  # transformers' own bars would cut through the view
     config = load_config(recipe, overrides)
+    require_prompts(config)
     try:
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    machine = hardware(config)
-    if machine.found:
-        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
-        check_exported(Path(config.model.path), cure)
-    if config.model.path == EMBEDDED:
-        tokenizer = build_tokenizer(config.model.embedded.phrases)
-        facts = facts_of(model_config(config.model.embedded, tokenizer))
-    else:
-        name = config.model.tokenizer or config.model.path
-        tokenizer = load_tokenizer(name)
-        model = load_model_config(config.model.path)
-        facts = trainable_facts(config.model.path, model)
-        check_engine_dtype(config, model.model_type)
-        if name != config.model.path:
-            check_same_family(config.model.path, tokenizer, name)
+    found = found_model(config, hardware)
+    tokenizer, facts = found.tokenizer, found.facts
     check_engine_attention(
         config,
         architecture=facts.architecture,
         kv_width=facts.kv_width,
-        gpu=machine.gpu,
+        gpu=found.hardware.gpu,
     )
-    plan = plan_on(config, facts, machine)
-    lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
-    if lacking and machine.found:
-        raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
-
     chat = check_chat(config, tokenizer)
 
     def count_tokens(prompt: Prompt) -> int:
@@ -143,10 +134,11 @@ def prepare(
         config=config,
         dataset=dataset,
         facts=facts,
-        plan=plan,
-        hardware=machine,
+        plan=found.plan,
+        hardware=found.hardware,
         chat=chat,
-        warnings=warning_lines(config, facts, lacking),
+        tokenizer=digest_of_tokenizer(tokenizer),
+        warnings=warning_lines(config, facts, found.lacking),
         programs={
             "chats": chat_note(tokenizer, chat),
             **check_rewards(config, dataset),
@@ -155,6 +147,50 @@ def prepare(
     )
     config.rewards.judge.check_used(judged=task.judged, gpu=task.gpu)
     return task
+
+
+def require_prompts(config: Config) -> None:
+    """Raises ConfigError for a recipe of supervised fine-tuning alone."""
+    if not config.data.sources:
+        raise ConfigError(
+            "data.sources: there is none, so nothing to sample; sft.sources are for `keel sft`"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A recipe's model, on the hardware that it is planned for."""
+
+    tokenizer: Any
+    facts: ModelFacts
+    plan: Plan
+    hardware: Hardware
+    lacking: str
+    """Of the model's weights here."""
+
+
+def found_model(config: Config, hardware: Callable[[Config], Hardware]) -> Found:
+    """Raises ConfigError."""
+    machine = hardware(config)
+    if machine.found:
+        cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
+        check_exported(Path(config.model.path), cure)
+    if config.model.path == EMBEDDED:
+        tokenizer = build_tokenizer(config.model.embedded.phrases)
+        facts = facts_of(model_config(config.model.embedded, tokenizer))
+    else:
+        name = config.model.tokenizer or config.model.path
+        tokenizer = load_tokenizer(name)
+        model = load_model_config(config.model.path)
+        facts = trainable_facts(config.model.path, model)
+        check_engine_dtype(config, model.model_type)
+        if name != config.model.path:
+            check_same_family(config.model.path, tokenizer, name)
+    plan = plan_on(config, facts, machine)
+    lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
+    if lacking and machine.found:
+        raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
+    return Found(tokenizer=tokenizer, facts=facts, plan=plan, hardware=machine, lacking=lacking)
 
 
 def chat_note(tokenizer: Any, chat: TemplateChat | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,14 @@ class TrainerWorker:
             findings=tuple(self.engine.findings),
             gave_up=self.engine.gave_up,
         )
+
+    def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
+        """`nll` of each batch of conversations, by name."""
+        return {
+            f"{name}/{metric}": value
+            for name, batch in batches.items()
+            for metric, value in self.engine.score(batch).items()
+        }
 
     def store(self) -> list[ray.ObjectRef[Any]]:
         """References to the buckets, which this process puts into the object store one by one."""

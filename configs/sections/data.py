@@ -235,12 +235,6 @@ class DataConfig:
     """A prompt over `max_prompt_tokens`: name it and stop, or drop it and count it."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.sources),
-            "data.sources",
-            [],
-            "add one (source: reasoning_gym, jsonl or environment)",
-        )
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         require(not repeated, "data.sources", repeated, "each source needs a name of its own")
@@ -259,7 +253,7 @@ class DataConfig:
                 "are held-out prompts (or name it there, or leave it out by data.only)",
             )
         require(
-            any(self.weight_of(source) > 0 for source in self.sources),
+            not names or any(self.weight_of(source) > 0 for source in self.sources),
             "data.sources",
             names,
             "at least one source needs a weight above 0"
@@ -295,8 +289,9 @@ class DataConfig:
     @staticmethod
     def _require_known(knob: str, chosen: Sequence[str], names: Sequence[str]) -> None:
         for name in chosen:
-            nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            require(name in names, knob, name, f"no source of that name; the nearest: {nearest}")
+            nearest = get_close_matches(name, names, n=1, cutoff=0.0)
+            hint = f"; the nearest: {nearest[0]}" if nearest else ""
+            require(name in names, knob, name, f"no source of that name{hint}")
 
     def weight_of(self, source: SourceConfig) -> float:
         """Its share in training: 0 where `train_on` leaves it out."""

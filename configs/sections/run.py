@@ -38,7 +38,9 @@ class RunConfig:
     """A checkpoint after the step that ends so long after the last one; 0: by steps alone."""
     keep_checkpoints: int = 2
     save_trajectories: int = 4
-    """Trajectories written as readable text at each step."""
+    """Trajectories written at each step, as readable text and as lines of JSON."""
+    save_all_trajectories: bool = False
+    """Write every trajectory of a step as a line of JSON, to be learned from by `keel sft`."""
     startup_deadline_s: float = 600.0
     """Longest wait for the engines and the trainer to start, in seconds."""
     max_skipped_steps: int = 3

@@ -15,7 +15,7 @@ from keel.agents.environments.code.tree import Entry, Tree, as_json, laid, seal
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.types import EnvironmentLost
 from keel.configs.schema import ConfigError
-from keel.configs.sections.code_tasks import CodeTasksConfig
+from keel.configs.sections.tasks.code import CodeTasksConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import Wrap, environment_wrap
 from keel.rl.turns import ToolCall

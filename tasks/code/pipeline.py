@@ -23,7 +23,7 @@ from keel.agents.environments.code.languages import REPO
 from keel.agents.host.client import Hosted
 from keel.agents.types import Transcript, Unscored
 from keel.configs.schema import ConfigError
-from keel.configs.sections.code_tasks import CodeSourceConfig, CodeTasksConfig
+from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
 from keel.rl.turns import ToolCall
 from keel.tasks.author import Author
 from keel.tasks.code import filters

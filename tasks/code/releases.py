@@ -15,7 +15,7 @@ from pathlib import Path
 from keel.agents.environments.code.languages import matches
 from keel.agents.environments.code.tree import Tree, is_safe
 from keel.configs.schema import ConfigError
-from keel.configs.sections.code_tasks import CodeSourceConfig
+from keel.configs.sections.tasks.code import CodeSourceConfig
 from keel.tasks.code.candidate import Candidate, is_text
 from keel.tasks.ledger import Refused
 

@@ -19,7 +19,7 @@ from keel.agents.environments.code.languages import matches
 from keel.agents.environments.code.tree import as_json, erase, of_json
 from keel.agents.host.client import Hosted
 from keel.agents.types import ToolResult
-from keel.configs.sections.code_tasks import CodeTasksConfig
+from keel.configs.sections.tasks.code import CodeTasksConfig
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.tasks.author import Author
 from keel.tasks.code.candidate import Candidate

@@ -13,7 +13,7 @@ from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
-from keel.configs.sections.general import GeneralConfig
+from keel.configs.sections.tasks.general import GeneralConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rl.turns import ToolCall

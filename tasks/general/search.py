@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import ConfigError
-from keel.configs.sections.general import GeneralConfig
+from keel.configs.sections.tasks.general import GeneralConfig
 from keel.rl.turns import ToolSpec
 
 Search = Callable[[str], Awaitable[str]]

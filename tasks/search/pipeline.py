@@ -18,7 +18,7 @@ import yaml
 from keel.agents.environments.search.environment import Search
 from keel.agents.environments.search.index import Index, ensure_index
 from keel.configs.sections.base import ConfigError
-from keel.configs.sections.search_tasks import SearchTasksConfig
+from keel.configs.sections.tasks.search import SearchTasksConfig
 from keel.rl.seeds import seed_of
 from keel.tasks.author import Author
 from keel.tasks.search.answers import Answerer, candidates

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from keel.configs.sections.code_tasks import CodeSourceConfig, CodeTasksConfig
+from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
 
 GIT_S = 60.0
 PYTHON = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)

@@ -237,7 +237,7 @@ def test_inheritance_that_cannot_be_followed(tmp_path: Path) -> None:
         ("run: {steps: 1}\nrun: {steps: 2}", ":2: not valid YAML: found duplicate key run"),
         ("- 1", ":1: a recipe is made of"),
         ("just text", ":1: a recipe is made of"),
-        ("", "data: missing, and it has no default"),
+        ("", "data.sources = []: add one"),
         ("data: {}", "data.sources = []: add one"),
         (RECIPE + "1: x", ":6: 1: no such knob"),
     ],

@@ -325,5 +325,5 @@ def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -
     task = prepare("quickstart", (f"run.dir={path}", *FEW))
     with RunFolder(task.config) as folder:
         (path / "metrics.jsonl").touch()
-        said = closing_words(folder, task.config, 1, "quickstart", ())
+        said = closing_words(folder, task.config, 1, ["train", "quickstart"])
     assert f"tensorboard --logdir '{path}'" in said

@@ -1,10 +1,11 @@
-"""One rank of the trainer: GRPO steps on a DeepSpeed engine. Knows nothing of Ray.
+"""One rank of the trainer: GRPO or supervised steps on a DeepSpeed engine. Knows nothing of Ray.
 
-The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`): shares add up over micro-batches
-and ranks. DeepSpeed adds gradients up over micro-batches (it is told to accumulate over one, so it
-divides by one) and averages them over ranks, hence the factor `world_size` on each share. Ranks of
-a sequence-parallel group have the loss of one micro-batch, each with the gradient through its own
-tokens, so theirs add up as well and DeepSpeed need not know of the groups.
+The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`), or of the mean negative
+log-likelihood (`keel.rl.supervised.loss`): shares add up over micro-batches and ranks. DeepSpeed
+adds gradients up over micro-batches (it is told to accumulate over one, so it divides by one) and
+averages them over ranks, hence the factor `world_size` on each share. Ranks of a sequence-parallel
+group have the loss of one micro-batch, each with the gradient through its own tokens, so theirs add
+up as well and DeepSpeed need not know of the groups.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from keel.model.routing.replay import router_modules
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
 from keel.model.weight_transfer.buckets import Bucket, FlatBucket, in_host_memory
-from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
@@ -37,6 +37,7 @@ from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import write_model, write_tokenizer
 from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.lr_schedule import learning_rate
+from keel.trainer.engine.objectives import SHARES, SplitGaps
 from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
     Inputs,
@@ -47,7 +48,6 @@ from keel.trainer.engine.policy import (
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
-from keel.trainer.engine.split_gaps import SplitGaps
 from keel.trainer.engine.weights import Weights
 from keel.trainer.engine.zero import (
     SCALE_POWER,
@@ -194,6 +194,15 @@ class TrainerEngine:
             metrics["lr"] = Mean(lr, 1)
         return metrics
 
+    def score(self, batch: TrainBatch) -> dict[str, Metric]:
+        """`nll` of a batch of conversations (see `keel.rl.supervised.loss`) by the weights as they
+        are, which stay."""
+        self._load_back()
+        scored = [self._scored(micro_batch) for micro_batch in batch.micro_batches]
+        if self._part.rank > 0:  # every rank of its group has computed the same
+            return {}
+        return merge({"nll": Mean(-float(logp.double().sum()), len(logp))} for _, logp in scored)
+
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
         split = SplitGaps.begun(batch, self._device, self._scored)
@@ -247,23 +256,8 @@ class TrainerEngine:
                 self._engine.backward(logp.sum() + 0 * indexers)
                 return dict
             logp, reference = whole_sequences(inputs, logp, reference)
-            used = reference is not None or batch.kl_coef_N.any()
-            share = grpo_loss(
-                logp,
-                inputs.logp_old_R,
-                inputs.advantage_R,
-                inputs.sequence_R,
-                sequence_tokens=inputs.sequence_tokens_S,
-                total_sequences=step.total_sequences,
-                logp_ref=reference,
-                # Coefficients on a GPU would be looked at there if there is no reference.
-                kl_coef=inputs.kl_coef_R if used else 0.0,
-                clip_low=self._config.algorithm.clip_low,
-                clip_high=self._config.algorithm.clip_high,
-                mask_delta=self._config.algorithm.mask_delta,
-                kl=self._config.algorithm.kl,
-                sequence_weight=inputs.sequence_weight_S,
-                sequence_gap=split.of(inputs),
+            share = SHARES[batch.loss](
+                batch, inputs, logp, reference, step.total_sequences, self._config.algorithm, split
             )
             split.add(inputs, logp)
             loss = share.loss + indexers * indexer_weight(self._network, self._config, step)
@@ -310,7 +304,8 @@ class TrainerEngine:
             return self._reference.logp(inputs)
 
     def _replayed(self, network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-        replayed = self._routed and self._config.algorithm.keep_routing
+        # Nobody has recorded routes of conversations that are given.
+        replayed = self._routed and self._config.algorithm.keep_routing and inputs.loss == "grpo"
         return recorded_routes(network, inputs) if replayed else nullcontext()
 
     # Weights

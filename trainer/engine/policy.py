@@ -26,7 +26,7 @@ from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attenti
 from keel.model.sparse.contract import check_sparse_attention
 from keel.model.sparse.replay import recorded_selection
 from keel.model.ulysses import WHOLE, Slice
-from keel.rl.packing import MicroBatch, TrainBatch
+from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE
 from keel.trainer.engine.zero import initialize
 
@@ -50,6 +50,7 @@ class Inputs:
     positions: Tensor
     """[1, N]"""
     segments: Segments
+    loss: Loss
     part: Slice
     mine: slice
     """Which of R are about this rank's part: those that its hidden states predict."""
@@ -95,6 +96,7 @@ class Inputs:
             token_ids=moved(part.cut(batch.token_ids_N, 0), torch.long)[None],
             positions=moved(part.cut(batch.position_N, 0), torch.long)[None],
             segments=Segments.of(lengths, device, part.group),
+            loss=batch.loss,
             part=part,
             mine=slice(before, before + len(head.rows)),
             ends=int(part.cut(np.append(first_N[1:], True), True).sum()),

@@ -52,7 +52,7 @@ def kinds(config: Config) -> tuple[Kind, ...]:
         Kind(name=RANK, count=t.ranks, gpus=1, count_knob="trainer.ranks"),
         Kind(
             name=ENGINE,
-            count=r.engines,
+            count=r.engines if config.data.sources else 0,  # supervised: nothing is sampled
             gpus=r.tensor_parallel,
             count_knob="rollout.engines",
             size_knob="rollout.tensor_parallel",

@@ -111,12 +111,14 @@ def make_plan(
     engine = engine_memory(config, facts, gpu=gpu)
     rank = trainer_memory(config, facts, gpu=gpu)
     cached = None
+    sampled = bool(config.data.sources)
     if gpu and gpu_gib:
-        cached = cached_sequences(config, engine, gpu_gib)
-        engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
+        if sampled:
+            cached = cached_sequences(config, engine, gpu_gib)
+            engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
         check_trainer_fits(config, rank, gpu_gib, shared=shared)
     time = None
-    if gpu:
+    if gpu and sampled:
         time = step_time(
             config, facts, micro_batches=micro_batches, sequences=cached, machine=machine
         )
@@ -146,20 +148,9 @@ def describe(
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
-    experts = (
-        f", {facts.moe_layers} MoE layers of {facts.experts} experts "
-        f"({facts.experts_per_token} per token)"
-        if facts.moe_layers
-        else ", dense"
-    )
     truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
     rows: list[tuple[str, str]] = [
-        (
-            "model",
-            f"{config.model.path}: {count(facts.parameters)} parameters "
-            f"({count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
-            f"vocabulary {facts.vocab_size:,}, {config.model.dtype}",
-        ),
+        ("model", model_line(config, facts)),
         *(("data" if not i else "", line) for i, line in enumerate(data)),
         (
             "batch",
@@ -191,12 +182,7 @@ def describe(
         ),
         (
             "actors",
-            f"{r.engines} vLLM engine(s), {t.ranks} trainer rank(s) with ZeRO "
-            f"{stage_in_use(config, gpu=gpu)}"
-            + (f", expert parallelism {t.expert_parallel}" if t.expert_parallel > 1 else "")
-            + (f", sequence parallelism {t.sequence_parallel}" if t.sequence_parallel > 1 else "")
-            + ", optimizer in host memory" * t.offload_optimizer
-            + ", compiled" * t.compile
+            f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}"
             + (f", the judge's vLLM server of {judge.model}" if judge.serve else ""),
         ),
         ("hardware", str(hardware) if gpu else "on CPU"),
@@ -212,6 +198,31 @@ def describe(
         ("run folder", config.run.dir),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def model_line(config: Config, facts: ModelFacts) -> str:
+    experts = (
+        f", {facts.moe_layers} MoE layers of {facts.experts} experts "
+        f"({facts.experts_per_token} per token)"
+        if facts.moe_layers
+        else ", dense"
+    )
+    return (
+        f"{config.model.path}: {count(facts.parameters)} parameters "
+        f"({count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
+        f"vocabulary {facts.vocab_size:,}, {config.model.dtype}"
+    )
+
+
+def ranks_line(config: Config, *, gpu: bool) -> str:
+    t = config.trainer
+    return (
+        f"{t.ranks} trainer rank(s) with ZeRO {stage_in_use(config, gpu=gpu)}"
+        + (f", expert parallelism {t.expert_parallel}" if t.expert_parallel > 1 else "")
+        + (f", sequence parallelism {t.sequence_parallel}" if t.sequence_parallel > 1 else "")
+        + ", optimizer in host memory" * t.offload_optimizer
+        + ", compiled" * t.compile
+    )
 
 
 def sleep_line(config: Config, plan: Plan) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from keel.rl.metrics import Metric, values
+from keel.rl.supervised.records import records_of
 from keel.rl.types import ScoredGroup, Trajectory
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.view import View
@@ -32,20 +33,24 @@ class Journal:
         view: View,
         *,
         trajectories: int,
+        every: bool = False,
+        tokenizer: str = "",
         alarms: Alarms | None = None,
         resumed_at: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`trajectories`: how many to write out a step. `alarms`: looks at each step. `resumed_at`:
-        the last one to keep."""
+        """`trajectories`: how many to write out a step; `every`: all of them, as JSON.
+        `tokenizer`: the digest of the policy's. `alarms`: looks at each step. `resumed_at`: the
+        last one to keep."""
         self._view, self._alarms = view, alarms
+        self._every, self._tokenizer = every, tokenizer
         self._clock = clock
         self._per_step = trajectories
         self._metrics = folder / "metrics.jsonl"
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
         keep_until(self._metrics, resumed_at)
-        for path in self._trajectories.glob("step_*.txt"):
+        for path in self._trajectories.glob("step_*.*"):
             if int(path.stem.removeprefix("step_")) > resumed_at:
                 path.unlink()
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
@@ -62,7 +67,7 @@ class Journal:
         if self._alarms is not None and step > 0:
             numbers["alarms"], lines = self._alarms.look(step, numbers, sample)
         try:
-            self._write(step, numbers, choose(sample, self._per_step))
+            self._write(step, numbers, sample)
         except OSError as error:
             raise OSError(
                 f"run.dir = {self._metrics.parent}: step {step} cannot be written ({error}). The "
@@ -73,8 +78,9 @@ class Journal:
         self._view.record(step, numbers)
 
     def _write(
-        self, step: int, numbers: Mapping[str, float], chosen: Sequence[tuple[ScoredGroup, int]]
+        self, step: int, numbers: Mapping[str, float], sample: Sequence[ScoredGroup]
     ) -> None:
+        chosen = choose(sample, self._per_step)
         line = {"step": step, "time": round(self._clock(), 3), **dict(sorted(numbers.items()))}
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -88,6 +94,17 @@ class Journal:
                 encoding="utf-8",
                 errors="replace",  # half a surrogate pair, say
             )
+        if self._every:
+            chosen = [(group, i) for group in sample for i in range(len(group.rewards_G))]
+        if chosen:
+            self._write_records(step, chosen)
+
+    def _write_records(self, step: int, chosen: Sequence[tuple[ScoredGroup, int]]) -> None:
+        lines = [
+            json.dumps({"step": step, **records_of(group, i, tokenizer=self._tokenizer)}) + "\n"
+            for group, i in chosen
+        ]
+        (self._trajectories / f"step_{step:06d}.jsonl").write_text("".join(lines))
 
     def close(self) -> None:
         self._board.close()

@@ -19,6 +19,8 @@ from keel.trainer.run.interrupt import tell
 
 SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "nll", "{:.4f} nats"),
+    ("epochs", "sft/epochs", "{:.2f}"),
     ("KL to reference", "kl/ref", "{:.2e}"),
     ("mismatch |Δ log p|", "mismatch/logp_abs", "{:.1e}"),
     ("largest ratio", "mismatch/ratio_max", "{:.3f}"),
@@ -179,12 +181,13 @@ class LiveView:
 
 
 def held_out(numbers: Mapping[str, float]) -> dict[str, float]:
-    """What a step shows of its evaluation: pass@1, and how many completions had no score."""
+    """What a step shows of its evaluation: pass@1 or the loss, and how many completions had no
+    score."""
     return {
         name: value
         for name, value in numbers.items()
         if name.startswith("eval/")
-        and (name.endswith("/pass@1") or (name.endswith("/unscored") and value > 0))
+        and (name.endswith(("/pass@1", "/loss")) or (name.endswith("/unscored") and value > 0))
     }
 
 

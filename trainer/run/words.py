@@ -9,31 +9,33 @@ from keel.configs.schema import Config
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import preempted
 
+MEASURES = ("/pass@1", "/loss")
+"""What is said of each held-out set."""
 
-def closing_words(
-    folder: RunFolder, config: Config, reached: int, recipe: str, overrides: Sequence[str]
-) -> str:
-    """What came of it, and where to look or how to go on."""
+
+def closing_words(folder: RunFolder, config: Config, reached: int, command: Sequence[str]) -> str:
+    """What came of it, and where to look or how to go on. command: the user's, without `keel`."""
     path = folder.path
     lines = [""]
     evaluations = folder.evaluations()
     for name, points in evaluations.items():
-        if not name.endswith("/pass@1"):
+        if not name.endswith(MEASURES):
             continue
         (first, before), (last, after) = points[0], points[-1]
         then = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
         lines.append(f"held-out {name}: {before:.3f} at step {first}{then}")
-        unscored = evaluations.get(name.replace("/pass@1", "/unscored"), [(last, 0.0)])[-1][1]
+        unscored = evaluations.get(f"{name.rpartition('/')[0]}/unscored", [(last, 0.0)])[-1][1]
         if unscored:
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
-        command = shlex.join(["keel", "train", recipe, *overrides])
-        lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {command}")
+        again = shlex.join(["keel", *command])
+        lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
-        f"completions     {path / 'trajectories'}",
     ]
+    if config.data.sources:
+        lines.append(f"completions     {path / 'trajectories'}")
     return "\n".join(lines)

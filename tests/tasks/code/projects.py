@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.configs.sections.code_tasks import CodeSourceConfig, CodeTasksConfig
+from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
 from keel.tasks.author import Author
 from keel.tasks.code.candidate import Candidate
 from keel.tasks.code.draft import Rooms

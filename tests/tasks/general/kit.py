@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keel.configs.sections.general import GeneralConfig
+from keel.configs.sections.tasks.general import GeneralConfig
 from keel.tasks.general import gates
 from keel.tasks.general.making import hold_to_all
 from keel.tasks.general.rooms import Rooms

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from keel.configs.sections.general import GeneralConfig
+from keel.configs.sections.tasks.general import GeneralConfig
 from keel.tasks.general.rooms import Rooms
 from keel.tasks.ledger import Refused
 from tests.agents.sandboxes import wrap_of

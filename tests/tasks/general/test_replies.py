@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.configs.sections.general import GeneralConfig
+from keel.configs.sections.tasks.general import GeneralConfig
 from keel.tasks.author import Said
 from keel.tasks.general.mutations import EMPTY, MOST, mutations, plausible
 from keel.tasks.general.replies import renamed, sections

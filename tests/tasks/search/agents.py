@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from keel.configs.sections.search_tasks import AnswererConfig, SearchTasksConfig
+from keel.configs.sections.tasks.search import AnswererConfig, SearchTasksConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.tasks.author import Said
 from keel.tasks.search.pipeline import SearchPipeline

@@ -1,5 +1,6 @@
 """Trajectories of more windows than a micro-batch holds, on the real engine: under every ZeRO
-stage, over ranks and slices, the weights and metrics of one rank with one large micro-batch."""
+stage, over ranks and slices, the weights and metrics of one rank with one large micro-batch. And
+conversations that are given: the same, and those of transformers' own loss."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from keel.rl.metrics import values
+from tests.trainer.engine import lesson_scenarios
 from tests.trainer.engine.batches import write_dense, write_model
 from tests.trainer.engine.scenarios import results_of, run_all, same
 from tests.trainer.engine.window_scenarios import SCENARIOS, STEPS, run_window_rank
@@ -19,11 +23,16 @@ SPLIT = [name for size in SCENARIOS.values() for name in size if name not in WHO
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of every scenario: one, two and four processes at once."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("windows")
     write_model(folder / "untied")
     write_dense(folder / "dense")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    """Of every scenario: one, two and four processes at once."""
     run_all(run_window_rank, SCENARIOS, folder)
     return results_of(folder, SCENARIOS)
 
@@ -51,3 +60,64 @@ def test_some_are_masked_and_others_not(results: dict[str, Any], name: str) -> N
     fractions = [values(metrics)["mask/sequence_fraction"] for metrics in results[name]["metrics"]]
     assert max(fractions) > 0.1 and max(fractions) < 0.9
     assert all(values(metrics)["mask/logp_gap_max"] > 0 for metrics in results[name]["metrics"])
+
+
+LESSONS = [
+    name for size in lesson_scenarios.SCENARIOS.values() for name in size if name != "lessons"
+]
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_conversations_are_learned_alike_packed_or_not_on_any_ranks(
+    results: dict[str, Any], name: str
+) -> None:
+    plain = results["lessons"]
+    same(results[name]["after"], plain["after"], atol=1e-6)
+    assert results[name]["heldout"] == pytest.approx(plain["heldout"], rel=1e-5)
+    for expected, actual in zip(plain["metrics"], results[name]["metrics"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_the_loss_and_what_it_teaches_are_transformers_own(
+    folder: Path, results: dict[str, Any]
+) -> None:
+    """`labels=` on one context after the other, and PyTorch's AdamW."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (slow to load)
+
+    from keel.model.load import checkpoint_tensors  # noqa: PLC0415  (slow to load)
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "untied", dtype=torch.float32)
+
+    def loss(seed: int) -> Tensor:
+        total, count = torch.zeros(()), 0
+        for lesson in lesson_scenarios.lessons(seed):
+            for segment in lesson.segments:
+                ids = torch.from_numpy(segment.token_ids_T).long()[None]
+                labels = ids.where(torch.from_numpy(segment.trainable_T), -100)
+                said = int(segment.trainable_T.sum())
+                total = total + model(input_ids=ids, labels=labels).loss * said
+                count += said
+        return total / count
+
+    weights = [one for one in model.parameters() if one.ndim >= 2]
+    others = [one for one in model.parameters() if one.ndim < 2]
+    adam = torch.optim.AdamW(
+        [{"params": weights}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-2,
+        weight_decay=0.1,
+    )
+    ours = results["lessons"]
+    with torch.no_grad():
+        assert ours["heldout"][0] == pytest.approx(float(loss(lesson_scenarios.HELDOUT)), rel=1e-6)
+    for step, metrics in enumerate(ours["metrics"]):
+        theirs = loss(step)
+        assert metrics["loss"] == pytest.approx(float(theirs.detach()), rel=1e-6)
+        assert metrics["nll"] == pytest.approx(metrics["loss"], rel=1e-6)
+        theirs.backward()
+        adam.step()
+        adam.zero_grad()
+    same(ours["after"], dict(checkpoint_tensors(model)), atol=1e-6)
+    with torch.no_grad():
+        assert ours["heldout"][1] == pytest.approx(float(loss(lesson_scenarios.HELDOUT)), rel=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from keel.rl.packing import split_updates
+from tests.trainer.engine import lesson_scenarios
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.scenarios import (
     STAGES,
@@ -88,5 +89,9 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
+ALL = {size: {**own, **lesson_scenarios.SCENARIOS.get(size, {})} for size, own in SCENARIOS.items()}
+"""With those of conversations that are given, which go along in the same processes."""
+
+
 def run_window_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, SCENARIOS)
+    run_rank(rank, world_size, port, folder, ALL)

@@ -67,7 +67,8 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     write(tmp_path, range(5), 0, PlainView(4))
     write(tmp_path, range(3, 4), 2, PlainView(4))
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
-    names = sorted(path.stem for path in (tmp_path / "trajectories").iterdir())
+    names = sorted(path.stem for path in (tmp_path / "trajectories").glob("*.txt"))
+    assert names == sorted(path.stem for path in (tmp_path / "trajectories").glob("*.jsonl"))
     assert names == ["step_000001", "step_000002", "step_000003"]
 
 
@@ -155,3 +156,16 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=said):
         journal.record(1, {}, [])
     journal.close()
+
+
+@pytest.mark.parametrize(("every", "count"), [(True, 6), (False, 2)])
+def test_trajectories_are_lines_to_be_learned_from(tmp_path: Path, every: bool, count: int) -> None:
+    journal = Journal(tmp_path, PlainView(1), trajectories=2, every=every, tokenizer="t")
+    journal.record(1, {}, [scored()] * 3)
+    journal.close()
+    path = tmp_path / "trajectories" / "step_000001.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(found) == count
+    for line in found:
+        assert (line["step"], line["tokenizer"]) == (1, "t")
+        assert line["messages"][0]["role"] == "user" and line["segments"][0]["said"]

@@ -1,17 +1,21 @@
-"""Trajectories that are split over micro-batches and ranks: how far each, as a whole, is from the
-policy. The sequence mask must know it before any of their segments is trained on."""
+"""What a micro-batch contributes to the loss, by what it is for; and trajectories of several
+micro-batches, for the sequence mask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from keel.configs.schema import AlgorithmConfig
+from keel.rl.losses import LossOutput, grpo_loss
 from keel.rl.metrics import Max, Metric
 from keel.rl.offpolicy import GapTotals
-from keel.rl.packing import MicroBatch, TrainBatch
+from keel.rl.packing import Loss, MicroBatch, TrainBatch
+from keel.rl.supervised.loss import NllOutput, nll_loss
 from keel.trainer.engine.policy import Inputs
 
 Scored = Callable[[MicroBatch], tuple[Inputs, Tensor]]
@@ -65,3 +69,49 @@ class SplitGaps:
     def _means(self) -> Tensor:
         dist.all_reduce(self._totals.sums_2P)
         return self._totals.means()
+
+
+def grpo_share(
+    batch: MicroBatch,
+    inputs: Inputs,
+    logp: Tensor,
+    reference: Tensor | None,
+    total_sequences: int,
+    algorithm: AlgorithmConfig,
+    split: SplitGaps,
+) -> LossOutput:
+    """Of trajectories. `logp` [R] and the reference policy's, of whole micro-batches."""
+    used = reference is not None or batch.kl_coef_N.any()
+    return grpo_loss(
+        logp,
+        inputs.logp_old_R,
+        inputs.advantage_R,
+        inputs.sequence_R,
+        sequence_tokens=inputs.sequence_tokens_S,
+        total_sequences=total_sequences,
+        logp_ref=reference,
+        # Coefficients on a GPU would be looked at there if there is no reference.
+        kl_coef=inputs.kl_coef_R if used else 0.0,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        mask_delta=algorithm.mask_delta,
+        kl=algorithm.kl,
+        sequence_weight=inputs.sequence_weight_S,
+        sequence_gap=split.of(inputs),
+    )
+
+
+def nll_share(
+    batch: MicroBatch, inputs: Inputs, logp: Tensor, _: object, total_sequences: int, *rest: object
+) -> NllOutput:
+    """Of conversations that are given."""
+    return nll_loss(
+        logp,
+        inputs.sequence_R,
+        sequence_tokens=inputs.sequence_tokens_S,
+        total_sequences=total_sequences,
+        sequence_weight=inputs.sequence_weight_S,
+    )
+
+
+SHARES: Mapping[Loss, Callable[..., Any]] = {"grpo": grpo_share, "nll": nll_share}

@@ -1,0 +1,114 @@
+"""`keel sft`: conversations to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from keel.configs.sections.base import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationsConfig:
+    """One source of conversations."""
+
+    name: str
+    source: Literal["jsonl", "trajectories", "solutions"]
+    """jsonl: chats, a line each (docs/sft.md has the forms). trajectories: what a run of Keel has
+    sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the embedded
+    model's cold start teaches."""
+    path: str = ""
+    """jsonl: the file. trajectories: a run folder, the folder of a `keel eval`, or a file of
+    either."""
+    task: str = ""
+    """solutions: a task of reasoning_gym."""
+    params: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """solutions: parameters of the task."""
+    size: int = 0
+    """Conversations to read (0: all), or to make."""
+    holdout: int = 0
+    """Conversations that are never learned, and whose loss is measured (`run.eval_every`). Those
+    with the same question go together, so there may be a few more."""
+    repeat: float = 1.0
+    """How often each is seen in an epoch, on average. 0: held out alone."""
+    thinking: Literal["as-written", "with", "without"] = "as-written"
+    """The mode that the chat template is asked for. as-written: with, where a line says `thinking:
+    true`, or says nothing and any of its messages has reasoning. without: reasoning is left out."""
+    system: str = ""
+    """A system message for conversations that have none."""
+    on_bad_line: Literal["error", "skip"] = "error"
+    least_reward: float = 1.0
+    """trajectories: those worth at least so much, by `reward`."""
+    reward: str = "correct"
+    """trajectories: the part of the reward that counts; `reward`: all of it."""
+    cut: bool = False
+    """trajectories: those as well that were cut off."""
+    most_per_prompt: int = 0
+    """trajectories: so many of each prompt, the first that were sampled; 0: all."""
+
+    def __post_init__(self) -> None:
+        knob = f"sft.sources[{self.name}]"
+        require(bool(self.name), "sft.sources[].name", self.name, "must not be empty")
+        wanted = "task" if self.source == "solutions" else "path"
+        require(
+            bool(getattr(self, wanted)), f"{knob}.{wanted}", "", f"{self.source} needs it; name one"
+        )
+        for name, of in (("task", "solutions"), ("params", "solutions")):
+            require(
+                self.source == of or not getattr(self, name),
+                f"{knob}.{name}",
+                getattr(self, name),
+                f"is for source: {of} alone; leave it out",
+            )
+        require(
+            self.source != "solutions" or self.size > 0,
+            f"{knob}.size",
+            self.size,
+            "must be at least 1: how many questions to make",
+        )
+        for name in ("size", "holdout", "repeat", "most_per_prompt"):
+            value = getattr(self, name)
+            require(value >= 0, f"{knob}.{name}", value, "must not be negative")
+        require(
+            self.repeat > 0 or self.holdout > 0,
+            f"{knob}.repeat",
+            self.repeat,
+            "is for sources that are held out alone: set holdout, too, or leave the source out",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Supervised fine-tuning. `run`, `model`, `trainer` and `alarms` count as in `keel train`."""
+
+    sources: tuple[ConversationsConfig, ...] = ()
+    max_context_tokens: int = 4096
+    """Longest context of a conversation, in tokens."""
+    long_conversations: Literal["error", "drop"] = "error"
+    """What becomes of a conversation with a longer one."""
+    conversations_per_step: int = 32
+    tokens_per_step: int = 0
+    """0: `conversations_per_step`. Else a step takes conversations until the next one would make
+    their tokens, context included, more than this."""
+    epochs: float = 0.0
+    """0: `run.steps` steps. Else as many as it takes to see the conversations so often, and
+    `run.steps` does not count."""
+    mean: Literal["tokens", "conversations"] = "tokens"
+    """What the loss is a mean over, in a step: its learned tokens, or its conversations, each of
+    them the mean over its own."""
+
+    def __post_init__(self) -> None:
+        names = [source.name for source in self.sources]
+        require(len(set(names)) == len(names), "sft.sources", names, "names must differ")
+        require(
+            not self.sources or any(source.repeat > 0 for source in self.sources),
+            "sft.sources",
+            names,
+            "at least one needs a repeat above 0",
+        )
+        for name in ("max_context_tokens", "conversations_per_step"):
+            require(getattr(self, name) >= 1, f"sft.{name}", getattr(self, name), "must be >= 1")
+        for name in ("tokens_per_step", "epochs"):
+            value = getattr(self, name)
+            require(value >= 0, f"sft.{name}", value, "must not be negative")

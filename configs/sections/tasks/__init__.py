@@ -1,0 +1,1 @@
+"""What `keel synthesize` makes, a section for each family of tasks."""

@@ -1,0 +1,1 @@
+"""Conversations for supervised fine-tuning: read, selected, rendered and split."""

@@ -1,0 +1,163 @@
+"""Conversations from files of JSON lines: chats, and what runs of Keel have sampled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from keel.configs.paths import data_path
+from keel.configs.schema import ConfigError, ConversationsConfig
+from keel.data.conversations.forms import (
+    KNOWN,
+    conversation_of,
+    thinking_of,
+    tools_of,
+    unread_of,
+)
+from keel.data.conversations.types import Example, Read
+from keel.data.jsonl import BadLine, lines_of, object_of
+from keel.rl.supervised.records import segments_of
+
+WRITTEN = KNOWN | {
+    *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
+    *("variant", "source", "digest", "samples", "missing", "prompt"),
+}
+"""Keys of what runs and evaluations write."""
+Line = tuple[str, dict[str, Any]]
+"""`file:line`, and the object that stands there."""
+
+
+def read_jsonl(source: ConversationsConfig) -> Read:
+    """Raises ConfigError naming file:line, unless `on_bad_line: skip`."""
+    return _read(source, [data_path(source.path)], lambda at, record: [(at, record)])
+
+
+def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
+    """What runs have written in `trajectories`, or evaluations in `samples.jsonl`, of the worth
+    that the source asks for. tokenizer: digest of the one that learns: what was sampled with
+    another is written again by its messages.
+
+    Raises ConfigError as `read_jsonl`, and where there is nothing to read.
+    """
+    path = data_path(source.path)
+    files = [path] if path.is_file() else _files(path)
+    if not files:
+        raise ConfigError(
+            f"sft.sources[{source.name}].path = {source.path!r}: holds no trajectories; name the "
+            "folder of a run (trajectories/*.jsonl), of `keel eval` (samples.jsonl), or a file"
+        )
+    left: Counter[str] = Counter()
+    each: Counter[str] = Counter()
+
+    def selected(at: str, line: Mapping[str, Any]) -> Iterator[Line]:
+        for record in _of_evaluation(line) if "samples" in line else [dict(line)]:
+            if why := _why_not(record, source, each):
+                left[why] += 1
+                continue
+            if not record.get("tokenizer") or record["tokenizer"] != tokenizer:
+                record.pop("segments", None)
+            yield at, record
+
+    read = _read(source, files, selected)
+    return Read(examples=read.examples, skipped=read.skipped, unselected=left)
+
+
+def _read(
+    source: ConversationsConfig,
+    files: Sequence[Path],
+    records: Callable[[str, dict[str, Any]], Any],
+) -> Read:
+    knob = f"sft.sources[{source.name}]"
+    examples: list[Example] = []
+    skipped: list[str] = []
+    for path in files:
+        for number, line in lines_of(path, f"{knob}.path"):
+            if source.size and len(examples) >= source.size:
+                break
+            at = f"{path}:{number}"
+            try:
+                found = [
+                    _example(place, record, source)
+                    for place, record in records(at, object_of(line)[0])
+                ]
+            except BadLine as error:
+                if source.on_bad_line == "error":
+                    raise ConfigError(
+                        f"{at}: {error} ({knob}; repair the line, or set on_bad_line: skip to "
+                        "leave such lines out)"
+                    ) from error
+                skipped.append(f"{at}: {error}")
+                continue
+            examples += found
+    return Read(examples=tuple(examples[: source.size or None]), skipped=tuple(skipped))
+
+
+def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) -> Example:
+    messages, learned = conversation_of(record, source.system)
+    segments = ()
+    if record.get("segments"):
+        try:
+            segments = segments_of(record, at)
+        except ValueError as error:
+            raise BadLine(str(error)) from error
+    known = WRITTEN if source.source == "trajectories" or segments else KNOWN
+    return Example(
+        origin=at,
+        messages=tuple(messages),
+        trained=tuple(learned),
+        tools=tuple(tools_of(record)),
+        thinking=thinking_of(record, messages, source.thinking),
+        segments=segments,
+        unread=unread_of(record, known),
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Of a run folder or an evaluation's, in the order of their steps."""
+    samples = folder / "samples.jsonl"
+    if samples.is_file():
+        return [samples]
+    return sorted(folder.glob("trajectories/step_*.jsonl")) or sorted(folder.glob("step_*.jsonl"))
+
+
+def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A line for each completion of a prompt. Raises BadLine."""
+    for sample in cast(list[Any], line["samples"]):
+        if not isinstance(sample, dict) or "record" not in sample:
+            raise BadLine(
+                "is of an evaluation by an older release, which has not kept its prompts: run "
+                "`keel eval` again"
+            )
+        record = dict(sample["record"])
+        messages = [*record.pop("asked"), *sample["messages"]]
+        worth, parts = sample["correct"], sample.get("parts") or {}
+        yield {
+            **record,
+            "messages": messages,
+            "parts": {"correct": worth, **parts},
+            "reward": worth,
+        }
+
+
+def _why_not(record: Mapping[str, Any], source: ConversationsConfig, each: Counter[str]) -> str:
+    """Why a trajectory is not learned from, or nothing. each: how many of a prompt were."""
+    parts = record.get("parts")
+    if not isinstance(parts, dict) or "messages" not in record:
+        raise BadLine("is no trajectory: it needs `messages` and the `parts` of its reward")
+    worth = record.get("reward") if source.reward == "reward" else parts.get(source.reward)
+    if not isinstance(worth, int | float):
+        raise BadLine(
+            f"has no `{source.reward}` (sft.sources[{source.name}].reward); it has reward, "
+            f"{', '.join(parts)}"
+        )
+    if worth < source.least_reward:
+        return f"worth less than {source.least_reward:g}"
+    if not source.cut and record.get("finish_reason", "stop") != "stop":
+        return "cut off"
+    prompt = str(record.get("id"))
+    if source.most_per_prompt and each[prompt] >= source.most_per_prompt:
+        return f"beyond {source.most_per_prompt} of a prompt"
+    each[prompt] += 1
+    return ""

@@ -1,0 +1,212 @@
+"""All sources of conversations: read, rendered, deduplicated, and split into those that are learned
+and those that are held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
+from keel.data.conversations.files import read_jsonl, read_trajectories
+from keel.data.conversations.solutions import Solve, worked_solutions
+from keel.data.conversations.types import Example, Read, Render
+from keel.data.items import digest
+from keel.data.stream import Stream
+from keel.rl.supervised.lessons import Lesson
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of a source, and what it is made of."""
+
+    learned: int
+    heldout: int
+    tokens: int
+    """Of the learned ones, context included."""
+    learned_tokens: int
+    contexts: int
+    longest: int
+    sampled: int
+    """Conversations whose tokens are those that a policy sampled."""
+    left_out: Mapping[str, int]
+    """Why → how many."""
+    skipped: tuple[str, ...]
+    unread: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    train: Stream[Lesson]
+    heldout: Mapping[str, tuple[Lesson, ...]]
+    """Source name → its held-out conversations, for sources that have any."""
+    report: Mapping[str, Report]
+
+
+def load_lessons(
+    config: SftConfig,
+    *,
+    seed: int,
+    render: Render,
+    solve: Solve,
+    tokenizer: str,
+    reserved: Collection[str] = (),
+) -> Lessons:
+    """Read every source and set its held-out conversations aside.
+
+    A conversation is kept once, and a question that any source holds out is learned in none.
+    reserved: further questions that are not (`Example.question`): those of the recipe's prompts
+    that are held out. tokenizer: digest of the model's. solve: see `solutions`.
+
+    Raises ConfigError for sources that cannot be read, conversations that are too long (under
+    `long_conversations: error`) or cannot be shown by the model's template, and sources of which
+    nothing is left.
+    """
+    parts = [_part(source, config, seed, render, solve, tokenizer) for source in config.sources]
+    held = {question for part in parts for question in part.held}
+    train: dict[str, list[Lesson]] = {}
+    report: dict[str, Report] = {}
+    for source, part in zip(config.sources, parts, strict=True):
+        spared = [one for one in part.usable if one.question not in held]
+        kept = [one for one in spared if one.question not in reserved]
+        elsewhere = len(part.usable) - len(part.heldout) - len(spared)
+        left = {**part.left_out, "held out by another source": elsewhere}
+        left["held out by data.sources"] = len(spared) - len(kept)
+        left = {why: count for why, count in left.items() if count}
+        if source.repeat > 0 and not kept:
+            why = "; ".join(f"{count} {why}" for why, count in left.items()) or "it is empty"
+            raise ConfigError(
+                f"sft.sources[{source.name}]: no conversation is left to learn from ({why}; "
+                f"{len(part.heldout)} held out)"
+            )
+        lessons = [one.lesson for one in kept] if source.repeat > 0 else []
+        train[source.name] = lessons
+        report[source.name] = Report(
+            learned=len(lessons),
+            heldout=len(part.heldout),
+            tokens=sum(lesson.total_tokens for lesson in lessons),
+            learned_tokens=sum(lesson.learned_tokens for lesson in lessons),
+            contexts=sum(len(lesson.segments) for lesson in lessons),
+            longest=max((lesson.longest for lesson in lessons), default=0),
+            sampled=sum(one.sampled for one in kept),
+            left_out=left,
+            skipped=part.read.skipped,
+            unread=frozenset(key for one in part.read.examples for key in one.unread),
+        )
+    shares = {s.name: s.repeat * len(train[s.name]) for s in config.sources}
+    return Lessons(
+        train=Stream(train, weights=shares, seed=seed, content=content_of),
+        heldout={
+            source.name: tuple(one.lesson for one in part.heldout)
+            for source, part in zip(config.sources, parts, strict=True)
+            if part.heldout
+        },
+        report=report,
+    )
+
+
+def content_of(lesson: Lesson) -> str:
+    """By which a resumed run knows its data again."""
+    tokens = hashlib.blake2b(digest_size=16)
+    for segment in lesson.segments:
+        tokens.update(segment.token_ids_T.tobytes())
+        tokens.update(segment.trainable_T.tobytes())
+    return f"{lesson.prompt_id} {tokens.hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    lesson: Lesson
+    question: str
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One source on its way."""
+
+    read: Read
+    usable: list[_Usable]
+    held: set[str]
+    """Questions."""
+    left_out: Mapping[str, int]
+
+    @property
+    def heldout(self) -> list[_Usable]:
+        return [one for one in self.usable if one.question in self.held]
+
+
+def _part(
+    source: ConversationsConfig,
+    config: SftConfig,
+    seed: int,
+    render: Render,
+    solve: Solve,
+    tokenizer: str,
+) -> _Part:
+    if source.source == "jsonl":
+        read = read_jsonl(source)
+    elif source.source == "trajectories":
+        read = read_trajectories(source, tokenizer=tokenizer)
+    else:
+        read = worked_solutions(source, solve, seed=seed)
+    knob = f"sft.sources[{source.name}]"
+    skipped = list(read.skipped)
+    distinct = {one.content: one for one in reversed(read.examples)}
+    usable: list[_Usable] = []
+    long = 0
+    for example in reversed(distinct.values()):
+        try:
+            lesson = _lesson(source.name, example, render)
+        except ValueError as error:
+            why = f"{example.origin}: {error}"
+            if source.on_bad_line == "error":
+                raise ConfigError(
+                    f"{why} ({knob}; set thinking: without if the model has no such mode, or "
+                    "on_bad_line: skip to leave such conversations out)"
+                ) from error
+            skipped.append(why)
+            continue
+        if lesson.longest > config.max_context_tokens:
+            if config.long_conversations == "error":
+                raise ConfigError(
+                    f"{example.origin} has {lesson.longest} tokens, more than "
+                    f"sft.max_context_tokens = {config.max_context_tokens} ({knob}): raise it, or "
+                    "set sft.long_conversations: drop to leave such conversations out"
+                )
+            long += 1
+            continue
+        usable.append(_Usable(lesson, example.question, bool(example.segments)))
+    questions = sorted(
+        {one.question for one in usable}, key=lambda q: digest(f"{seed}/{source.name}/{q}")
+    )
+    count: dict[str, int] = {}
+    for one in usable:
+        count[one.question] = count.get(one.question, 0) + 1
+    held: set[str] = set()
+    number = 0
+    for question in questions:
+        if number >= source.holdout:
+            break
+        held.add(question)
+        number += count[question]
+    if number < source.holdout:
+        raise ConfigError(
+            f"{knob}.holdout = {source.holdout}: there are only {number} usable conversations"
+        )
+    return _Part(
+        read=Read(examples=read.examples, skipped=tuple(skipped)),
+        usable=usable,
+        held=held,
+        left_out={
+            **read.unselected,
+            "malformed": len(skipped),
+            "repeated": len(read.examples) - len(distinct),
+            "too long": long,
+        },
+    )
+
+
+def _lesson(name: str, example: Example, render: Render) -> Lesson:
+    segments = example.segments or render(example)
+    return Lesson(prompt_id=f"{name}/{example.content}", segments=tuple(segments))

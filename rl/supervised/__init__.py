@@ -1,0 +1,1 @@
+"""Learning from conversations that are given: what they are, their loss, their batches."""

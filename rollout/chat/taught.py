@@ -1,0 +1,166 @@
+"""A conversation that somebody else wrote, in the ids that the policy would have sampled.
+
+The context of each turn is what a rollout would hold there: an opening, what was said, and what
+`Chat.extend` puts between. So a token is trained under exactly the ids that it would be sampled
+after, and a conversation becomes several contexts where one of a rollout would (thinking that a
+user's next message ends, `keel.agents.conversation`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.parsing import THINK_END, THINK_START
+
+ASSISTANT = "assistant"
+_MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")
+_END = {"role": "user", "content": "?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The ids of one context, and which of them the policy says."""
+
+    ids: list[int] = field(default_factory=list[int])
+    said: list[bool] = field(default_factory=list[bool])
+
+    def add(self, ids: Sequence[int], *, said: bool) -> None:
+        self.ids.extend(ids)
+        self.said.extend([said] * len(ids))
+
+
+def taught(
+    chat: TemplateChat,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    *,
+    thinking: bool,
+    trained: Collection[int] | None = None,
+) -> list[Context]:
+    """The contexts in which the policy says the assistant's messages, its end of the turn included.
+    Each ends with something that it says.
+
+    `trained`: places of the messages that are learned; the others are context. None: all of the
+    assistant's. `thinking`: the mode; without it, reasoning in the messages is left out.
+
+    Raises `ValueError` where the template does not show a message as it stands here, naming the
+    message's place, and what of it is lost.
+    """
+    if not thinking:
+        messages = [_without_reasoning(message) for message in messages]
+    contexts: list[Context] = []
+    done = 0
+    """Messages that the last context holds."""
+    for place, message in enumerate(messages):
+        if message["role"] != ASSISTANT or (trained is not None and place not in trained):
+            continue
+        if place == 0:
+            raise ValueError("messages[0] is the assistant's: it needs something to answer")
+        between = messages[done:place]
+        extended = None
+        if contexts and between and all(one["role"] != ASSISTANT for one in between):
+            extended = chat.extend(contexts[-1].ids, between, thinking=thinking)
+        if extended is None:
+            contexts.append(Context())
+            extended = chat.opening(messages[:place], tools, thinking=thinking)
+        here = contexts[-1]
+        here.add(extended[len(here.ids) :], said=False)
+        after = messages[place + 1 : place + 2]
+        try:
+            turn = turn_ids(chat, messages[:place], message, after, tools, thinking=thinking)
+            _check_read_back(chat, message, turn, tools, thinking=thinking)
+        except ValueError as error:
+            raise ValueError(f"messages[{place}]: {error}") from error
+        here.add(turn, said=True)
+        done = place + 1
+    return contexts
+
+
+def turn_ids(
+    chat: TemplateChat,
+    messages: Sequence[Message],
+    said: Message,
+    after: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    *,
+    thinking: bool,
+) -> list[int]:
+    """The ids that the policy samples after `messages` to say `said`, with its end of the turn.
+    `after`: what follows, for formats whose turns end with the mark that begins the next message.
+
+    Raises `ValueError` if the template shows `messages` otherwise once `said` follows.
+    """
+    before, _ = chat.text(messages, tools, thinking=thinking)
+    whole, marks = chat.text([*messages, said], tools, thinking=thinking, speak=False)
+    without_mode = _MODE.sub("", before)
+    if whole.startswith(before):
+        turn = whole[len(before) :]
+    elif whole.startswith(without_mode):
+        turn = whole[len(without_mode) :]
+    else:
+        raise ValueError(
+            f"{chat.renderer.name} (format {chat.format.name}) shows earlier messages otherwise "
+            "once others follow"
+        )
+    reasoning = str(said.get("reasoning_content") or "")
+    if reasoning and turn.startswith(THINK_END):  # a history without the thinking
+        turn = chat.encoder.shield_whole(reasoning, marks) + turn
+    ends = [place + len(end) for end in chat.ends if (place := turn.find(end)) >= 0]
+    if ends:
+        return chat.encoder.encode(turn[: min(ends)], marks)
+    follows = [one for one in after if one["role"] != ASSISTANT] or [_END]
+    return chat.encoder.encode(turn + chat.end_before(follows, thinking=thinking), marks)
+
+
+def _check_read_back(
+    chat: TemplateChat,
+    message: Message,
+    turn: Sequence[int],
+    tools: Sequence[ToolSpec],
+    *,
+    thinking: bool,
+) -> None:
+    """What a rollout would read in the turn is what the message says."""
+    parsed = chat.parse(turn, tools, thinking=thinking, turn=0)
+    calls = [
+        (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else None
+        for call in parsed.calls
+    ]
+    wanted = [_call(call) for call in message.get("tool_calls") or ()]
+    for what, read, meant in (
+        ("reasoning", parsed.reasoning, _plain(message.get("reasoning_content"))),
+        ("content", parsed.content, _plain(message.get("content"))),
+        ("calls", calls, wanted),
+    ):
+        if read != meant:
+            raise ValueError(
+                f"{chat.renderer.name} (format {chat.format.name}) would read its {what} as "
+                f"{_short(read)}, and it has {_short(meant)}"
+            )
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    function: Mapping[str, Any] = call.get("function") or call
+    arguments = function.get("arguments") or {}
+    return str(function["name"]), (
+        json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+    )
+
+
+def _plain(text: Any) -> str:
+    return str(text or "").strip()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "reasoning_content"}

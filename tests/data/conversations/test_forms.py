@@ -1,0 +1,164 @@
+"""The forms in which people keep conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keel.data.conversations.forms import conversation_of, thinking_of, tools_of, unread_of
+from keel.data.jsonl import BadLine
+
+USER = {"role": "user", "content": "2+2?"}
+SAID = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 2}}}
+
+SAME: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [USER, SAID]},
+    "reasoning by another name": {
+        "messages": [USER, {"role": "assistant", "content": "4", "reasoning": "two and two"}]
+    },
+    "thinking in the content": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
+            {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"},
+        ]
+    },
+    "texts": {"prompt": "2+2?", "completion": "<think>two and two</think>4"},
+    "messages of both sides": {"prompt": [USER], "completion": [SAID]},
+    "ShareGPT": {
+        "conversations": [
+            {"from": "human", "value": "2+2?"},
+            {"from": "gpt", "value": "<think>two and two</think>4"},
+        ]
+    },
+    "roles in `conversations`": {"conversations": [USER, SAID]},
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_forms_of_the_same_conversation(form: str) -> None:
+    messages, learned = conversation_of(SAME[form], "")
+    assert (messages, learned) == ([USER, SAID], [1])
+    told, learned = conversation_of({"system": "Add.", **SAME[form]}, "Not this.")
+    assert (told[0], learned) == ({"role": "system", "content": "Add."}, [2])
+    assert conversation_of(SAME[form], "Help.")[0][0]["content"] == "Help."
+    assert thinking_of({}, messages, "as-written") and not thinking_of({}, messages, "without")
+    assert not thinking_of({"thinking": False}, messages, "as-written")
+
+
+def test_calls_and_their_results_find_each_other() -> None:
+    tool = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}}}}
+    openai = {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "a", "function": {"name": "add", "arguments": '{"x": 2}'}},
+                    {"function": {"name": "sub", "arguments": {}}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_1_1", "content": "0"},
+            {"role": "tool", "content": "4"},
+            SAID,
+        ],
+        "tools": [tool],
+    }
+    messages, learned = conversation_of(openai, "")
+    assert learned == [1, 4]
+    assert messages[1]["tool_calls"][0] == CALL
+    assert [(m["tool_call_id"], m["name"]) for m in messages[2:4]] == [
+        ("call_1_1", "sub"),
+        ("a", "add"),
+    ]
+    (shown,) = tools_of(openai)
+    assert shown["type"] == "function" and shown["function"]["description"] == ""
+    sharegpt = {
+        "conversations": [
+            {"from": "human", "value": "2+2?"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 2}}'},
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": "4"},
+        ],
+        "tools": '[{"name": "add"}]',
+    }
+    messages, learned = conversation_of(sharegpt, "")
+    assert learned == [1, 3]
+    assert messages[1]["tool_calls"][0]["function"] == CALL["function"]
+    assert messages[2] == {
+        "role": "tool",
+        "content": "4",
+        "tool_call_id": "call_1_0",
+        "name": "add",
+    }
+    assert tools_of(sharegpt)[0]["function"]["name"] == "add"
+
+
+def test_what_is_not_to_be_learned() -> None:
+    example = {"role": "assistant", "content": "3"}
+    shown = {"prompt": [USER, example, USER], "completion": [SAID]}
+    assert conversation_of(shown, "")[1] == [3], "a prompt's own answers are examples"
+    weighed = {"messages": [USER, {**example, "weight": 0}, USER, {**SAID, "weight": 1}]}
+    assert conversation_of(weighed, "")[1] == [3]
+
+
+def test_keys_that_mean_nothing_are_named() -> None:
+    record = {"messages": [{**USER, "time": 3}, SAID], "score": 1, "id": "a"}
+    assert unread_of(record) == {"score", "messages[].time"}
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"mesages": []}, "has the keys mesages: it needs exactly one of messages"),
+        ({"messages": [USER], "prompt": "x"}, "has `messages` and `prompt`"),
+        ({"prompt": "x"}, "a `prompt` and no `completion`"),
+        ({"prompt": "x", "completion": 3}, "`completion` must be a list of at least one message"),
+        ({"messages": "x"}, "`messages` must be a list"),
+        ({"messages": []}, "`messages` must be a list of at least one message"),
+        ({"messages": ["x"]}, r"`messages\[0\]` must be an object"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, r"`messages\[0\].role` is 'bot'"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"`messages\[0\].content` must be text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]},
+            r"`messages\[0\].content` must be text, is a list",
+        ),
+        ({"messages": [USER]}, "no message of the assistant's to learn"),
+        ({"messages": [USER, {**SAID, "weight": 0}]}, "no message of the assistant's to learn"),
+        ({"messages": [USER, {**SAID, "weight": 0.5}]}, "weight` is 0.5, must be 0 or 1"),
+        ({"messages": [SAID, USER]}, "begins with a message of the assistant's"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "and says nothing"),
+        ({"messages": [USER, {**SAID, "reasoning_content": 1}]}, "reasoning of `messages"),
+        ({"messages": [USER, {**SAID, "tool_calls": [3]}]}, r"tool_calls\[0\]` must be an object"),
+        (
+            {"messages": [USER, {**SAID, "tool_calls": [{"function": {"name": ""}}]}]},
+            "function.name` must be text",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {**SAID, "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]},
+                ]
+            },
+            "function.arguments` is not JSON",
+        ),
+        ({"messages": [USER, {"role": "tool", "content": "x"}, SAID]}, "the result of no call"),
+        ({"conversations": [{"from": "me", "value": "x"}]}, "from` is 'me', must be one of human"),
+        ({"conversations": [{"from": "human", "text": "x"}]}, "value` must be text, is missing"),
+        ({"messages": [USER, SAID], "system": 3}, "`system` must be text"),
+    ],
+)
+def test_a_bad_line_says_what_is_wrong(record: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadLine, match=named):
+        conversation_of(record, "")
+
+
+@pytest.mark.parametrize("tools", [3, "x", [3], [{"type": "function"}]])
+def test_tools_that_are_none(tools: object) -> None:
+    with pytest.raises(BadLine, match="`tools"):
+        tools_of({"tools": tools})
+    with pytest.raises(BadLine, match="`thinking` must be true or false"):
+        thinking_of({"thinking": "yes"}, [], "as-written")

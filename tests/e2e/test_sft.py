@@ -1,0 +1,137 @@
+"""`keel sft` as a user runs it: started, interrupted, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keel.trainer.run.manifest import damage
+
+ROOT = Path(__file__).parent.parent.parent
+KEEL = [sys.executable, "-m", "keel.trainer.cli", "sft"]
+DEADLINE_S = 300
+pytestmark = pytest.mark.e2e
+TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}
+
+
+def conversation(number: int) -> dict[str, Any]:
+    """Two questions; the first is answered with a tool's help, and with thinking."""
+    call = {"function": {"name": "add", "arguments": {"x": number, "y": 1}}}
+    return {
+        "messages": [
+            {"role": "user", "content": f"What comes after {number}?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "one more",
+                "tool_calls": [call],
+            },
+            {"role": "tool", "content": str(number + 1)},
+            {"role": "assistant", "content": str(number + 1)},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "it was added"},
+        ],
+        "tools": [TOOL],
+    }
+
+
+def recipe(folder: Path) -> Path:
+    chats = folder / "chats.jsonl"
+    chats.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(40)))
+    path = folder / "recipe.yaml"
+    chat = {"name": "chats", "source": "jsonl", "path": str(chats), "holdout": 4}
+    sections = {
+        "run": {"dir": str(folder / "run"), "device": "cpu", "checkpoint_every": 2},
+        "model": {
+            "path": "embedded",
+            "dtype": "float32",
+            "embedded": {"cache_dir": str(folder / "cache")},
+        },
+        "sft": {"sources": [chat], "max_context_tokens": 128, "tokens_per_step": 900},
+        "trainer": {"lr": 5e-3, "threads": 1},
+    }
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def learned(line: dict[str, Any]) -> dict[str, Any]:
+    """What of a step does not depend on the machine's speed."""
+    return {
+        name: value
+        for name, value in line.items()
+        if name != "time" and not name.startswith(("time/", "throughput/", "eval/"))
+    }
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    (states,) = checkpoint.rglob("mp_rank_00_model_states.pt")
+    return torch.load(states, weights_only=False)["module"]
+
+
+def test_a_run_is_interrupted_and_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    path, folder, log = recipe(tmp_path), tmp_path / "run", tmp_path / "log.txt"
+    with log.open("w") as out:
+        first = subprocess.Popen(
+            [*KEEL, str(path), "run.steps=100000"],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while len(metrics(folder)) < 6 and first.poll() is None:
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(timeout=DEADLINE_S) == 0, log.read_text()
+    finally:
+        if first.poll() is None:
+            first.kill()
+            first.wait(timeout=30)
+    begun = metrics(folder)
+    reached = begun[-1]["step"]
+    assert f"stopped after step {reached} of 100000; to go on: keel sft" in log.read_text()
+    assert begun[0]["eval/chats/loss"] == begun[0]["eval/loss"] > 4
+
+    # Back to the checkpoint before, to come to the same step again.
+    before, last = sorted((folder / "checkpoints").iterdir())
+    assert last.name == f"step_{reached:06d}"
+    once = last.rename(tmp_path / "once")
+    done = subprocess.run(
+        [*KEEL, str(path), f"run.steps={reached}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = metrics(folder)
+    assert [line["step"] for line in again] == list(range(reached + 1))
+    resumed = int(before.name.removeprefix("step_"))
+    assert resumed < reached
+    assert list(map(learned, again[1:])) == list(map(learned, begun[1:]))
+    assert again[-1]["eval/loss"] < again[0]["eval/loss"]
+    first_time, second_time = weights(once), weights(last)
+    assert first_time.keys() == second_time.keys()
+    for name, tensor in first_time.items():
+        assert torch.equal(tensor, second_time[name]), name
+    assert (folder / "model" / "tokenizer.json").exists() and damage(
+        folder / "model", extra=True
+    ) == []
+    assert "held-out chats/loss" in done.stdout

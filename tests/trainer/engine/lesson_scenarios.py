@@ -1,0 +1,84 @@
+"""Supervised steps of an engine, run by `window_scenarios.py` in its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from keel.configs.schema import AlgorithmConfig, Config
+from keel.rl.metrics import values
+from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
+from tests.trainer.engine.batches import VOCABULARY
+from tests.trainer.engine.scenarios import STAGES, TIGHT, Ranks, Result, Scenario, make_config
+
+STEPS = 2
+HELDOUT = 99
+"""Seed."""
+
+
+def lessons(seed: int) -> list[Lesson]:
+    """Five, of one to three contexts; the policy speaks more than once in most."""
+    random = np.random.default_rng(seed)
+
+    def segment(name: str) -> object:
+        length = int(random.integers(4, 14))
+        said = random.random(length) < 0.6
+        said[0], said[-1] = False, True
+        return shown(name, random.integers(0, VOCABULARY, length), said)
+
+    return [
+        Lesson(
+            prompt_id=f"c{number}",
+            segments=tuple(segment(f"c{number}") for _ in range(random.integers(1, 4))),  # pyright: ignore
+        )
+        for number in range(5)
+    ]
+
+
+def supervised(config: Config) -> Config:
+    """Clipping would hide a gradient that is too large; Adam's eps makes a small one count as
+    what it is."""
+    trainer = replace(config.trainer, grad_clip=0.0, warmup_steps=0, eps=1e-2)
+    return replace(config, algorithm=AlgorithmConfig(mask_delta=None), trainer=trainer)
+
+
+def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenario:
+    """The held-out loss before and after two steps, what each step saw, and the weights."""
+
+    def run(ranks: Ranks) -> Result:
+        config = supervised(make_config(ranks.world_size, stage, **changes))  # pyright: ignore
+        engine, trainer = ranks.engine(config, model), config.trainer
+        mine = ranks.rank // trainer.sequence_parallel
+
+        def packed(seed: int):
+            return pack_lessons(
+                lessons(seed), ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
+            )[mine]
+
+        def measured() -> float:
+            return values(ranks.merged(engine.score(packed(HELDOUT))))["nll"]
+
+        before = measured()
+        metrics = [values(ranks.merged(engine.step([packed(step)]))) for step in range(STEPS)]
+        return {
+            "heldout": [before, measured()],
+            "metrics": metrics,
+            "after": ranks.published(engine),
+        }
+
+    return run
+
+
+SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "lessons": learning(0),
+        "lessons unpacked": learning(0, tokens=1),
+        "lessons recomputed": learning(0, activation_checkpointing=True),
+    },
+    2: {
+        **{f"lessons stage {stage}": learning(stage, tokens=TIGHT) for stage in STAGES},
+        "lessons stage 3 sequence": learning(3, sequence_parallel=2, tokens=TIGHT),
+    },
+}

@@ -1,0 +1,202 @@
+"""The loop of supervised fine-tuning on fakes, and what is planned before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError
+from keel.data.stream import Stream
+from keel.rl.metrics import Mean, Metric, Sum, values
+from keel.rl.packing import TrainBatch
+from keel.rl.supervised.lessons import Lesson, shown
+from keel.rl.types import StepResult
+from keel.trainer.supervised import loop as sft
+from keel.trainer.supervised.wiring import prepare_sft
+
+
+def lessons(*lengths: int) -> list[Lesson]:
+    return [
+        Lesson(
+            prompt_id=f"c{number}",
+            segments=(shown("c", list(range(length)), [False, *[True] * (length - 1)]),),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def stream(given: Sequence[Lesson]) -> Stream[Lesson]:
+    return Stream({"s": given}, weights={"s": 1.0}, seed=0, content=lambda lesson: lesson.prompt_id)
+
+
+def config_of(**knobs: Any) -> Config:
+    given = ["run.steps=6", *(f"{name}={value}" for name, value in knobs.items())]
+    return load_config("sft-quickstart", given).supervised(6)
+
+
+class Ranks:
+    """Remembers what it learns."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.learned: list[list[int]] = []
+        """Tokens of each step's conversations."""
+
+    def train(self, shares: Sequence[Sequence[TrainBatch]]) -> StepResult:
+        rows = [row for share in shares for batch in share for row in batch.micro_batches]
+        self.learned.append(sorted(int(n) + 1 for row in rows for n in row.sequence_tokens_S))
+        self.version += 1
+        return StepResult(version=self.version, metrics={"loss": Sum(1.0)})
+
+    def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
+        return {f"{name}/nll": Mean(4.0 - self.version, 2) for name in shares[0]}
+
+
+class Run:
+    """A whole run, and what it wrote."""
+
+    def __init__(self, given: Sequence[Lesson], config: Config, *, stop_after: int = 99) -> None:
+        self.ranks, self.config, self.stop_after = Ranks(), config, stop_after
+        self.batches = sft.Batches(stream(given), config.sft, epoch=len(given))
+        self.steps: dict[int, dict[str, float]] = {}
+        self.saved: dict[int, Mapping[str, Any]] = {}
+
+    def begin(self, activity: str) -> None: ...
+
+    def record(self, step: int, metrics: Mapping[str, Metric], sample: object) -> None:
+        self.steps[step] = values(metrics)
+
+    def save(self, step: int, cursor: Mapping[str, Any]) -> None:
+        self.saved[step] = json.loads(json.dumps(cursor))
+
+    def fit(self, heldout: Sequence[Lesson] = (), *, start: int = 0) -> int:
+        parts = sft.Parts(
+            batches=self.batches,
+            learner=self.ranks,
+            journal=self,
+            heldout={"h": heldout} if heldout else {},
+            save=self.save,
+            stop=lambda: len(self.steps) > self.stop_after,
+        )
+        return sft.fit(parts, self.config, start=start)
+
+
+def test_a_run_measures_what_is_held_out_and_says_what_it_learned() -> None:
+    run = Run(lessons(*range(3, 13)), config_of(**{"sft.conversations_per_step": 4}))
+    assert run.fit(lessons(5)) == 6
+    assert [len(step) for step in run.ranks.learned] == [4] * 6
+    assert list(run.steps) == list(range(7)) and list(run.saved) == [6]
+    losses = {
+        step: found["eval/h/loss"] for step, found in run.steps.items() if "eval/h/loss" in found
+    }
+    assert losses == {0: 2.0, 6: -1.0}, "before the first step and after the last"
+    assert run.steps[6]["eval/loss"] == -1.0
+    last = run.steps[6]
+    assert last["sft/epochs"] == 2.4 and last["sft/conversations"] == 4
+    assert last["sft/tokens"] == sum(run.ranks.learned[-1])
+    assert last["sft/learned_tokens"] == last["sft/tokens"] - 4
+    assert last["sft/packed"] == last["sft/tokens"] / run.config.trainer.micro_batch_tokens
+
+
+@pytest.mark.parametrize("tokens", [0, 25])
+def test_a_stopped_run_goes_on_with_the_conversations_that_it_would_have_had(tokens: int) -> None:
+    given = lessons(*range(3, 13), 40)
+    config = config_of(**{"sft.conversations_per_step": 4, "sft.tokens_per_step": tokens})
+    whole, first, second = Run(given, config), Run(given, config, stop_after=2), Run(given, config)
+    whole.fit()
+    reached = first.fit()
+    assert reached == 3 and list(first.saved) == [3]
+    second.batches.restore(first.saved[3])
+    assert second.fit(start=3) == 6
+    assert [*first.ranks.learned, *second.ranks.learned] == whole.ranks.learned
+    assert second.steps[6]["sft/epochs"] == whole.steps[6]["sft/epochs"]
+    if tokens:
+        fits = [sum(step) <= 25 or step == [40] for step in whole.ranks.learned]
+        assert all(fits) and len({len(step) for step in whole.ranks.learned}) > 1
+
+
+@pytest.mark.parametrize(("knobs", "steps"), [((4, 0), 8), ((4, 25), 12)])
+def test_epochs_are_turned_into_steps(knobs: tuple[int, int], steps: int) -> None:
+    """3 × 10 conversations, by fours; or 225 tokens by at most 25 of them."""
+    given = lessons(*range(3, 13))
+    config = config_of(**{"sft.conversations_per_step": knobs[0], "sft.tokens_per_step": knobs[1]})
+    batches = sft.Batches(stream(given), config.sft, epoch=10)
+    assert batches.steps_of(3) == steps
+    assert batches.epochs == 0, "it stays where it is"
+    drawn = [lesson for _ in range(steps) for lesson in batches.take()]
+    assert 30 <= len(drawn) < 34
+
+
+def chats(folder: Path, count: int = 12) -> str:
+    path = folder / "chats.jsonl"
+    lines = [
+        {"prompt": f"What is {i}?", "completion": f"<think>it is {i}</think>{i}"}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def recipe(folder: Path, **source: Any) -> str:
+    path = folder / "recipe.yaml"
+    chat = {"name": "chats", "source": "jsonl", "path": chats(folder), "holdout": 2, **source}
+    sections = {
+        "run": {"dir": str(folder / "run"), "device": "cpu"},
+        "model": {"path": "embedded", "dtype": "float32"},
+        "sft": {"sources": [chat], "max_context_tokens": 64, "conversations_per_step": 4},
+    }
+    path.write_text(json.dumps(sections))
+    return str(path)
+
+
+def test_what_is_planned(tmp_path: Path) -> None:
+    task = prepare_sft(recipe(tmp_path), ["sft.epochs=2"])
+    text = task.text()
+    assert "chats: 10 conversations to learn from, 2 held out" in text
+    assert "chats are written in the format embedded" in text
+    assert task.config.run.steps == 5
+    (lesson, *_) = task.lessons.heldout["chats"]
+    (segment,) = lesson.segments
+    assert np.flatnonzero(segment.trainable_T)[0] > 3, "the question is not learned"
+    assert "tokens_per_step" not in text
+    assert "of at most 100 tokens together" in (
+        prepare_sft(recipe(tmp_path), ["sft.tokens_per_step=100"]).text()
+    )
+
+
+def test_what_a_recipe_measures_its_conversations_do_not_teach(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    asked = [{"prompt": f"What is  {i}?", "answer": str(i)} for i in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    prompts = {"name": "asked", "source": "jsonl", "path": str(path), "holdout": 5}
+    whole = json.dumps({"sources": [prompts]})
+    task = prepare_sft(recipe(tmp_path, holdout=0), [f"data={whole}"])
+    report = task.lessons.report["chats"]
+    assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
+    assert task.config.data.sources == () and task.config.algorithm.mask_delta is None
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("sft.sources=[]", "data.sources = []: add one"),
+        ("sft.sources.0.path=absent.jsonl", "no such file"),
+        ("sft.max_context_tokens=8", r"chats\.jsonl:1 has \d+ tokens, more than"),
+        ("sft.max_context_tokens=1000", "model.embedded.max_context = 512: too short for sft.max"),
+        ("sft.sources.0.sauce=x", "no such knob"),
+        ("sft.sources.0.repeat=-1", r"sft\.sources\[chats\]\.repeat = -1"),
+        ("sft.sources.0.task=x", r"task = 'x': is for source: solutions alone"),
+        ("sft.epochs=-1", "sft.epochs = -1"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused_before_anything_starts(
+    tmp_path: Path, override: str, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named.replace("[]", r"\[\]")):
+        prepare_sft(recipe(tmp_path), [override])

@@ -1,0 +1,1 @@
+"""`keel sft`: its loop, and what it is wired from."""

@@ -1,0 +1,180 @@
+"""Supervised fine-tuning as a page: take conversations, step, measure those held out.
+
+Everything it drives is a Protocol, as in `keel.trainer.loop`; `wiring.py` beside it wires it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from keel.configs.schema import Config, SftConfig
+from keel.rl.metrics import Mean, Metric, Sum, merge
+from keel.rl.packing import TrainBatch
+from keel.rl.supervised.lessons import Lesson, pack_lessons
+from keel.rl.types import StepResult
+from keel.trainer.loop import Clock, Journal, checkpoint_due
+
+
+class Stream(Protocol):
+    """An endless, seeded order of conversations."""
+
+    def take(self, n: int) -> list[Lesson]: ...
+
+    def state(self, unfinished: Sequence[Lesson] = ()) -> dict[str, Any]:
+        """The position in it; `unfinished` ones, taken already, come first again."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Learner(Protocol):
+    @property
+    def version(self) -> int: ...
+
+    def train(self, shares: Sequence[Sequence[TrainBatch]]) -> StepResult: ...
+
+    def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
+        """`<name>/nll` of named batches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    batches: Batches
+    learner: Learner
+    journal: Journal
+    heldout: Mapping[str, Sequence[Lesson]]
+    save: Callable[[int, Mapping[str, Any]], None]
+    """Writes a checkpoint of everything a run resumed after this step needs."""
+    stop: Callable[[], bool]
+    """Whether the user asked to stop after the current step."""
+
+
+class Batches:
+    """The conversations of each step."""
+
+    def __init__(self, stream: Stream, config: SftConfig, *, epoch: float) -> None:
+        """epoch: conversations in one."""
+        self._stream, self._config, self._epoch = stream, config, epoch
+        self._next: Lesson | None = None
+        """Taken, and too long for the step before."""
+        self._drawn = 0
+
+    def take(self) -> list[Lesson]:
+        taken: list[Lesson] = []
+        room = self._config.tokens_per_step
+        if not room:
+            taken = self._stream.take(self._config.conversations_per_step)
+        while room and (not taken or self._peek().total_tokens <= room):
+            taken.append(self._peek())
+            self._next, room = None, room - taken[-1].total_tokens
+        self._drawn += len(taken)
+        return taken
+
+    def position(self) -> dict[str, Any]:
+        own = {"taken": self._drawn}
+        return {**self._stream.state([self._next] if self._next else []), **own}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._stream.restore(state)
+        self._next, self._drawn = None, int(state["taken"])
+
+    def steps_of(self, epochs: float) -> int:
+        """Steps that it takes from here to see the conversations so often. Stays where it is."""
+        before, most, steps = self.position(), epochs * self._epoch, 0
+        while self._drawn < most:
+            self.take()
+            steps += 1
+        self.restore(before)
+        return steps
+
+    @property
+    def epochs(self) -> float:
+        """How often the conversations have been seen, on average."""
+        return self._drawn / self._epoch
+
+    def _peek(self) -> Lesson:
+        if self._next is None:
+            (self._next,) = self._stream.take(1)
+        return self._next
+
+
+def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
+    """Run steps `start + 1 … config.run.steps`; returns the last step done.
+
+    Stops early, with a checkpoint, when `parts.stop()` says so.
+    """
+    run, trainer, learner = config.run, config.trainer, parts.learner
+    heldout = packed_apart(parts.heldout, config)
+    if start == 0 and heldout:
+        parts.journal.begin("measuring")
+        parts.journal.record(0, measured(learner.score(heldout)), [])
+    saved = time.monotonic()
+    for step in range(start + 1, run.steps + 1):
+        clock = Clock(seconds={})
+        parts.journal.begin("training")
+        lessons = parts.batches.take()
+        with clock.time("train"):
+            shares = pack_lessons(
+                lessons,
+                ranks=trainer.groups,
+                micro_batch_tokens=trainer.micro_batch_tokens,
+                mean=config.sft.mean,
+            )
+            result = learner.train([[share] for share in shares])
+        metrics = {**seen(lessons, shares, trainer.micro_batch_tokens), **result.metrics}
+        metrics["sft/epochs"] = Mean(parts.batches.epochs, 1)
+        metrics |= clock.metrics(sum(lesson.learned_tokens for lesson in lessons))
+        last = step == run.steps
+        if heldout and (last or (run.eval_every > 0 and step % run.eval_every == 0)):
+            parts.journal.begin("measuring")
+            metrics |= measured(learner.score(heldout))
+        parts.journal.record(step, metrics, [])
+        if result.gave_up:
+            raise RuntimeError(f"step {step}: {result.gave_up}")
+        if last or checkpoint_due(run, step, time.monotonic() - saved) or parts.stop():
+            parts.journal.begin("saving a checkpoint")
+            parts.save(step, parts.batches.position())
+            saved = time.monotonic()
+            if parts.stop():  # or was asked to meanwhile
+                return step
+    return max(start, run.steps)
+
+
+def packed_apart(
+    heldout: Mapping[str, Sequence[Lesson]], config: Config
+) -> list[dict[str, TrainBatch]]:
+    """The share of each group of ranks in the held-out sets, by name; none without any."""
+    trainer = config.trainer
+    packed = {
+        name: pack_lessons(
+            lessons, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
+        )
+        for name, lessons in heldout.items()
+    }
+    return [
+        {name: batches[group] for name, batches in packed.items()}
+        for group in range(trainer.groups if packed else 0)
+    ]
+
+
+def measured(scored: Mapping[str, Metric]) -> dict[str, Metric]:
+    """`eval/<set>/loss` of each held-out set, in nats a token, and `eval/loss` of all tokens."""
+    whole = merge({"eval/loss": loss} for loss in scored.values())
+    return {f"eval/{name.removesuffix('/nll')}/loss": loss for name, loss in scored.items()} | whole
+
+
+def seen(
+    lessons: Sequence[Lesson], shares: Sequence[TrainBatch], capacity: int
+) -> dict[str, Metric]:
+    """What a step is made of. `sft/packed` is how full its micro-batches are."""
+    rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
+    return {
+        "sft/conversations": Sum(len(lessons)),
+        "sft/learned_tokens": Sum(sum(lesson.learned_tokens for lesson in lessons)),
+        "sft/tokens": Sum(sum(lesson.total_tokens for lesson in lessons)),
+        "sft/packed": Mean(sum(rows), sum(max(capacity, row) for row in rows)),
+    }

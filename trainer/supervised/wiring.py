@@ -1,0 +1,263 @@
+"""Wiring of `keel sft`: from a recipe to its conversations in ids, to ranks that learn from them.
+
+Sees every package, as `trainer/prepare.py` and `trainer/main.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from keel.configs.load import load_config
+from keel.configs.schema import Config, ConfigError
+from keel.data.conversations.load import Lessons, Report, load_lessons
+from keel.data.conversations.types import Example, Render
+from keel.data.dataset import load_dataset
+from keel.data.items import Item
+from keel.model.embedded.cache import ensure_embedded
+from keel.model.embedded.solutions import TAUGHT
+from keel.model.load import ModelFacts, digest_of_tokenizer
+from keel.model.trainable import check_ids
+from keel.rl.supervised.lessons import shown
+from keel.rl.turns import ToolSpec
+from keel.rl.types import Segment
+from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.laws import check_prefix_law
+from keel.rollout.chat.taught import taught
+from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
+from keel.trainer.cluster.reservation import reserved
+from keel.trainer.learner import Learner
+from keel.trainer.planning.placement import RANK, Hardware
+from keel.trainer.planning.plan import Plan, model_line, ranks_line
+from keel.trainer.planning.unusual import unusual
+from keel.trainer.prepare import EMBEDDED, found_model
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.interrupt import Interrupt
+from keel.trainer.run.session import open_journal, save_checkpoint
+from keel.trainer.run.view import View
+from keel.trainer.supervised import loop as sft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftTask:
+    """A recipe that has passed every check, with its conversations."""
+
+    config: Config
+    """`Config.supervised`: what such a run depends on."""
+    lessons: Lessons
+    batches: sft.Batches
+    facts: ModelFacts
+    plan: Plan
+    hardware: Hardware
+    tokenizer: str
+    """`keel.model.load.digest_of_tokenizer`."""
+    format: str
+    """Of the chats."""
+    warnings: Sequence[str] = ()
+
+    @property
+    def gpu(self) -> bool:
+        return self.hardware.gpu
+
+    def text(self, *, seats: Sequence[str] = ()) -> str:
+        """What is planned."""
+        config, trainer = self.config, self.config.trainer
+        reports = self.lessons.report.items()
+        size = f"{config.sft.conversations_per_step} conversations"
+        if config.sft.tokens_per_step:
+            size = f"conversations of at most {config.sft.tokens_per_step:,} tokens together"
+        rows = [
+            ("model", model_line(config, self.facts)),
+            *(("data", line) for name, report in reports for line in report_lines(name, report)),
+            ("", f"chats are written in the format {self.format}"),
+            (
+                "batch",
+                f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens; the "
+                f"loss is a mean over {config.sft.mean}",
+            ),
+            ("steps", f"{config.run.steps}; lr {trainer.lr:g} ({trainer.schedule})"),
+            ("actors", ranks_line(config, gpu=self.gpu)),
+            ("hardware", str(self.hardware) if self.gpu else "on CPU"),
+            *(("placement", line) for line in seats),
+            ("memory", f"trainer rank: {self.plan.trainer}"),
+            ("run folder", config.run.dir),
+            *(("warning", line) for line in self.warnings),
+        ]
+        named = ["" if i and rows[i - 1][0] == name else name for i, (name, _) in enumerate(rows)]
+        return "\n".join(f"{name:<12} {text}" for name, (_, text) in zip(named, rows, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """Ranks that learn, started."""
+
+    task: SftTask
+    learner: Learner
+
+
+def prepare_sft(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    hardware: Callable[[Config], Hardware] = hardware_here,
+) -> SftTask:
+    """Read and check everything that needs no ranks. Raises ConfigError."""
+    disable_progress_bar()  # transformers' own bars would cut through the view
+    given = load_config(recipe, overrides)
+    if not given.sft.sources:
+        raise ConfigError("sft.sources: there is none; add one (docs/sft.md)")
+    config = given.supervised(given.run.steps)
+    found = found_model(config, hardware)
+    digest = digest_of_tokenizer(found.tokenizer)
+    try:
+        chat = TemplateChat(found.tokenizer)
+    except ValueError as error:
+        name = config.model.tokenizer or config.model.path
+        raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
+    lessons = load_lessons(
+        config.sft,
+        seed=config.run.seed,
+        render=renderer(chat, found.facts.vocab_size),
+        solve=solved,
+        tokenizer=digest,
+        reserved=reserved_questions(given),
+    )
+    seen_once = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
+    batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
+    if config.sft.epochs:
+        config = given.supervised(batches.steps_of(config.sft.epochs))
+    warnings = unusual(config, found.facts)
+    if found.lacking:
+        warnings.append(f"model.path = {config.model.path!r}: {found.lacking}")
+    return SftTask(
+        config=config,
+        lessons=lessons,
+        batches=batches,
+        facts=found.facts,
+        plan=found.plan,
+        hardware=found.hardware,
+        tokenizer=digest,
+        format=chat.format.name,
+        warnings=warnings,
+    )
+
+
+def renderer(chat: TemplateChat, vocab_size: int) -> Render:
+    """Conversations in ids by the code of rollouts (`keel.rollout.chat.taught`)."""
+    proven: set[tuple[bool, bool]] = set()
+
+    def render(example: Example) -> list[Segment]:
+        tools = [
+            ToolSpec(
+                name=function["name"],
+                description=str(function["description"]),
+                parameters=function["parameters"],
+            )
+            for function in (tool["function"] for tool in example.tools)
+        ]
+        kind = (example.thinking, bool(tools))
+        if len(example.trained) > 1 and kind not in proven:
+            prove = check_prefix_law if tools else partial(check_prefix_law, tools=())
+            prove(chat, modes=(example.thinking,))
+            proven.add(kind)
+        contexts = taught(
+            chat, example.messages, tools, thinking=example.thinking, trained=example.trained
+        )
+        for context in contexts:
+            check_ids(context.ids, vocab_size, example.origin)
+        return [shown(example.origin, context.ids, context.said) for context in contexts]
+
+    return render
+
+
+def solved(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The answer to a question of reasoning_gym, worked out."""
+    taught_so = TAUGHT.get(task)
+    if taught_so is None or not taught_so.covers(entry["metadata"]):
+        return None
+    working = taught_so.working(entry["metadata"])
+    return {"role": "assistant", "content": str(entry["answer"]), "reasoning_content": working}
+
+
+def reserved_questions(config: Config) -> set[str]:
+    """Those that the recipe's prompts hold out, so that nobody learns what is measured."""
+    if not config.data.sources:
+        return set()
+    heldout = load_dataset(config.data, seed=config.run.seed).heldout
+    return {Item(prompt=p, origin="").question for prompts in heldout.values() for p in prompts}
+
+
+def report_lines(name: str, report: Report) -> Iterator[str]:
+    """What became of a source."""
+    said = f"{name}: {report.learned:,} conversations to learn from, {report.heldout:,} held out"
+    if report.learned:
+        said += (
+            f"; {report.learned_tokens:,} of {report.tokens:,} tokens learned, in "
+            f"{report.contexts:,} contexts of at most {report.longest:,}"
+        )
+    if report.sampled:
+        said += f"; {report.sampled:,} by the very tokens that were sampled"
+    yield said
+    if report.left_out:
+        yield "  left out: " + ", ".join(f"{n:,} {why}" for why, n in report.left_out.items())
+    yield from (f"  skipped: {reason}" for reason in report.skipped[:3])
+    if report.unread:
+        yield f"  keys that mean nothing here: {', '.join(sorted(report.unread))}"
+
+
+@contextmanager
+def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
+    """Start the ranks that `task` needs, and end them at exit, whatever happened."""
+    config, deadline = task.config, task.config.run.startup_deadline_s
+    with ExitStack() as stack:
+        start_ray()
+        stack.callback(end_ray)
+        seats = None
+        if task.gpu:
+            seats = stack.enter_context(reserved(config, deadline_s=deadline))
+            for line in seats.placement.lines():
+                say(line)
+        learner = Learner(
+            model_folder(config),
+            config,
+            gpu=task.gpu,
+            actor_options=partial(seats.options, RANK) if seats else None,
+        )
+        stack.callback(learner.shutdown)
+        say(f"starting {config.trainer.ranks} trainer rank(s)")
+        learner.prepared()
+        for line in learner.start():
+            say(f"warning: {line}")
+        yield Teaching(task=task, learner=learner)
+
+
+def model_folder(config: Config) -> str:
+    """Where the weights are. The embedded model begins with random ones: this is its cold start."""
+    if config.model.path != EMBEDDED:
+        return config.model.path
+    embedded = config.model.embedded
+    untaught = replace(embedded, cold_start=replace(embedded.cold_start, steps=0))
+    return str(ensure_embedded(untaught, seed=config.run.seed, sources=(), heldout_questions=()))
+
+
+def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> int:
+    """The loop of `keel.trainer.supervised.loop` on the real parts; returns the last step done."""
+    task, learner = system.task, system.learner
+    with ExitStack() as stack:
+        journal = open_journal(
+            stack, folder, view, task.config, start=start, tokenizer=task.tokenizer
+        )
+        parts = sft.Parts(
+            batches=task.batches,
+            learner=learner,
+            journal=journal,
+            heldout=task.lessons.heldout,
+            save=partial(save_checkpoint, folder, task.config, learner),
+            stop=stack.enter_context(Interrupt(view.say, grace_s=task.config.run.grace_s)),
+        )
+        return sft.fit(parts, task.config, start=start)
