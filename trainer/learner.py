@@ -21,6 +21,7 @@ from keel.rl.futures import done
 from keel.rl.metrics import merge
 from keel.rl.packing import TrainBatch, pack, split_updates
 from keel.rl.types import ScoredGroup, StepResult
+from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
 
@@ -248,6 +249,8 @@ class Learner:
         rank = dead[0] if dead else next(iter(failures))
         error = failures[rank]
         cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, Unwritten):  # the ranks are well
+            return Unwritten(str(cause))
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._whereabouts):
             place = self._whereabouts[rank]

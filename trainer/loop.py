@@ -86,9 +86,9 @@ class Parts:
     learner: Learner
     journal: Journal
     heldout: Mapping[str, Sequence[Prompt]]
-    save: Callable[[int, Mapping[str, Any]], None]
+    save: Callable[[int, Mapping[str, Any]], bool | None]
     """Writes a checkpoint of everything a run resumed after this step needs, the position of
-    `prompts` among it."""
+    `prompts` among it. True if it could not, and has said so: the run goes on without."""
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
 
@@ -113,7 +113,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         score=partial(parts.rewards.submit, purpose="train"),
         start=start,
     )
-    saved = time.monotonic()
+    saved, unwritten = time.monotonic(), 0
     with closing(feed):
         feed.open()
         for step in range(start + 1, run.steps + 1):
@@ -136,6 +136,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
             metrics |= clock.metrics(sampled_tokens(batch.groups))
+            if unwritten:
+                metrics["checkpoint/unwritten"] = Sum(unwritten)
             if evaluating:
                 parts.journal.begin("evaluating")
                 metrics |= evaluate(parts.rollouts, parts.rewards, parts.heldout)
@@ -143,9 +145,9 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             due = checkpoint_due(run, step, time.monotonic() - saved)
             if last or due or parts.stop():
                 parts.journal.begin("saving a checkpoint")
-                parts.save(step, feed.position())
-                saved = time.monotonic()
-                if parts.stop():  # or was asked to meanwhile
+                failed = bool(parts.save(step, feed.position()))
+                saved, unwritten = time.monotonic(), unwritten + failed
+                if parts.stop() and not failed:  # or was asked to meanwhile
                     return step
     return max(start, run.steps)
 

@@ -25,7 +25,7 @@ from keel.trainer.cluster.nodes import hardware_said, seating, start_ray
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.prepare import prepare
 from keel.trainer.run.alarms import Alarms
-from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.journal import Journal
@@ -146,16 +146,24 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
     """The loop of `keel.trainer.loop` on the real parts; returns the last step done."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
 
-    def save(step: int, cursor: Mapping[str, Any]) -> None:
+    def save(step: int, cursor: Mapping[str, Any]) -> bool:
         state = State(
             step=step,
             version=learner.version,
             cursor=cursor,
             config=config_digest(config),
         )
-        folder.save(state, learner.save)
+        failure = ""
+        try:
+            folder.save(state, learner.save)
+        except Unwritten as error:
+            if step >= config.run.steps or interrupt():
+                raise  # nothing comes after this one
+            failure = f"warning: {error}\nThe run goes on, and saves when the next one is due"
+            view.say(failure)
         if config.rollout.sleep:
             system.wake()
+        return bool(failure)
 
     with ExitStack() as stack:
         journal = Journal(
@@ -170,6 +178,7 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)
+        interrupt = stack.enter_context(Interrupt(view.say))
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,
@@ -178,6 +187,6 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
             journal=journal,
             heldout=dataset.heldout,
             save=save,
-            stop=stack.enter_context(Interrupt(view.say)),
+            stop=interrupt,
         )
         return loop.train(parts, config, start=start)

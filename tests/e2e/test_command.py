@@ -140,7 +140,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     assert 4 <= len(state["cursor"]["unfinished"]) <= 8
 
     # One flipped bit in the newest: the run is resumed from the one before.
-    damaged = folder / "checkpoints" / last / "deepspeed" / "mp_rank_00_model_states.pt"
+    damaged = folder / "checkpoints" / last / "optimizer" / "rank_0.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)

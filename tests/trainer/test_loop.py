@@ -123,7 +123,7 @@ class FakeRun:
     def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
         return {"unfinished": [prompt.prompt_id for prompt in unfinished]}
 
-    def save(self, step: int, cursor: Mapping[str, Any]) -> None:
+    def save(self, step: int, cursor: Mapping[str, Any]) -> bool | None:
         self.events.append(f"save@{step}")
         self.unfinished = cursor["unfinished"]
 
@@ -254,6 +254,23 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = [event for event in world.events if event.startswith("save")]
     assert saved == ["save@3", "save@5", "save@8", "save@10", "save@12"]
     assert not checkpoint_due(RunConfig(checkpoint_minutes=0), 7, 1e9)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_counted_and_tried_again() -> None:
+    """Even a run that is asked to stop meanwhile does another step, and saves that."""
+    world = FakeRun()
+    save = world.save
+
+    def fails(step: int, cursor: Mapping[str, Any]) -> bool:
+        save(step, cursor)
+        return step < 4
+
+    world.save, world.stop = fails, lambda: "save@2" in world.events
+    assert world.run(config(steps=9, checkpoint_every=2)) == 4
+    saved = [event for event in world.events if event.startswith("save")]
+    assert saved == ["save@2", "save@3", "save@4"]
+    counts = [world.records[step].get("checkpoint/unwritten") for step in (2, 3, 4)]
+    assert [count and count.value for count in counts] == [None, 1, 2]
 
 
 def test_a_batch_without_answers_is_refused_with_the_reasons() -> None:
