@@ -1,6 +1,6 @@
 """What the ranks write to resume from later, exactly: weights, optimizer, random state, progress.
 
-    optimizer/…            master weights and Adam's moments (`keel.trainer.state.optimizer`)
+    optimizer/…            master weights and Adam's moments (`keel.trainer.engine.state.optimizer`)
     random_rank_0.pt …     random state of each rank
     trainer.json           progress, and what the run was laid out on
 
@@ -28,10 +28,10 @@ from torch import nn
 
 from keel.trainer.engine.deepspeed_internals import found_changed, whole_shape
 from keel.trainer.engine.expert_parallel import ExpertLayers
+from keel.trainer.engine.state.optimizer import OptimizerState
+from keel.trainer.engine.state.optimizer_internals import files_of, trainable
 from keel.trainer.run.checkpoint import NATIVE, PROGRESS, Unwritten
 from keel.trainer.run.manifest import Entry, seal
-from keel.trainer.state.deepspeed_state import files_of, trainable
-from keel.trainer.state.optimizer import OptimizerState
 
 OPTIMIZER = "optimizer"
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from keel.trainer.engine.deepspeed_internals import (
     ranks_of,
     split_experts,
 )
-from keel.trainer.state.pieces import Run
+from keel.trainer.engine.state.pieces import Run
 
 LAYERS = r"model\.model\.layers\.\d+\.mlp"
 """Where MoE blocks are inside a `PolicyNetwork`."""

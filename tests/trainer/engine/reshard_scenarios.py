@@ -83,7 +83,7 @@ def saving(layout: Layout) -> Scenario:
         engine, config = started(ranks, layout)
         train(ranks, engine, config, range(SAVED_AFTER))
         saved(ranks, engine, folder_of(ranks.folder, layout))
-        weights, state = ranks.published(engine), gathered(engine)
+        state, weights = gathered(engine), ranks.published(engine)  # which may offload it
         metrics = train(ranks, engine, config, range(SAVED_AFTER, SAVED_AFTER + 1))
         return {"weights": weights, "state": state, "metrics": metrics}
 
@@ -104,27 +104,28 @@ def moving(layout: Layout, other: Layout) -> Scenario:
     return run
 
 
-def gathered(engine: Any) -> Result:
+def gathered(engine: Any) -> dict[Any, Any]:
     """Master weights and moments by DeepSpeed's own functions, of parameters that ranks share."""
     from deepspeed.utils import (  # noqa: PLC0415  (slow to load)
         safe_get_full_fp32_param,
         safe_get_full_optimizer_state,
     )
 
-    found: Result = {}
+    found: dict[Any, Any] = {}
     for name, parameter in engine._network.model.named_parameters():
         if engine._stage == 0 or ".experts." in name or "router" in name:
             continue
-        found["master", name] = safe_get_full_fp32_param(parameter).flatten().clone()
+        master: Any = safe_get_full_fp32_param(parameter)
+        found["master", name] = master.flatten().clone()
         # Of several groups' moments ZeRO-1 and 2 (float32) know the first one's, in 0.19.8.
         known = engine._stage == 3 or parameter.dtype == torch.bfloat16
         for moment in ("exp_avg", "exp_avg_sq") if known else ():
-            state = safe_get_full_optimizer_state(parameter, moment)
+            state: Any = safe_get_full_optimizer_state(parameter, moment)
             found[moment, name] = state.flatten().clone()
     return found
 
 
-def whole_state(folder: Path) -> tuple[Result, set[float]]:
+def whole_state(folder: Path) -> tuple[dict[Any, torch.Tensor], set[float]]:
     """(kind, parameter) → the whole of it, from a checkpoint's files; and Adam's steps."""
     ranks = json.loads((folder / "optimizer" / "index.json").read_text())["ranks"]
     parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
@@ -155,9 +156,9 @@ LOADS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-def run_saves(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, SAVES)
+def run_saves(rank: int, world_size: int, number: int, folder: Path) -> None:
+    run_rank(rank, world_size, number, folder, SAVES)
 
 
-def run_loads(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, LOADS)
+def run_loads(rank: int, world_size: int, number: int, folder: Path) -> None:
+    run_rank(rank, world_size, number, folder, LOADS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
@@ -50,6 +49,7 @@ MASK_DELTA = 0.025
 """Drops, in the last step, an answer that lies across two sequence-parallel slices, and of which
 only one half is that far from the policy."""
 
+LAUNCHES = count()
 Result = dict[str, Any]
 Scenario = Callable[["Ranks"], Result]
 
@@ -318,7 +318,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 def run_rank(
     rank: int,
     world_size: int,
-    port: int,
+    number: int,
     folder: Path,
     scenarios: Mapping[int, Mapping[str, Scenario]] = SCENARIOS,
 ) -> None:
@@ -326,18 +326,12 @@ def run_rank(
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
     gc.freeze()  # DeepSpeed collects garbage many times an engine; the libraries are none
-    patience = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=patience)
+    store = dist.FileStore(str(folder / f"store-{world_size}-{number}"), world_size)
+    store.set_timeout(timedelta(seconds=60))
     ranks = Ranks(rank, world_size, store, folder)
     results = {name: scenario(ranks) for name, scenario in scenarios[world_size].items()}
     if rank == 0:
         torch.save(results, folder / f"results-{world_size}.pt")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def results_of(folder: Path, sizes: Iterable[int]) -> Result:
@@ -349,7 +343,8 @@ def results_of(folder: Path, sizes: Iterable[int]) -> Result:
 
 
 def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> None:
-    """`run` on every rank of each of these numbers of ranks, all at once."""
+    """`run` on every rank of each of these numbers of ranks, all at once. They meet at a file: a
+    port that is free now may be taken when they come to it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -365,7 +360,11 @@ def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> Non
         )
         running = [
             mp.start_processes(
-                run, (size, free_port(), folder), nprocs=size, join=False, start_method="forkserver"
+                run,
+                (size, next(LAUNCHES), folder),
+                nprocs=size,
+                join=False,
+                start_method="forkserver",
             )
             for size in sizes
         ]

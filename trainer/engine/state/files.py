@@ -40,7 +40,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 for block in tensor.detach().split(BLOCK):
                     # Never `numpy` of the tensor itself: its storage could not be emptied again.
                     staged = staging[: len(block)].copy_(block)
-                    file.write(memoryview(staged.numpy()))
+                    file.write(staged.numpy().data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
-from keel.trainer.state.deepspeed_state import (
+from keel.trainer.engine.state.files import TensorFile, write_tensors
+from keel.trainer.engine.state.optimizer_internals import (
     MOVED_ON,
     Held,
     flaw,
@@ -27,8 +28,7 @@ from keel.trainer.state.deepspeed_state import (
     replacing_masters,
     set_loss_scale,
 )
-from keel.trainer.state.files import TensorFile, write_tensors
-from keel.trainer.state.pieces import Index, Piece, Run, flaws, sizes_of, writers
+from keel.trainer.engine.state.pieces import Index, Piece, Run, flaws, sizes_of, writers
 
 INDEX = "index.json"
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from keel.trainer.state.pieces import Index, Piece, Run, flaws, sizes_of, writers
+from keel.trainer.engine.state.pieces import Index, Piece, Run, flaws, sizes_of, writers
 
 
 def cut(name: str, size: int, *borders: int) -> list[Piece]:
