@@ -83,6 +83,8 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     (full / "optimizer" / "rank_1.safetensors").mkdir(parents=True)
     with pytest.raises(Unwritten, match=r"^trainer rank 1: .*Is a directory: '.*/rank_1\.safe"):
         first.save(full)
+    with pytest.raises(RuntimeError, match=r"rank 0 does not see .*/absent: run\.dir must be on a"):
+        first.save(tmp_path / "absent")
     first.step(groups)
     straight = weights(first)
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from keel.trainer.engine.deepspeed_internals import found_changed, whole_shape
 from keel.trainer.engine.expert_parallel import ExpertLayers
-from keel.trainer.engine.state.optimizer import OptimizerState
+from keel.trainer.engine.state.optimizer import OptimizerState, Share
 from keel.trainer.engine.state.optimizer_internals import files_of, trainable
 from keel.trainer.run.checkpoint import NATIVE, PROGRESS, Unwritten
 from keel.trainer.run.manifest import Entry, seal
@@ -64,12 +64,17 @@ class Checkpoints:
         """`progress`: numbers of the run and what it was laid out on, for JSON. Returns what this
         rank wrote, on the disk. Raises `Unwritten` on all ranks if one of them could not write."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
-        shares = [] if self.note else everyones(self._optimizer.share())
+        shares = everyones(Share([], {}, {}) if self.note else self._optimizer.share())
+        if blind := [other for other, sees in enumerate(everyones(folder.is_dir())) if not sees]:
+            raise RuntimeError(
+                f"trainer rank {blind[0]} does not see {folder}: run.dir must be on a file system "
+                "that all machines of the run share"
+            )
         try:
             written = (
-                self._optimizer.write(folder / OPTIMIZER, shares)
-                if shares
-                else self._write_native(folder)
+                self._write_native(folder)
+                if self.note
+                else self._optimizer.write(folder / OPTIMIZER, shares)
             )
             state = {"cpu": torch.get_rng_state()}
             if self._device.type == "cuda":
