@@ -152,8 +152,10 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
 
     steps = reached + 2
     ours = [*small(folder, cache, steps), *ahead]
-    said = keel("train", *ours)
-    assert f"{last} is damaged (deepspeed/mp_rank_00_model_states.pt: changed, betw" in said
+    said = keel("train", *ours, "trainer.ranks=2", "trainer.zero_stage=1")
+    was = "trainer.ranks = 1, trainer.zero_stage = 0"
+    assert f"{before[-1]} was saved with {was}; this run has trainer.ranks = 2, train" in said
+    assert f"{last} is damaged (optimizer/rank_0.safetensors: changed, betw" in said
     assert f"{before[-1]} before it is as it was written" in said
     assert (folder / "checkpoints" / f"damaged_{last}").is_dir()
     seen = metrics(folder)

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Of one rank. `save` and `load` are collective."""
+    """Of one rank. Everything is collective."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Checkpoints:
         runs = {name: experts.runs(name, shape) for name, shape in shapes.items()}
         self._engine, self._device = engine, device
         self._optimizer = OptimizerState(engine, adam, model, runs, stage=stage)
-        what = self._optimizer.flaw()
+        what = max(everyones(self._optimizer.flaw()))  # all take the same way
         lost = "A checkpoint can be resumed on the same number of ranks and ZeRO stage only"
         self.note = what and found_changed(what, lost)
         """What is lost with this DeepSpeed, if anything."""
