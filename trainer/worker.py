@@ -17,6 +17,7 @@ from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch
+from keel.trainer.nonfinite import Finding
 from keel.trainer.run.manifest import Entry
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class StepReport:
     version: int
     steps: int
     metrics: dict[str, Metric]
+    findings: tuple[Finding, ...] = ()
+    """`TrainerEngine.findings`"""
+    gave_up: str = ""
 
 
 class TrainerWorker:
@@ -116,7 +120,13 @@ class TrainerWorker:
 
     def step(self, batches: Sequence[TrainBatch]) -> StepReport:
         metrics = self.engine.step(batches)
-        return StepReport(version=self.engine.version, steps=self.engine.steps, metrics=metrics)
+        return StepReport(
+            version=self.engine.version,
+            steps=self.engine.steps,
+            metrics=metrics,
+            findings=tuple(self.engine.findings),
+            gave_up=self.engine.gave_up,
+        )
 
     def store(self) -> list[ray.ObjectRef[Any]]:
         """References to the buckets, which this process puts into the object store one by one."""

@@ -57,6 +57,9 @@ class EmbeddedConfig:
     """Intermediate size of one expert; the CPU kernel wants multiples of 32."""
     initializer_range: float = 0.05
     """Standard deviation of the random weights; about 0.02 suits a hidden size of 512 and more."""
+    phrases: tuple[str, ...] = ()
+    """Texts that are one token each, such as a tool's description or the fixed words of a task,
+    where all else is a token a byte: conversations become short enough for so small a model."""
     max_context: int = 512
     cache_dir: str = ""
     """Where cold-started models are kept; empty: `keel` under the user's cache folder."""
@@ -74,6 +77,13 @@ class EmbeddedConfig:
             )
         for name in ("layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token"):
             require(getattr(self, name) >= 1, f"{knob}.{name}", getattr(self, name), "must be >= 1")
+        for phrase in self.phrases:
+            require(
+                bool(phrase) and phrase.isascii(),
+                f"{knob}.phrases",
+                phrase,
+                "must be text, and ASCII: a byte beyond that is part of a character",
+            )
         require(
             self.heads % self.kv_heads == 0,
             f"{knob}.kv_heads",

@@ -39,6 +39,7 @@ from keel.trainer.agents import (
     wrap,
 )
 from tests.rollout.chat.families import tokenizer_of
+from tests.waiting import PATIENCE_S
 
 SHOP = Path(__file__).parents[1] / "agents"
 OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
@@ -88,7 +89,7 @@ def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
     assert tokens > fewer + 50
     runner = episode_runner(recipe, chat, lambda request, purpose: Future())
     with runner:
-        assert runner._budget.calls == 7
+        assert runner._limits["shop"].budget.calls == 7
     told = system_prompt_of(recipe, asked)(["python"])
     assert "Up to 7 calls" in told and "60 seconds" in told, "agents.call_s ends a cell"
 
@@ -255,7 +256,7 @@ def test_the_files_that_prompts_come_from_are_not_there_in_a_sandbox(tmp_path: P
                 pass_fds=launch.pass_fds,
                 capture_output=True,
                 text=True,
-                timeout=30,
+                timeout=PATIENCE_S,
             ).stdout.split()
 
     assert read() == ["none", "none", '42"']

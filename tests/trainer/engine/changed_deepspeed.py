@@ -124,5 +124,5 @@ SCENARIOS: Mapping[int, Mapping[str, Any]] = {
 }
 
 
-def run_changes(rank: int, world_size: int, number: int, folder: Path) -> None:
-    run_rank(rank, world_size, number, folder, SCENARIOS)
+def run_changes(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SCENARIOS)

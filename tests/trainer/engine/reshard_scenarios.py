@@ -156,9 +156,9 @@ LOADS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-def run_saves(rank: int, world_size: int, number: int, folder: Path) -> None:
-    run_rank(rank, world_size, number, folder, SAVES)
+def run_saves(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SAVES)
 
 
-def run_loads(rank: int, world_size: int, number: int, folder: Path) -> None:
-    run_rank(rank, world_size, number, folder, LOADS)
+def run_loads(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, LOADS)

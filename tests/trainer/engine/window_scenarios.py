@@ -88,5 +88,5 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-def run_window_rank(rank: int, world_size: int, number: int, folder: Path) -> None:
-    run_rank(rank, world_size, number, folder, SCENARIOS)
+def run_window_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SCENARIOS)
