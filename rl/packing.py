@@ -38,13 +38,15 @@ class MicroBatch:
     routes_NLK: NDArray[np.int16] | None = None
     """Input-aligned; rows of −1 use the live router."""
     kept: KeptSets | None = None
+    selected_NLk: NDArray[np.int32] | None = None
+    """Input-aligned; rows of −1 have the live selection of sparse attention."""
     split_S: NDArray[np.int64] | None = None
     """The number of a trajectory that has segments in other micro-batches too, among such ones of
     the step (0 … P−1); −1 for one that is all here. None: all are."""
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids_N), len(self.sequence_tokens_S)
-        for name in (*PER_TOKEN, "routes_NLK", "kept"):
+        for name in (*PER_TOKEN, "routes_NLK", "kept", "selected_NLk"):
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise ValueError(
@@ -111,6 +113,9 @@ class TrainBatch:
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
     """Trajectories in the whole optimizer step, over all ranks: the denominator of Eq. 8."""
+    total_tokens: int = 0
+    """Tokens of all micro-batches in the whole optimizer step, those that are only padding left
+    out: the denominator of an indexer's loss (`keel.model.sparse`). 0: nobody has counted."""
     split_sequences: int = 0
     """P, those of them whose segments lie in several micro-batches, over all ranks."""
     scored_first: tuple[MicroBatch, ...] = ()
@@ -217,6 +222,7 @@ def pack(
         TrainBatch(
             micro_batches=micro_batches,
             total_sequences=total_sequences,
+            total_tokens=sum(item.tokens for item in work),
             split_sequences=split,
             scored_first=first,
         )
@@ -307,6 +313,8 @@ class _Layout:
     routes: tuple[int, int] | None
     """Layers and experts a token, where routes were recorded."""
     kept: bool
+    selected: tuple[int, int] | None
+    """Layers and positions a token, where any selection of sparse attention was recorded."""
 
     @staticmethod
     def of(groups: Sequence[ScoredGroup]) -> _Layout:
@@ -325,7 +333,11 @@ class _Layout:
                     f"segment of the batch has {routes}; record all, or none"
                 )
         kept = any(segment.kept is not None for segment in segments)
-        return _Layout(routes=None if routes is None else (routes[0], routes[1]), kept=kept)
+        chosen = [s.selected_TLk.shape[1:] for s in segments if s.selected_TLk is not None]
+        selected = (chosen[0][0], max(width for _, width in chosen)) if chosen else None
+        return _Layout(
+            routes=None if routes is None else (routes[0], routes[1]), kept=kept, selected=selected
+        )
 
 
 def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
@@ -358,6 +370,9 @@ def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
         if layout.routes is None
         else np.concatenate([_routes(segment, layout.routes) for segment in segments]),
         kept=KeptSets.concat([_kept(segment) for segment in segments]) if layout.kept else None,
+        selected_NLk=None
+        if layout.selected is None
+        else np.concatenate([segment.selection(*layout.selected) for segment in segments]),
         split_S=np.asarray([item.split for item in work], np.int64)
         if any(item.split >= 0 for item in work)
         else None,

@@ -32,7 +32,7 @@ from keel.rollout.chat.render import name_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here
-from keel.trainer.planning.families import check_engine_dtype
+from keel.trainer.planning.families import check_engine_attention, check_engine_dtype
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe, plan_on
 from keel.trainer.planning.unusual import unusual
@@ -113,6 +113,12 @@ def prepare(
         check_engine_dtype(config, model.model_type)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
+    check_engine_attention(
+        config,
+        architecture=facts.architecture,
+        kv_width=facts.kv_width,
+        gpu=machine.gpu,
+    )
     plan = plan_on(config, facts, machine)
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:

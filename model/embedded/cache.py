@@ -126,6 +126,9 @@ def content_key(
     CPU."""
     model = asdict(config)
     del model["cache_dir"], model["cold_start"]["max_seconds"]
+    if config.family == "qwen3_moe":  # it came without a name, and without another's knobs
+        for name in ("family", "latent_size", "index_heads", "index_top_k"):
+            del model[name]
     if not config.phrases:
         del model["phrases"]
     content: dict[str, Any] = {

@@ -63,15 +63,22 @@ def price_demonstrations(
     def draw_one(draw: random.Random) -> Demonstration:
         shop = prices.draw_prices(draw)
         question = prices.draw_question(draw, shop)
+
+        def price(item: str) -> int:
+            return shop[item]
+
+        def submit(answer_text: str) -> str:
+            return ""
+
         stand = Stand(
             _asks(question.text),
             specs,
-            {"price": lambda item: shop[item], "submit_result": lambda answer_text: ""},
+            {"price": price, "submit_result": submit},
             ends=("submit_result",),
         )
 
         def look() -> Calls:
-            seen = {}
+            seen: dict[str, int] = {}
             for item in question.items:
                 seen[item] = int((yield "price", {"item": item}))
             yield "submit_result", {"answer_text": str(question.answer(seen))}
@@ -129,7 +136,11 @@ def pace_demonstrations(
                 return str(error)
 
         issue = PROMPT.format(name="pace", repo=REPO, issue=pace.issue(wanted))
-        stand = Stand(_asks(issue), specs, {"view": lambda path: viewed(text, 1, 0), "edit": edit})
+
+        def view(path: str) -> str:
+            return viewed(text, 1, 0)
+
+        stand = Stand(_asks(issue), specs, {"view": view, "edit": edit})
 
         def change(old: str) -> Calls:
             yield "edit", {"path": "pace.py", "old": old, "new": str(wanted)}
@@ -159,7 +170,11 @@ def sum_demonstrations(
         for sign, number in zip(signs, numbers[1:], strict=True):
             values.append(values[-1] + (number if sign == "+" else -number))
         said = " ".join(terms)
-        stand = Stand(_asks(SUM.format(sum=said)), [spec], {"python": lambda code: values[-1]})
+
+        def python(code: str) -> int:
+            return values[-1]
+
+        stand = Stand(_asks(SUM.format(sum=said)), [spec], {"python": python})
 
         def look() -> Calls:
             return (yield "python", {"code": said})
