@@ -19,6 +19,7 @@ NAMED = (
     "model/torch_internals.py",
     "model/transformers_internals.py",
     "trainer/cluster/ray_internals.py",
+    "trainer/engine/state/optimizer_internals.py",
 )
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray")
 OF_DEEPSPEED = re.compile(
@@ -93,6 +94,7 @@ def test_these_files_are_what_reaches_for_them() -> None:
     found = {name: set(reached_for(ROOT / name)) for name in NAMED}
     assert all(found[name] for name in NAMED[:3])
     assert {"ds_tensor", "_update_hp_grad", "__class__"} <= found[DEEPSPEED]
+    assert {"ds_tensor", "_hp_mapping"} <= found[NAMED[4]]
     assert {"_world", "_set_pg_timeout", "_cdata"} <= found["model/torch_internals.py"]
     assert "ray._private.state" in (ROOT / NAMED[3]).read_text()
 

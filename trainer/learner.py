@@ -22,6 +22,7 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch, pack, split_updates
 from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.nonfinite import said_of
+from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
 
@@ -272,6 +273,8 @@ class Learner:
         rank = dead[0] if dead else next(iter(failures))
         error = failures[rank]
         cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, Unwritten):  # the ranks are well
+            return Unwritten(str(cause))
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._whereabouts):
             place = self._whereabouts[rank]

@@ -86,9 +86,9 @@ class Parts:
     learner: Learner
     journal: Journal
     heldout: Mapping[str, Sequence[Prompt]]
-    save: Callable[[int, Mapping[str, Any]], None]
+    save: Callable[[int, Mapping[str, Any]], bool | None]
     """Writes a checkpoint of everything a run resumed after this step needs, the position of
-    `prompts` among it."""
+    `prompts` among it. True if it could not, and has said so: the run goes on without."""
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
     keep: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
@@ -120,7 +120,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         score=partial(parts.rewards.submit, purpose="train"),
         start=start,
     )
-    saved, saved_at = start, time.monotonic()
+    saved, saved_at, unwritten = start, time.monotonic(), 0
     with closing(feed):
         feed.open()
         for step in range(start + 1, run.steps + 1):
@@ -153,6 +153,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
             metrics |= clock.metrics(sampled_tokens(batch.groups))
+            if unwritten:
+                metrics["checkpoint/unwritten"] = Sum(unwritten)
             if evaluating and not hurry():
                 parts.journal.begin("evaluating")
                 with suppress(Abandoned):
@@ -163,9 +165,10 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 parts.journal.begin("saving a checkpoint")
                 if hurry():
                     feed.close()
-                parts.save(step, feed.position())
-                saved, saved_at = step, time.monotonic()
-                if parts.stop():  # or was asked to meanwhile
+                failed = bool(parts.save(step, feed.position()))
+                saved, saved_at = saved if failed else step, time.monotonic()
+                unwritten += failed
+                if parts.stop() and not failed:  # or was asked to meanwhile
                     return step
     return max(start, run.steps)
 

@@ -172,10 +172,13 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
     """The loop of `keel.trainer.loop` on the real parts; returns the last step done."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
 
-    def save(step: int, cursor: Mapping[str, Any]) -> None:
-        save_checkpoint(folder, config, learner, step, cursor)
+    def save(step: int, cursor: Mapping[str, Any]) -> bool:
+        failed = save_checkpoint(
+            folder, config, learner, step, cursor, stop=interrupt, say=view.say
+        )
         if config.rollout.sleep and not interrupt.hurry():
             system.wake()
+        return failed
 
     def keep(step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]) -> None:
         path = keep_batch(folder.path, step, groups, findings)

@@ -176,15 +176,17 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     assert 0 < len(state["cursor"]["unfinished"]) <= 8
 
     # One flipped bit in the newest: the run is resumed from the one before.
-    damaged = folder / "checkpoints" / last / "deepspeed" / "mp_rank_00_model_states.pt"
+    damaged = folder / "checkpoints" / last / "optimizer" / "rank_0.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
 
     steps = reached + 2
     ours = [*small(folder, cache, steps), *ahead]
-    said = keel("train", *ours)
-    assert f"{last} is damaged (deepspeed/mp_rank_00_model_states.pt: changed, betw" in said
+    said = keel("train", *ours, "trainer.ranks=2", "trainer.zero_stage=1")
+    was = "trainer.ranks = 1, trainer.zero_stage = 0"
+    assert f"{before[-1]} was saved with {was}; this run has trainer.ranks = 2, train" in said
+    assert f"{last} is damaged (optimizer/rank_0.safetensors: changed, betw" in said
     assert f"{before[-1]} before it is as it was written" in said
     assert (folder / "checkpoints" / f"damaged_{last}").is_dir()
     seen = metrics(folder)

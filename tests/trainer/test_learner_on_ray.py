@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from keel.configs.schema import Config
 from keel.rl.metrics import values
 from keel.trainer.learner import Learner
+from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import damage, sizes, write_manifest
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
@@ -73,14 +74,19 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     saved, exported = tmp_path / "saved", tmp_path / "exported"
     saved.mkdir()
     sealed = first.save(saved)
-    # Each rank has digested its own; DeepSpeed's scripts are nobody's, and left to the driver.
-    assert sorted(sealed) == [name for name in sizes(saved) if not name.endswith(".py")]
-    assert sum("optim_states" in name for name in sealed) == 2
-    assert {"random_rank_0.pt", "random_rank_1.pt", "trainer.json"} <= sealed.keys()
+    assert sorted(sealed) == [*sizes(saved)], "each rank has digested its own"
+    for rank in (0, 1):
+        assert {f"random_rank_{rank}.pt", f"optimizer/rank_{rank}.safetensors"} <= sealed.keys()
     write_manifest(saved, sealed)
     assert damage(saved, extra=True) == []
     assert sorted(first.export(exported)) == [*sizes(exported)]
     same(weights(first), load_file(exported / "model.safetensors"))
+    full = tmp_path / "full"
+    (full / "optimizer" / "rank_1.safetensors").mkdir(parents=True)
+    with pytest.raises(Unwritten, match=r"^trainer rank 1: .*Is a directory: '.*/rank_1\.safe"):
+        first.save(full)
+    with pytest.raises(RuntimeError, match=r"rank 0 does not see .*/absent: run\.dir must be on a"):
+        first.save(tmp_path / "absent")
     first.step(groups)
     straight = weights(first)
 

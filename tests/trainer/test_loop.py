@@ -66,7 +66,7 @@ class FakeRun:
         self.records: dict[int, Mapping[str, Metric]] = {}
         self.version, self.engine_version = version, 0
         self.empty, self.stop_after, self.asked = empty, stop_after, 0
-        self.easy, self.unfinished = easy, list[str]()
+        self.easy, self.unfinished, self.unwritable = easy, list[str](), list[int]()
         self.empty_eval, self.partial = empty_eval, (1.0, 0.0)
         self.went_wrong: dict[str, Any] = {}
 
@@ -124,9 +124,10 @@ class FakeRun:
     def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
         return {"unfinished": [prompt.prompt_id for prompt in unfinished]}
 
-    def save(self, step: int, cursor: Mapping[str, Any]) -> None:
+    def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
         self.events.append(f"save@{step}")
         self.unfinished = cursor["unfinished"]
+        return step in self.unwritable
 
     def stop(self) -> bool:
         return self.stop_after is not None and self.version >= self.stop_after
@@ -264,6 +265,16 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = [event for event in world.events if event.startswith("save")]
     assert saved == ["save@3", "save@5", "save@8", "save@10", "save@12"]
     assert not checkpoint_due(RunConfig(checkpoint_minutes=0), 7, 1e9)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_counted_and_tried_again() -> None:
+    """Even a run that is asked to stop meanwhile does another step, and saves that."""
+    world = FakeRun()
+    world.unwritable, world.stop = [2, 3], lambda: "save@2" in world.events
+    assert world.run(config(steps=9, checkpoint_every=2)) == 4
+    assert [event for event in world.events if "save" in event] == ["save@2", "save@3", "save@4"]
+    counts = [world.records[step].get("checkpoint/unwritten") for step in (2, 3, 4)]
+    assert [count and count.value for count in counts] == [None, 1, 2]
 
 
 def test_a_batch_without_answers_is_refused_with_the_reasons() -> None:

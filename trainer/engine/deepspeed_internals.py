@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -365,25 +364,3 @@ def _auto_ep(wanted: str) -> Any:
         return getattr(importlib.import_module(module), wanted, None)
     except ImportError:
         return None
-
-
-@contextmanager
-def files_of(engine: deepspeed.DeepSpeedEngine) -> Iterator[list[str]]:
-    """Paths of the files that this rank writes meanwhile with `engine.save_checkpoint`; none where
-    DeepSpeed has another way of writing them (then the driver digests them)."""
-    written = list[str]()
-    writer = getattr(engine, "checkpoint_engine", None)
-    save = getattr(writer, "save", None)
-    if writer is None or save is None:
-        yield written
-        return
-
-    def saved(state_dict: Any, path: str) -> None:
-        save(state_dict, path)
-        written.append(path)
-
-    writer.save = saved
-    try:
-        yield written
-    finally:
-        del writer.save

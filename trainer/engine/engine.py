@@ -31,7 +31,7 @@ from keel.model.weight_transfer.buckets import Bucket, FlatBucket, in_host_memor
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
-from keel.trainer.engine.checkpoint import load_state, save_state, saved_progress
+from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import write_model, write_tokenizer
@@ -63,6 +63,7 @@ from keel.trainer.engine.zero import (
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
 from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
 from keel.trainer.planning.memory import context_tokens, summed_apart
+from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry, seal, sizes
 
 MIB = 2**20
@@ -155,6 +156,15 @@ class TrainerEngine:
             self._engine, frozen, self._device, config, stage=self._stage, sums=summed
         )
         self._note(note)
+        self._checkpoints = Checkpoints(
+            self._engine,
+            self._adam,
+            network.model,
+            experts,
+            stage=self._stage,
+            device=self._device,
+        )
+        self._note(self._checkpoints.note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
         self._steps = self._version = 0
 
@@ -356,29 +366,19 @@ class TrainerEngine:
 
     def save(self, folder: Path) -> dict[str, Entry]:
         """Write what `load` needs into `folder`. Returns what this rank wrote, on the disk."""
-        self._load_back()  # under ZeRO-3 DeepSpeed gathers and frees parameters around it
+        self._load_back()
         progress = {"steps": self._steps, "version": self._version, **self._layout()}
-        return save_state(self._engine, folder, self._device, progress)
+        return self._checkpoints.save(folder, progress)
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`, exactly. Call it on a new engine.
-
-        Raises `ValueError` when the checkpoint was written by another number of ranks or stage.
-        """
-        progress = saved_progress(folder, self._layout())
+        """Continue from `save`, exactly; on another layout, up to the order in which numbers are
+        added up. Call it on a new engine. Raises `ValueError` if it cannot be read."""
         self._load_back()
-        load_state(self._engine, folder, self._device)
+        progress = self._checkpoints.load(folder, self._layout())
         self._steps, self._version = progress["steps"], progress["version"]
 
     def _layout(self) -> dict[str, Any]:
-        """What must be the same for DeepSpeed to read its shards back."""
-        return {
-            "trainer.ranks": self._world_size,
-            "trainer.zero_stage": self._config.trainer.zero_stage,
-            "trainer.expert_parallel": self._config.trainer.expert_parallel,
-            "trainer.weight_decay > 0": self._config.trainer.weight_decay > 0,
-            "device": self._device.type,
-        }
+        return {**layout_of(self._config), "device": self._device.type}
 
     def _note(self, line: str) -> None:
         if line:

@@ -7,6 +7,7 @@ none of that: the names and shapes that the weights had before, and the gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from keel.trainer.engine.deepspeed_internals import (
     ranks_of,
     split_experts,
 )
+from keel.trainer.engine.state.pieces import Run
 
 LAYERS = r"model\.model\.layers\.\d+\.mlp"
 """Where MoE blocks are inside a `PolicyNetwork`."""
@@ -81,6 +83,27 @@ class ExpertLayers:
             return _whole_experts(prefix, layer, part)
         cut = len(prefix) + 1
         return {f"{prefix}.{_renamed(name[cut:], layer)}": part[name] for name in names}
+
+    def runs(self, name: str, shape: Sequence[int]) -> list[Run]:
+        """Where the elements of a parameter of this `shape`, as this rank has it, are in the whole
+        ones that there were before AutoEP."""
+        count = math.prod(shape)
+        found = self._find(name)
+        if found is None:
+            return [Run(0, count, name, 0)]
+        prefix, layer = found
+        local = name.removeprefix(f"{prefix}.")
+        if not local.startswith("experts."):
+            return [Run(0, count, f"{prefix}.{_renamed(local, layer)}", 0)]
+        names = original_names(layer)
+        first = dist.get_rank(ranks_of(layer)) * shape[0]  # of its experts, among all of them
+        gate, down, _ = (f"experts.{w}" for w in WEIGHTS)
+        each = count // shape[0]
+        if local == down:
+            return [Run(0, count, f"{prefix}.{names.down}", first * each)]
+        row = 0 if local == gate else 1  # an expert's gate projection stands before its up one
+        whole = f"{prefix}.{names.gate_and_up}"
+        return [Run(e * each, each, whole, (2 * (first + e) + row) * each) for e in range(shape[0])]
 
     def _find(self, name: str) -> tuple[str, Any] | None:
         """The layer that a tensor of this name is in, and the layer's own name."""

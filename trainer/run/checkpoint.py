@@ -22,13 +22,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keel.configs.diff import flatten_config
 from keel.configs.schema import Config
 from keel.trainer.run.manifest import MANIFEST, Entry, damage, sync_folder, write_manifest
 
 STATE = "state.json"
 FORMAT = 2
 """Stands in `STATE` since checkpoints have manifests; older ones have no such number."""
+PROGRESS = "trainer.json"
+"""The trainer's own, with the layout that it was written on."""
+NATIVE = "deepspeed"
+"""Folder of DeepSpeed's own files, which take the same layout again."""
+LAYOUT = (
+    "trainer.ranks",
+    "trainer.zero_stage",
+    "trainer.expert_parallel",
+    "trainer.sequence_parallel",
+    "rollout.engines",
+)
+"""Knobs that say over what a run is spread. DeepSpeed's own files depend on the first three."""
 _FINISHED = re.compile(r"step_(\d{6,})")
+
+
+class Unwritten(RuntimeError):
+    """A checkpoint could not be written. The run is as it was before, and can go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +74,16 @@ def save(
 
     `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
     any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
-    same step is replaced. Raises `RuntimeError` naming the folder where it cannot be written.
+    same step is replaced. Raises `Unwritten` naming the folder where it cannot be written, and
+    `RuntimeError` where a rank failed at it in another way.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
     try:
         for cut_short in root.glob(".step_*"):  # room that this one may need
             shutil.rmtree(cut_short, ignore_errors=True)
-        partial.mkdir(parents=True)
+        root.mkdir(exist_ok=True)  # and no more of it: a run folder that is gone was deleted
+        partial.mkdir()
         sealed = write(partial)
         content = {"format": FORMAT, **dataclasses.asdict(state)}
         (partial / STATE).write_text(json.dumps(content, indent=1) + "\n")
@@ -76,9 +95,14 @@ def save(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, (OSError, RuntimeError)):
-            raise RuntimeError(f"{final}: cannot be written: {error}{_left(root)}") from error
+            text = f"{final}: cannot be written: {error}{_left(root)}"
+            disk = isinstance(error, (OSError, Unwritten)) and not isinstance(error, TimeoutError)
+            raise (Unwritten(text) if disk else RuntimeError(text)) from error
         raise
-    prune(root, keep=keep)
+    try:
+        prune(root, keep=keep)
+    except OSError as error:
+        raise Unwritten(f"{root}: older checkpoints cannot be deleted: {error}") from error
     return final
 
 
@@ -134,6 +158,28 @@ def problems(folder: Path) -> list[str]:
         if step != step_of(folder):
             return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
     return found
+
+
+def layout_of(config: Config) -> dict[str, Any]:
+    """Knob → value: over what a run is spread."""
+    knobs = flatten_config(config)
+    return {knob: knobs[knob] for knob in LAYOUT}
+
+
+def moved(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Knobs of the layout that differ → as the checkpoint was written, as `config` has them."""
+    try:
+        saved = _content(folder / PROGRESS)
+    except (OSError, ValueError):
+        return {}
+    now = layout_of(config)
+    return {k: (saved[k], now[k]) for k in LAYOUT if k in saved and saved[k] != now[k]}
+
+
+def stuck(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Of these the ones that have to be as they were."""
+    native = (folder / NATIVE).is_dir()
+    return {k: v for k, v in moved(folder, config).items() if native and k in LAYOUT[:3]}
 
 
 def prune(root: Path, *, keep: int) -> None:

@@ -17,7 +17,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from keel.configs.load import check_resumable, dump_config, load_config
 from keel.configs.schema import Config, ConfigError
@@ -107,6 +107,11 @@ class RunFolder:
                 metric_lines(self._metrics)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
+        if stuck := checkpoint.stuck(self.latest, self._config):
+            raise ConfigError(
+                f"run.dir = {self.path}: {self.latest.name} holds DeepSpeed's own files, which can "
+                f"only be read on what wrote them: resume with {listed(stuck, 0)}"
+            )
         if saved.exists():
             check_resumable(load_config(saved), self._config, str(self.path), of=of)
         elif state.config != checkpoint.config_digest(self._config):
@@ -197,12 +202,24 @@ class RunFolder:
         lines += [f"{path} is damaged ({said(why)})" for path, why in self.damaged.items()]
         if lines and latest:
             lines.append(f"{latest.name} before it is as it was written: the run resumes from that")
+        if latest and (other := self._moved()):
+            spread = any(knob.startswith("trainer.") for knob in other)
+            lines.append(
+                f"{latest.name} was saved with {listed(other, 0)}; this run has {listed(other, 1)}"
+                + ": the optimizer's state is re-sharded, and numbers are added up in another order"
+                * spread
+            )
         if latest and not checkpoint.has_manifest(latest):
             lines.append(
                 f"{latest} was written by an older release, without digests: nobody can say "
                 "whether it is as it was written"
             )
         return lines
+
+    def _moved(self) -> Mapping[str, tuple[Any, Any]]:
+        """Knobs of the layout that are not those of the checkpoint: as it has them, as they are."""
+        latest = self.latest
+        return checkpoint.moved(latest, self._config) if latest else {}
 
     @property
     def model(self) -> Path:
@@ -257,6 +274,11 @@ def check_exported(folder: Path, cure: str) -> None:
     were added do not count."""
     if (folder / MANIFEST).exists() and (found := damage(folder, extra=False)):
         raise ConfigError(f"{folder}: this model is not as it was exported ({said(found)}); {cure}")
+
+
+def listed(knobs: Mapping[str, tuple[Any, Any]], which: int) -> str:
+    """The former (0) or the present (1) values."""
+    return ", ".join(f"{knob} = {values[which]}" for knob, values in knobs.items())
 
 
 def unused(path: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from keel.configs.schema import Config
 from keel.trainer.run.alarms import Alarms
-from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import preempted, tell
 from keel.trainer.run.journal import Journal
@@ -101,8 +101,23 @@ def open_journal(
 
 
 def save_checkpoint(
-    folder: RunFolder, config: Config, learner: Learner, step: int, cursor: Mapping[str, Any]
-) -> None:
-    """Of everything that a run resumed after this step needs."""
+    folder: RunFolder,
+    config: Config,
+    learner: Learner,
+    step: int,
+    cursor: Mapping[str, Any],
+    *,
+    stop: Callable[[], bool],
+    say: Callable[[str], object],
+) -> bool:
+    """Of everything that a run resumed after this step needs. Returns whether it could not be
+    written, which is said; raises `Unwritten` where none would follow it."""
     state = State(step=step, version=learner.version, cursor=cursor, config=config_digest(config))
-    folder.save(state, learner.save)
+    try:
+        folder.save(state, learner.save)
+    except Unwritten as error:
+        if step >= config.run.steps or stop():
+            raise
+        say(f"warning: {error}\nThe run goes on, and saves when the next one is due")
+        return True
+    return False

@@ -47,8 +47,9 @@ class Parts:
     learner: Learner
     journal: Journal
     heldout: Mapping[str, Sequence[Lesson]]
-    save: Callable[[int, Mapping[str, Any]], None]
-    """Writes a checkpoint of everything a run resumed after this step needs."""
+    save: Callable[[int, Mapping[str, Any]], bool | None]
+    """Writes a checkpoint of everything a run resumed after this step needs. True if it could not,
+    and has said so: the run goes on without."""
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
 
@@ -112,7 +113,7 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
     if start == 0 and heldout:
         parts.journal.begin("measuring")
         parts.journal.record(0, measured(learner.score(heldout)), [])
-    saved = time.monotonic()
+    saved, unwritten = time.monotonic(), 0
     for step in range(start + 1, run.steps + 1):
         clock = Clock(seconds={})
         parts.journal.begin("training")
@@ -127,6 +128,8 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
             result = learner.train([[share] for share in shares])
         metrics = {**seen(lessons, shares, trainer.micro_batch_tokens), **result.metrics}
         metrics["sft/epochs"] = Mean(parts.batches.epochs, 1)
+        if unwritten:
+            metrics["checkpoint/unwritten"] = Sum(unwritten)
         metrics |= clock.metrics(sum(lesson.learned_tokens for lesson in lessons))
         last = step == run.steps
         if heldout and (last or (run.eval_every > 0 and step % run.eval_every == 0)):
@@ -137,7 +140,7 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
             raise RuntimeError(f"step {step}: {result.gave_up}")
         if last or checkpoint_due(run, step, time.monotonic() - saved) or parts.stop():
             parts.journal.begin("saving a checkpoint")
-            parts.save(step, parts.batches.position())
+            unwritten += bool(parts.save(step, parts.batches.position()))
             saved = time.monotonic()
             if parts.stop():  # or was asked to meanwhile
                 return step

@@ -252,12 +252,13 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
         journal = open_journal(
             stack, folder, view, task.config, start=start, tokenizer=task.tokenizer
         )
+        stop = stack.enter_context(Interrupt(view.say, grace_s=task.config.run.grace_s))
         parts = sft.Parts(
             batches=task.batches,
             learner=learner,
             journal=journal,
             heldout=task.lessons.heldout,
-            save=partial(save_checkpoint, folder, task.config, learner),
-            stop=stack.enter_context(Interrupt(view.say, grace_s=task.config.run.grace_s)),
+            save=partial(save_checkpoint, folder, task.config, learner, stop=stop, say=view.say),
+            stop=stop,
         )
         return sft.fit(parts, task.config, start=start)

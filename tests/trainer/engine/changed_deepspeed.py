@@ -52,6 +52,7 @@ CHANGES: Mapping[str, tuple[int, Change | None]] = {
             "buckets_by_dtype",
         ),
     ),
+    "3 another place": (3, ("deepspeed.runtime.zero.stage3", "grad_position", "gradients_at")),
 }
 
 
@@ -92,8 +93,20 @@ def trained(stage: int, change: Change | None, *, sleep: bool) -> Scenario:
                 metrics += ranks.train(engine, awake, range(step, step + 1))
                 ranks.published(engine)
             module.compute_dtype = on_cpu
+            after = ranks.published(engine)
+            saved = ranks.folder / f"saved-{next(ranks.serial)}"
+            saved.mkdir()
+            engine.save(saved)
+            ranks.train(engine, awake, range(1))
+            moved = ranks.published(engine)
+            engine.load(saved)
+            assert all(torch.equal(after[n], t) for n, t in ranks.published(engine).items())
+            ranks.train(engine, awake, range(1))
             return {
-                "after": ranks.published(engine),
+                "after": after,
+                "moved": moved,
+                "resumed": ranks.published(engine),
+                "files": {path.parent.name for path in saved.rglob("*") if path.is_file()},
                 "metrics": metrics,
                 "notes": engine.notes,
                 "optimizer": type(engine._engine.optimizer).__name__,

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import resource
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
 from keel.trainer.run.checkpoint import (
     State,
+    Unwritten,
     config_digest,
     finished,
     has_manifest,
@@ -89,8 +95,46 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
 
     shutil.rmtree(root)
     root.touch()
-    with pytest.raises(RuntimeError, match=r"s/step_000002: cannot be written: .*Not a dir"):
+    with pytest.raises(RuntimeError, match=r"s/step_000002: cannot be written: .*File exists"):
         save(root, state(2), content, keep=1)
+
+
+def test_whichever_call_fails_nothing_half_written_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up, is remounted read-only or fails, at every call in turn."""
+    calls, fails_at = 0, -1
+
+    def failing(function: Callable[..., Any], writes: bool = False) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls - 1 != fails_at:
+                return function(path, *args, **kwargs)
+            if writes and "w" in args[0]:
+                with function(path, *args, **kwargs) as file:
+                    file.write("{" if "b" not in args[0] else b"{")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        return call
+
+    save(tmp_path, state(1), content, keep=99)
+    failures = 0
+    while calls > fails_at:
+        calls, fails_at, before = 0, fails_at + 1, finished(tmp_path)
+        step = 2 + fails_at
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "mkdir"), (os, "rename"), (os, "fsync"), (io, "open")):
+                patch.setattr(module, name, failing(getattr(module, name), module is io))
+            try:
+                save(tmp_path, state(step), content, keep=99)
+            except Unwritten as error:
+                assert f"step_{step:06d}: cannot be written: [Errno 28] No space" in str(error)
+                failures += 1
+        left = finished(tmp_path)
+        assert left[: len(before)] == before and len(names(tmp_path)) == len(left)
+        assert not any(map(problems, left))
+    assert failures > 15 and len(finished(tmp_path)) > 1
 
 
 def test_what_a_crash_left_is_gone_before_the_next_is_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
-from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.checkpoint import State, config_digest, layout_of
 from keel.trainer.run.folder import RunFolder, check_exported
 from keel.trainer.run.manifest import MANIFEST, Entry
 
@@ -119,6 +119,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     with RunFolder(made) as folder:
         state = folder.state()
         assert state is not None and state.step == 2 and folder.words() == []
+
+
+def test_another_layout_is_said_and_refused_where_it_cannot_be_read(tmp_path: Path) -> None:
+    def writes(folder: Path) -> dict[str, Entry]:
+        (folder / "trainer.json").write_text(json.dumps({"steps": 1, **layout_of(made)}))
+        if native:
+            (folder / "deepspeed").mkdir()
+            (folder / "deepspeed" / "states.pt").touch()
+        return {}
+
+    made, native = config(tmp_path), False
+    engines = replace(made, rollout=replace(made.rollout, engines=3))
+    ranks = replace(engines, trainer=replace(made.trainer, ranks=4, expert_parallel=2))
+    for step in (1, 2):
+        with RunFolder(made) as folder:
+            folder.save(State(step=step, version=step, cursor={}, config="c"), writes)
+            assert folder.words() == []
+        with RunFolder(engines) as folder:
+            assert folder.words() == [
+                f"step_00000{step} was saved with rollout.engines = 1; this run has "
+                "rollout.engines = 3"
+            ]
+        if not native:
+            with RunFolder(ranks) as folder:
+                (line,) = folder.words()
+            assert "saved with trainer.ranks = 1, trainer.expert_parallel = 1, rollout.en" in line
+            assert "has trainer.ranks = 4, trainer.expert_parallel = 2, rollout.engines = 3" in line
+            assert line.endswith("re-sharded, and numbers are added up in another order")
+        native = True
+    with pytest.raises(ConfigError, match=r"own files.* with trainer\.ranks = 1, trainer\.expert"):
+        RunFolder(ranks).check()
 
 
 def test_what_is_damaged_twice_is_kept_twice(tmp_path: Path) -> None:

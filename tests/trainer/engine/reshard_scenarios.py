@@ -1,0 +1,164 @@
+"""What `test_resharding.py` runs, in processes of its own: checkpoints written on one layout and
+read on another. See `scenarios.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.engine.expert_scenarios import configure, train
+from tests.trainer.engine.scenarios import Ranks, Result, Scenario, run_rank
+
+SAVED_AFTER = 1
+MODEL = "qwen3_moe"
+
+
+class Layout(NamedTuple):
+    ranks: int
+    stage: int
+    dtype: str = "float32"
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        more = [f"{name} {value}" for name, value in self.changes]
+        return ", ".join([f"{self.ranks} ranks", f"stage {self.stage}", self.dtype, *more])
+
+
+def spread(ranks: int, stage: int, dtype: str = "float32", **changes: Any) -> Layout:
+    return Layout(ranks, stage, dtype, tuple({"expert_parallel": 1, **changes}.items()))
+
+
+EXPERTS = {"expert_parallel": 2}
+BF16 = "bfloat16"
+MOVES: Mapping[Layout, tuple[Layout, ...]] = {
+    spread(1, 0): (
+        spread(2, 0, **EXPERTS),
+        spread(2, 1),
+        spread(2, 2, sequence_parallel=2, **EXPERTS),
+        spread(2, 3, **EXPERTS),
+        spread(2, 3, offload_optimizer=True),
+    ),
+    spread(2, 0, **EXPERTS): (spread(1, 0), spread(2, 2)),
+    spread(2, 1, **EXPERTS): (spread(2, 3),),
+    spread(2, 2, sequence_parallel=2): (spread(1, 0), spread(2, 3, **EXPERTS)),
+    spread(2, 3): (spread(1, 0), spread(2, 1, offload_optimizer=True)),
+    spread(2, 3, **EXPERTS): (spread(1, 0), spread(1, 2), spread(2, 0)),
+    spread(2, 1, BF16): (spread(1, 3, BF16), spread(2, 3, BF16, **EXPERTS)),
+    spread(2, 3, BF16, sleep=True): (spread(1, 1, BF16), spread(2, 1, BF16, **EXPERTS)),
+}
+"""Layouts that save → those that resume from it."""
+
+
+def folder_of(root: Path, *layouts: Layout) -> Path:
+    return root / " → ".join(map(str, layouts))
+
+
+def started(ranks: Ranks, layout: Layout) -> tuple[Any, Any]:
+    from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+
+    on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: getattr(torch, layout.dtype)
+    try:
+        config = configure(ranks, layout.stage, dtype=layout.dtype, **dict(layout.changes))
+        return ranks.engine(config, MODEL), config
+    finally:
+        module.compute_dtype = on_cpu
+
+
+def saved(ranks: Ranks, engine: Any, folder: Path) -> None:
+    if ranks.rank == 0:
+        folder.mkdir()
+    torch.distributed.barrier()
+    engine.save(folder)
+
+
+def saving(layout: Layout) -> Scenario:
+    """Train, save, and go on by a step."""
+
+    def run(ranks: Ranks) -> Result:
+        engine, config = started(ranks, layout)
+        train(ranks, engine, config, range(SAVED_AFTER))
+        saved(ranks, engine, folder_of(ranks.folder, layout))
+        state, weights = gathered(engine), ranks.published(engine)  # which may offload it
+        metrics = train(ranks, engine, config, range(SAVED_AFTER, SAVED_AFTER + 1))
+        return {"weights": weights, "state": state, "metrics": metrics}
+
+    return run
+
+
+def moving(layout: Layout, other: Layout) -> Scenario:
+    """Load what another layout has saved, save it, and go on by a step."""
+
+    def run(ranks: Ranks) -> Result:
+        engine, config = started(ranks, other)
+        engine.load(folder_of(ranks.folder, layout))
+        numbers, weights = (engine.steps, engine.version), ranks.published(engine)
+        saved(ranks, engine, folder_of(ranks.folder, layout, other))
+        metrics = train(ranks, engine, config, range(SAVED_AFTER, SAVED_AFTER + 1))
+        return {"weights": weights, "numbers": numbers, "metrics": metrics, "notes": engine.notes}
+
+    return run
+
+
+def gathered(engine: Any) -> dict[Any, Any]:
+    """Master weights and moments by DeepSpeed's own functions, of parameters that ranks share."""
+    from deepspeed.utils import (  # noqa: PLC0415  (slow to load)
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+    )
+
+    found: dict[Any, Any] = {}
+    for name, parameter in engine._network.model.named_parameters():
+        if engine._stage == 0 or ".experts." in name or "router" in name:
+            continue
+        master: Any = safe_get_full_fp32_param(parameter)
+        found["master", name] = master.flatten().clone()
+        # Of several groups' moments ZeRO-1 and 2 (float32) know the first one's, in 0.19.8.
+        known = engine._stage == 3 or parameter.dtype == torch.bfloat16
+        for moment in ("exp_avg", "exp_avg_sq") if known else ():
+            state: Any = safe_get_full_optimizer_state(parameter, moment)
+            found[moment, name] = state.flatten().clone()
+    return found
+
+
+def whole_state(folder: Path) -> tuple[dict[Any, torch.Tensor], set[float]]:
+    """(kind, parameter) → the whole of it, from a checkpoint's files; and Adam's steps."""
+    ranks = json.loads((folder / "optimizer" / "index.json").read_text())["ranks"]
+    parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    for number, rank in enumerate(ranks):
+        path = folder / "optimizer" / f"rank_{number}.safetensors"
+        tensors = load_file(path) if rank["pieces"] else {}
+        for name, start, count, tensor, offset in rank["pieces"]:
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                piece = tensors[f"{kind}.{tensor}"][offset : offset + count]
+                assert start not in parts.setdefault((kind, name), {})
+                parts[kind, name][start] = piece
+    whole = {key: torch.cat([found[s] for s in sorted(found)]) for key, found in parts.items()}
+    return whole, {step for rank in ranks for step in rank["steps"].values()}
+
+
+SAVES: Mapping[int, Mapping[str, Scenario]] = {
+    ranks: {str(layout): saving(layout) for layout in MOVES if layout.ranks == ranks}
+    for ranks in (1, 2)
+}
+LOADS: Mapping[int, Mapping[str, Scenario]] = {
+    ranks: {
+        f"{layout} → {other}": moving(layout, other)
+        for layout, others in MOVES.items()
+        for other in others
+        if other.ranks == ranks
+    }
+    for ranks in (1, 2)
+}
+
+
+def run_saves(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SAVES)
+
+
+def run_loads(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, LOADS)
