@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -41,6 +41,8 @@ class MicroBatch:
     split_S: NDArray[np.int64] | None = None
     """The number of a trajectory that has segments in other micro-batches too, among such ones of
     the step (0 … P−1); −1 for one that is all here. None: all are."""
+    watched: NDArray[np.int64] | None = None
+    """[segments] which of those that `pack` was asked to watch it is; −1: none. None: none are."""
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids_N), len(self.sequence_tokens_S)
@@ -159,6 +161,7 @@ def pack(
     micro_batch_tokens: int,
     skip_uniform_groups: bool = False,
     sequence_mask: bool = True,
+    watched: Sequence[Segment] = (),
 ) -> list[TrainBatch]:
     """One `TrainBatch` a rank, for one optimizer step on all of `groups`.
 
@@ -182,6 +185,9 @@ def pack(
     `skip_uniform_groups` leaves out groups whose advantages and KL coefficient are all 0. They
     still count in `total_sequences` and n, so the gradient is the same.
 
+    `watched` segments are marked with their place in it (`MicroBatch.watched`). Those that are not
+    in `groups`, or left out, do no harm.
+
     Raises `ValueError` when there is no trajectory at all, for `ranks` or `micro_batch_tokens`
     below 1, and naming the prompt where recorded routes are missing or of another shape than the
     others: every token would silently use another router. A segment without sampling masks among
@@ -194,7 +200,7 @@ def pack(
     if total_sequences == 0:
         raise ValueError(f"groups: none of {len(groups)} has a trajectory to learn from")
     sampled = sum(bool(group.group.trajectories) for group in groups)
-    layout = _Layout.of(groups)
+    layout = _Layout.of(groups, watched)
     work = [
         _Work(
             trajectory.segments,
@@ -307,9 +313,11 @@ class _Layout:
     routes: tuple[int, int] | None
     """Layers and experts a token, where routes were recorded."""
     kept: bool
+    watched: Mapping[int, int]
+    """The `id` of a segment that is watched → its number."""
 
     @staticmethod
-    def of(groups: Sequence[ScoredGroup]) -> _Layout:
+    def of(groups: Sequence[ScoredGroup], watched: Sequence[Segment]) -> _Layout:
         segments = [
             segment
             for group in groups
@@ -325,7 +333,11 @@ class _Layout:
                     f"segment of the batch has {routes}; record all, or none"
                 )
         kept = any(segment.kept is not None for segment in segments)
-        return _Layout(routes=None if routes is None else (routes[0], routes[1]), kept=kept)
+        return _Layout(
+            routes=None if routes is None else (routes[0], routes[1]),
+            kept=kept,
+            watched={id(segment): number for number, segment in enumerate(watched)},
+        )
 
 
 def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
@@ -343,6 +355,7 @@ def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
     ] or [(PADDING, 0, 0.0, 0.0)]
     segments, sequences, advantages, kl_coefs = zip(*pieces, strict=True)
     lengths = [len(segment.token_ids_T) for segment in segments]
+    numbers = [layout.watched.get(id(segment), -1) for segment in segments]
     return MicroBatch(
         token_ids_N=np.concatenate([segment.token_ids_T for segment in segments]),
         position_N=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
@@ -361,6 +374,7 @@ def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
         split_S=np.asarray([item.split for item in work], np.int64)
         if any(item.split >= 0 for item in work)
         else None,
+        watched=np.asarray(numbers, np.int64) if max(numbers) >= 0 else None,
     )
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.journal import Journal
+from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.view import View, open_view
 from keel.trainer.run.words import closing_words
 from keel.trainer.system import System, running
@@ -162,11 +164,14 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
             folder.path,
             view,
             trajectories=config.run.save_trajectories,
+            tokens=TokenFile(
+                config.run, TokenTexts(system.task.tokenizer), lambda: system.learner.tokens
+            ),
             alarms=Alarms(config.alarms),
             resumed_at=start,
         )
         stack.callback(journal.close)
-        system.pool.say = view.say
+        system.pool.say = partial(journal.say, "engine")
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)

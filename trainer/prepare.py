@@ -51,6 +51,8 @@ class Task:
     facts: ModelFacts
     plan: Plan
     hardware: Hardware
+    tokenizer: Any = None
+    """Of transformers."""
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
     """As `check_rewards`, and what environments and the chat format are like."""
     chat: TemplateChat | None = None
@@ -139,6 +141,7 @@ def prepare(
         facts=facts,
         plan=plan,
         hardware=machine,
+        tokenizer=tokenizer,
         chat=chat,
         warnings=warning_lines(config, facts, lacking),
         programs={

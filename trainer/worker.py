@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch
+from keel.rl.types import TokenNumbers
 from keel.trainer.run.manifest import Entry
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class StepReport:
     version: int
     steps: int
     metrics: dict[str, Metric]
+    tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
+    """What this rank saw of the segments that are watched, by their numbers."""
 
 
 class TrainerWorker:
@@ -115,8 +118,11 @@ class TrainerWorker:
         return self._engine.notes
 
     def step(self, batches: Sequence[TrainBatch]) -> StepReport:
-        metrics = self.engine.step(batches)
-        return StepReport(version=self.engine.version, steps=self.engine.steps, metrics=metrics)
+        engine = self.engine
+        metrics = engine.step(batches)
+        return StepReport(
+            version=engine.version, steps=engine.steps, metrics=metrics, tokens=engine.tokens
+        )
 
     def store(self) -> list[ray.ObjectRef[Any]]:
         """References to the buckets, which this process puts into the object store one by one."""

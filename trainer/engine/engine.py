@@ -32,6 +32,7 @@ from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
+from keel.rl.types import TokenNumbers
 from keel.trainer.engine.checkpoint import load_state, save_state, saved_progress
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
 from keel.trainer.engine.expert_parallel import ExpertLayers, clip_gradients
@@ -43,7 +44,9 @@ from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
     Reference,
+    compute_dtype,
     recorded_routes,
+    seen_tokens,
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
@@ -148,6 +151,7 @@ class TrainerEngine:
         self._note(note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
         self._steps = self._version = self._skips_in_a_row = 0
+        self.tokens: dict[int, TokenNumbers] = {}  # of the last step's watched segments
 
     @property
     def device(self) -> torch.device:
@@ -177,6 +181,7 @@ class TrainerEngine:
         )
         for group in self._adam.param_groups:
             group["lr"] = lr
+        self.tokens = {}
         metrics = of_updates([self._update(batch) for batch in batches])
         self._steps += 1
         if self._rank == 0:
@@ -246,7 +251,8 @@ class TrainerEngine:
             )
             split.add(inputs, logp)
             self._engine.backward(share.loss * self._world_size)
-        share = replace(share, loss=share.loss.detach())  # lets go of the graph
+        # Lets go of the graph.
+        share, logp = replace(share, loss=share.loss.detach()), logp.detach()
         total, count = entropy.sum(), len(entropy)
         tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
 
@@ -259,6 +265,7 @@ class TrainerEngine:
                 found |= share.metrics
             if replay is not None:
                 found |= replay.metrics(ends=ends)
+            self.tokens |= seen_tokens(batch, inputs, logp, replay)
             return found
 
         return metrics
@@ -391,8 +398,3 @@ class TrainerEngine:
             temperature=self._config.rollout.sampling.temperature,
             context=context_tokens(self._config),
         )
-
-
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """On a CPU always float32: there less would cost accuracy and save no time."""
-    return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from keel.configs.schema import Config
 from keel.model.attention import Segments, use_packed_attention
 from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
@@ -20,10 +21,10 @@ from keel.model.layers.fused import use_fused_layers
 from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
-from keel.model.routing.replay import replay_routes, router_modules
+from keel.model.routing.replay import Replay, replay_routes, router_modules
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import MicroBatch
-from keel.rl.types import NO_ROUTE
+from keel.rl.types import NO_ROUTE, TokenNumbers
 from keel.trainer.engine.zero import initialize
 
 
@@ -60,6 +61,8 @@ class Inputs:
     sequence_weight_S: Tensor
     split_S: Tensor | None
     routes_NLK: Tensor | None
+    watched: bool = False
+    """Whether any segment is watched: see `seen_tokens`."""
 
     @property
     def padding(self) -> bool:
@@ -100,6 +103,7 @@ class Inputs:
             sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
             split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
+            watched=batch.watched is not None,
         )
 
 
@@ -162,6 +166,11 @@ class Reference:
         return logp
 
 
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """On a CPU always float32: there less would cost accuracy and save no time."""
+    return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
+
+
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
     """Within it, `network` sends tokens to the experts that the engine recorded.
 
@@ -179,7 +188,35 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
             "algorithm.keep_routing is on and the model has routers, but a micro-batch came "
             "without recorded routes"
         )
-    return replay_routes(network.model, routes)
+    return replay_routes(network.model, routes, by_token=inputs.watched)
+
+
+def seen_tokens(
+    batch: MicroBatch, inputs: Inputs, logp: Tensor, replay: Replay | None
+) -> dict[int, TokenNumbers]:
+    """What this rank sees of the watched segments, by their numbers. Waits for the device.
+
+    logp: [R], of the whole micro-batch; replay: of its forward pass, done.
+    """
+    if batch.watched is None:
+        return {}
+    count = len(batch.token_ids_N)
+    logp_N, overlap_N = np.full((2, count), np.nan, np.float32)
+    logp_N[trainable_rows(batch)] = logp.float().cpu().numpy()
+    if replay is not None and (overlap := replay.overlap_N()) is not None:
+        start, stop = inputs.part.bounds(count)
+        here = max(0, min(stop, count) - start)
+        overlap_N[start : start + here] = overlap[:here].float().cpu().numpy()
+    # Routes are about inputs: a token was predicted where the one before it went.
+    overlap_N = np.where(batch.position_N > 0, np.roll(overlap_N, 1), np.float32(np.nan))
+    return {
+        int(number): TokenNumbers(
+            logp_T=logp_N[batch.segment_N == segment],
+            overlap_T=overlap_N[batch.segment_N == segment],
+        )
+        for segment, number in enumerate(batch.watched)
+        if number >= 0
+    }
 
 
 def whole_sequences(
