@@ -7,16 +7,17 @@ settings.json   what they depend on
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
+from keel.configs.work_folder import WorkFolder
 from keel.data.pass_rates import digest_of
 from keel.rl.evaluation import ERROR, passed
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
@@ -145,31 +146,22 @@ class EvaluationFolder:
     def __enter__(self) -> Self:
         """Resumes an unfinished evaluation of the same settings, or begins a new one beside
         those that are there. Raises ConfigError if that cannot be."""
-        knob = f"eval.dir = {self.path}"
-        try:
-            while not self._take():
+        with ExitStack() as stack:
+            while not self._take(folder := WorkFolder(self.path, "eval.dir", "evaluation"), stack):
                 if self._given:
-                    raise ConfigError(
-                        f"{knob}: holds an evaluation that has ended or has other settings; choose "
-                        "another folder"
+                    raise folder.refused(
+                        "holds an evaluation that has ended or has other settings; choose another "
+                        "folder"
                     )
                 self.path = _next(self.path)
+            folder.claim(self._settings)
+            self._folder, self._lines = folder, folder.lines("samples.jsonl")
             self.asked = read_evaluation(self.path)
-            self._file = (self.path / "samples.jsonl").open("r+b")
-            self._file.seek(self._file.read().rfind(b"\n") + 1)
-            self._file.truncate()
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"{knob}: another evaluation is running there; choose another folder"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"{knob}: cannot be written ({error.strerror})") from error
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._lock.close()
+        self._opened.close()
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Those that have not been asked in this variant. Raises ConfigError where one was that had
@@ -185,9 +177,7 @@ class EvaluationFolder:
 
     def add(self, asked: Asked) -> None:
         """Write down what came of a prompt in a variant."""
-        line = json.dumps(asdict(asked), ensure_ascii=False) + "\n"
-        self._file.write(line.encode("utf-8", "surrogatepass"))
-        self._file.flush()
+        self._lines.add(asdict(asked))
         self.asked.append(asked)
 
     def said(self) -> str:
@@ -199,26 +189,15 @@ class EvaluationFolder:
     def finish(self, found: Mapping[str, Any]) -> None:
         """All is there: write the results."""
         written = {"settings": self._settings, "results": found}
-        fresh = self.path / "results.tmp"
-        fresh.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(self.path / "results.json")
+        self._folder.write("results.json", json.dumps(written, indent=1) + "\n")
 
-    def _take(self) -> bool:
-        """Whether the folder is there, ours and not finished. Raises OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        settings, samples = self.path / "settings.json", self.path / "samples.jsonl"
-        self._lock = (self.path / ".lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not settings.exists():
-            fresh = settings.with_suffix(".tmp")
-            fresh.write_text(json.dumps(self._settings, indent=1) + "\n", encoding="utf-8")
-            fresh.replace(settings)
-        if (self.path / "results.json").exists() or (
-            json.loads(settings.read_text(encoding="utf-8")) != self._settings
-        ):
-            self._lock.close()
-            return False
-        samples.touch()
+    def _take(self, folder: WorkFolder, stack: ExitStack) -> bool:
+        """Whether the folder is there, ours and not finished; it is open then."""
+        with ExitStack() as held:
+            held.enter_context(folder)
+            if (self.path / "results.json").exists() or folder.changed(self._settings):
+                return False
+            stack.enter_context(held.pop_all())
         return True
 
 

@@ -7,16 +7,17 @@ settings.json      what the rates depend on
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Self
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
-from keel.configs.schema import Config, ConfigError, SourceConfig
+from keel.configs.schema import Config, SourceConfig
+from keel.configs.work_folder import WorkFolder
 from keel.data.items import untold
 from keel.data.pass_rates import PassRate, check_same, pass_rate_of, read_pass_rates
 from keel.rl.evaluation import pass_at_k
@@ -65,29 +66,25 @@ class FilterFolder:
     def __enter__(self) -> Self:
         """Raises ConfigError if the folder cannot be written, is in use, or holds pass rates of
         another policy, of other settings or of other prompts."""
-        knob = f"filter.dir = {self.path}"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise ConfigError(f"{knob}: cannot be written ({error.strerror})") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._claim(self.path / "settings.json")
-            self._file = self._opened()
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"{knob}: another filter is running there; choose another folder"
-            ) from error
-        except (OSError, ValueError) as error:
-            self._lock.close()
-            raise ConfigError(f"{knob}: {error}") from error
+        with ExitStack() as stack:
+            folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
+            if changed := folder.changed(self._settings):
+                listed = "\n  ".join(changed)
+                raise folder.refused(
+                    f"holds pass rates of other settings:\n  {listed}\n"
+                    "Choose another filter.dir, or set these back to go on with it"
+                )
+            self._lines = folder.lines(self.table.name)
+            try:
+                self._rates = self._read()
+            except ValueError as error:
+                raise folder.refused(str(error)) from error
+            folder.claim(self._settings)
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._lock.close()
+        self._opened.close()
 
     @property
     def waiting(self) -> list[Prompt]:
@@ -99,8 +96,7 @@ class FilterFolder:
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
         """Write down what came of a prompt."""
         rate = pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
-        self._file.write(rate.line().encode("utf-8", "surrogatepass"))
-        self._file.flush()
+        self._lines.add(rate.line())
         self._rates[rate.id] = rate
 
     def said(self) -> str:
@@ -120,28 +116,7 @@ class FilterFolder:
             fresh.replace(folder / f"{name}.jsonl")
         return "\n".join([*self._table(), *self._left_out(), *self._where()])
 
-    def _claim(self, path: Path) -> None:
-        if not path.exists():
-            fresh = path.with_suffix(".tmp")
-            fresh.write_text(json.dumps(self._settings, indent=1) + "\n")
-            fresh.replace(path)
-            return
-        theirs: dict[str, str] = json.loads(path.read_text())
-        changed = [
-            f"  {key}: {theirs.get(key, '(absent)')} → {self._settings.get(key, '(absent)')}"
-            for key in theirs | self._settings
-            if theirs.get(key) != self._settings.get(key)
-        ]
-        if changed:
-            listed = "\n".join(changed)
-            raise ValueError(
-                f"holds pass rates of other settings:\n{listed}\n"
-                "Choose another filter.dir, or set these back to go on with it"
-            )
-
-    def _opened(self) -> Any:
-        """The table, to be written on, without a line that was cut off; what it has is read."""
-        self.table.touch()
+    def _read(self) -> dict[str, PassRate]:
         rates = read_pass_rates(self.table)
         for name, rate in rates.items():
             if name not in self._prompts:
@@ -150,11 +125,7 @@ class FilterFolder:
                     "have: the data has changed. Choose another filter.dir, or bring it back"
                 )
             check_same(self._prompts[name][0], rate, self.table)
-        self._rates = rates
-        file = self.table.open("r+b")
-        file.seek(file.read().rfind(b"\n") + 1)
-        file.truncate()
-        return file
+        return rates
 
     def _kept(self) -> list[PassRate]:
         bounds = (self._filter.least_pass_rate, self._filter.most_pass_rate)

@@ -57,8 +57,8 @@ class PassRate:
         """Whether the prompt is one to train on: it can be solved, and as often as asked for."""
         return self.passes > 0 and least <= self.rate <= most
 
-    def line(self) -> str:
-        return json.dumps({**asdict(self), "pass_rate": self.rate}, ensure_ascii=False) + "\n"
+    def line(self) -> dict[str, Any]:
+        return {**asdict(self), "pass_rate": self.rate}
 
 
 def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> PassRate:

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import openai
@@ -269,7 +269,3 @@ def _as_json(call: ToolCall | Malformed) -> dict[str, Any]:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
-
-
-def usage_line(usage: Usage) -> str:
-    return json.dumps(asdict(usage), ensure_ascii=False)

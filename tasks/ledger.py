@@ -10,16 +10,16 @@ report.json      made, kept, refused by each gate and why, drafts too, tokens an
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from keel.configs.schema import ConfigError
-from keel.tasks.author import Usage, usage_line
+from keel.configs.work_folder import WorkFolder
+from keel.tasks.author import Usage
 
 REASONS = 5
 """Of each gate, that are listed."""
@@ -57,57 +57,44 @@ class Ledger:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """settings: what the tasks depend on, as JSON has it."""
         self.folder = folder
-        self._settings = json.loads(json.dumps(settings))
+        self._settings = settings
         self.outcomes: dict[str, Outcome] = {}
         self.spent: list[Usage] = []
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the folder cannot be written, is in use, or is another's."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / ".lock").open("w")
-        except OSError as error:
-            raise ConfigError(
-                f"dir = {self.folder}: cannot be written ({error.strerror})"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for line in _lines(self.folder / "outcomes.jsonl"):
-                outcome = Outcome(**line)
-                self.outcomes[outcome.key] = outcome
-            self.spent = [Usage(**line) for line in _lines(self.folder / "usage.jsonl")]
-            self._claim()
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"dir = {self.folder}: another synthesis is running there; choose another folder"
-            ) from error
-        except (OSError, ValueError, TypeError) as error:
-            self._lock.close()
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"dir = {self.folder}: cannot be read: {error}") from error
-        self._outcomes = (self.folder / "outcomes.jsonl").open(
-            "a", encoding="utf-8", errors="replace"
-        )
-        self._usage = (self.folder / "usage.jsonl").open("a", encoding="utf-8", errors="replace")
+        with ExitStack() as stack:
+            folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
+            self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))
+            try:
+                outcomes = [Outcome(**line) for line in self._outcomes.read()]
+                self.spent = [Usage(**line) for line in self._usage.read()]
+            except (ValueError, TypeError) as error:
+                raise folder.refused(f"cannot be read: {error}") from error
+            self.outcomes = {outcome.key: outcome for outcome in outcomes}
+            # A start that was refused before it made anything, for a corpus that is not there say,
+            # has claimed nothing.
+            if self.outcomes or self.spent:
+                if changed := folder.changed(self._settings):
+                    raise folder.refused(
+                        f"was made with other settings: {', '.join(changed)}; choose another folder"
+                    )
+            else:
+                folder.claim(self._settings)
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._outcomes.close()
-        self._usage.close()
-        self._lock.close()
+        self._opened.close()
 
     def used(self, usage: Usage) -> None:
         """Keeps what a call took."""
         self.spent.append(usage)
-        self._usage.write(usage_line(usage) + "\n")
-        self._usage.flush()
+        self._usage.add(asdict(usage))
 
     def add(self, outcome: Outcome) -> None:
         """Keeps what became of a task. What it left in the folder is there already."""
-        self._outcomes.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
-        self._outcomes.flush()
+        self._outcomes.add(asdict(outcome))
         self.outcomes[outcome.key] = outcome
 
     def report(self) -> dict[str, Any]:
@@ -137,36 +124,3 @@ class Ledger:
         text = json.dumps(report, indent=2, ensure_ascii=False)
         (self.folder / "report.json").write_bytes((text + "\n").encode(errors="replace"))
         return report
-
-    def _claim(self) -> None:
-        """A start that was refused before it made anything, for a corpus that is not there say, has
-        claimed nothing."""
-        path = self.folder / "settings.json"
-        if not path.exists() or not (self.outcomes or self.spent):
-            path.write_text(json.dumps(self._settings, indent=2) + "\n", encoding="utf-8")
-            return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(
-            name
-            for name in {*before, *self._settings}
-            if before.get(name) != self._settings.get(name)
-        )
-        if changed:
-            said = ", ".join(
-                f"{name} ({before.get(name)!r} → {self._settings.get(name)!r})" for name in changed
-            )
-            raise ConfigError(
-                f"dir = {self.folder}: was made with other settings: {said}; choose another folder"
-            )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Of a JSONL file that may not exist; a last line that was cut off is removed from it."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        data = data[: data.rfind(b"\n") + 1]
-        with path.open("r+b") as file:
-            file.truncate(len(data))
-    return [json.loads(line) for line in data.splitlines()]

@@ -49,6 +49,13 @@ class Subject:
     sampling: Callable[[], AbstractContextManager[System | Remote]]
     """What samples and scores, started."""
 
+    @property
+    def sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Source → the prompts that `keel eval` is to ask."""
+        given, of = self.config.eval, self.dataset
+        chosen = of.heldout if given.prompts == "heldout" else of.train.sources
+        return {name: prompts[: given.size or None] for name, prompts in chosen.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
@@ -64,21 +71,21 @@ class Remote:
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel eval`: the held-out sets, in each of `eval.variants`, by a checkpoint, the base model
-    or a model behind an endpoint."""
+    """`keel eval`: the held-out sets, or the prompts to train on, in each of `eval.variants`, by a
+    checkpoint, the base model or a model behind an endpoint."""
     config = load_config(recipe, overrides)
     for variant in config.eval.each_variant:
         _check_variant(config, variant)
     other = read_evaluation(Path(config.eval.against)) if config.eval.against else ()
     subject = _subject(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
-    heldout = subject.dataset.heldout
-    if not heldout:
+    sets = subject.sets
+    if not any(sets.values()):
         raise ConfigError(
             "data.sources: no source has a holdout, so there is nothing to evaluate on. A file of "
             "problems that is there for this alone has weight: 0, and holdout: their number"
         )
     if other:
-        _check_same_prompts(config, heldout, other)
+        _check_same_prompts(config, sets, other)
     with EvaluationFolder(config, subject.policy, subject.name) as out:
         print(f"{subject.text}\nsampling with {subject.policy}", flush=True)
         with subject.sampling() as system, Interrupt(print, STOPPING) as stop:
@@ -88,7 +95,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         whole = not any(
             out.waiting(variant.name, prompts)
             for variant in config.eval.each_variant
-            for prompts in heldout.values()
+            for prompts in sets.values()
         )
         print("\n".join(_told(out, config, whole=whole, against=other)))
 
@@ -195,12 +202,12 @@ def _remote(config: Config) -> Subject:
 
 
 def _check_same_prompts(
-    config: Config, heldout: Mapping[str, Sequence[Prompt]], other: Sequence[Asked]
+    config: Config, sets: Mapping[str, Sequence[Prompt]], other: Sequence[Asked]
 ) -> None:
     """Raises ConfigError where the evaluation that is to come could not be compared."""
     theirs = {one.id: one.digest for one in other}
-    common = [p for prompts in heldout.values() for p in prompts if p.prompt_id in theirs]
-    why = "" if common else "it has none of the held-out prompts"
+    common = [p for prompts in sets.values() for p in prompts if p.prompt_id in theirs]
+    why = "" if common else "it has none of these prompts"
     for prompt in common:
         if theirs[prompt.prompt_id] != digest_of(prompt):
             why = f"it has another prompt called {prompt.prompt_id}"
@@ -261,7 +268,7 @@ def _ask(
 ) -> None:
     sources = {
         prompt.prompt_id: (prompt, source)
-        for source, prompts in subject.dataset.heldout.items()
+        for source, prompts in subject.sets.items()
         for prompt in out.waiting(variant.name, prompts)
     }
 

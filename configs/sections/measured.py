@@ -95,6 +95,11 @@ class EvalConfig:
     """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids: vLLM's
     engines take no request without a bound if they return sampling masks."""
 
+    prompts: Literal["heldout", "train"] = "heldout"
+    """`keel eval`: which of the sources' prompts. train: those to train on, to learn from the
+    completions (`keel sft`, `keel distill`)."""
+    size: int = 0
+    """`keel eval`: the first so many of each source; 0: all."""
     pass_at: tuple[int, ...] = ()
     """`keel eval`: k of pass@k and maj@k; empty: `samples`, and the powers of two below it."""
     submissions: int = 0
@@ -114,6 +119,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, "eval.samples", self.samples, "must be at least 1")
+        require(self.size >= 0, "eval.size", self.size, "must not be negative")
         for k in self.pass_at:
             require(
                 1 <= k <= self.samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def write(path: Path, passes: dict[str, int], known: list[Prompt], source: str =
         for prompt in known
         if prompt.prompt_id in passes
     ]
-    path.write_text("".join(rate.line() for rate in rates))
+    path.write_text("".join(f"{json.dumps(rate.line())}\n" for rate in rates))
     return path
 
 
@@ -44,7 +45,9 @@ def test_what_is_missing_is_no_pass_and_its_reasons_are_counted(tmp_path: Path) 
     assert (rate.known, nothing.known, nothing.score) == (True, False, None)
     path = tmp_path / "t.jsonl"
     cut = '{"id": "é'.encode()[:-1]  # in the middle of a character
-    path.write_bytes((nothing.line() + rate.line()).encode() + cut)
+    path.write_bytes(
+        "".join(f"{json.dumps(one.line())}\n" for one in (nothing, rate)).encode() + cut
+    )
     assert read_pass_rates(path) == {prompt.prompt_id: rate}
 
 

@@ -256,6 +256,15 @@ def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
     assert not any(p.thinking for (p, _), end in zip(fake.asked, ends, strict=True) if not end)
 
 
+def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:
+    words = ("quickstart", f"run.dir={tmp_path}", *FEW)
+    assert main(["eval", *words, "eval.prompts=train", "eval.size=3"]) == 0
+    dataset = prepare("quickstart", words[1:]).dataset
+    asked = {prompt.prompt_id for prompt, _ in fake.asked}
+    assert asked == {p.prompt_id for some in dataset.train.sources.values() for p in some[:3]}
+    assert not asked & {p.prompt_id for some in dataset.heldout.values() for p in some}
+
+
 def test_a_prompt_in_a_variants_words() -> None:
     asked = Prompt(
         prompt_id="p",
