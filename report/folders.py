@@ -151,7 +151,9 @@ def read_trajectories(folder: Path, run: RunData) -> Chunks:
         same = not any(name in line for line in lines for name in UNKNOWN)
         chunks[path.name] = data if same else packed([as_json(group) for group in found])
     if run.steps and run.steps[-1] > 0 and not chunks:
-        older = " (its files of text are from an older release)" if any(folder.glob("*.txt")) else ""
+        older = (
+            " (its files of text are from an older release)" if any(folder.glob("*.txt")) else ""
+        )
         run.notes.append(
             f"no trajectories to read in {folder}{older}: run.save_trajectories and "
             "run.save_tokens, both above 0, have them written at each step"
@@ -191,7 +193,9 @@ def summary_of(run: RunData, folder: Path) -> dict[str, str]:
         if name.startswith("eval/") and name.endswith("/pass@1"):
             known = [value for value in values if value is not None]
             if known:
-                found[f"held-out {name.removeprefix('eval/')}"] = f"{known[0]:.3f} → {known[-1]:.3f}"
+                found[f"held-out {name.removeprefix('eval/')}"] = (
+                    f"{known[0]:.3f} → {known[-1]:.3f}"
+                )
     counts = {kind: sum(e["kind"] == kind for e in run.events) for kind in ("resume", "engine")}
     found["resumed, engines started again"] = f"{counts['resume']}, {counts['engine']}"
     return found
@@ -214,7 +218,9 @@ def read_evaluated(folder: Path) -> tuple[RunData, Chunks]:
         for name, of in sets.items():
             low, high = of["pass@1_interval"]
             label = f"pass@1 {name}" if variant == ONLY else f"pass@1 {variant}: {name}"
-            run.summary[label] = f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f}), {of['prompts']} prompts"
+            run.summary[label] = (
+                f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f}), {of['prompts']} prompts"
+            )
     chunks: Chunks = {}
     for first in range(0, len(asked), PER_CHUNK):
         name = f"prompts_{first:06d}"

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import html
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -71,9 +71,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
     """JSON: what the page shows, but for the trajectories themselves."""
-    return as_json(
-        {"live": live, "written": time.time(), "runs": [run.plain() for run, _ in runs]}
-    )
+    return as_json({"live": live, "written": time.time(), "runs": [run.plain() for run, _ in runs]})
 
 
 def embedded(text: str) -> str:

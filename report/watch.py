@@ -135,8 +135,11 @@ def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> byte
 def watch(folders: Sequence[str], port: int) -> None:
     """Serve until Ctrl-C. Raises ConfigError."""
     with Server(Follower(folders), port) as server:
-        print(f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "
-              f"{server.server_port}:{HOST}:{server.server_port} …", flush=True)
+        print(
+            f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "
+            f"{server.server_port}:{HOST}:{server.server_port} …",
+            flush=True,
+        )
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -112,16 +112,17 @@ class Replay:
         self._experts = routes.shape[2]
         self._rows = 0
         self._counts: list[Tensor] = []
-        self._by_token: list[Tensor] | None = [] if by_token else None
-        """[2, N] a layer: recorded experts of each token that the live router chooses too, and
-        whether any were recorded."""
+        self._counts_tokens = by_token
+        self._by_token_2N: Tensor | None = None
+        """Recorded experts of each token that the live router chooses too, and layers that have any
+        recorded, so far."""
 
     def overlap_N(self) -> Tensor | None:
         """Share of each token's recorded experts, over all layers, that the live router chooses
         too; NaN for a token without. On the device. None without `by_token`."""
-        if not self._by_token:
+        if self._by_token_2N is None:
             return None
-        same_N, layers_N = torch.stack(self._by_token).sum(0)
+        same_N, layers_N = self._by_token_2N
         return same_N / (layers_N * self._experts)
 
     def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
@@ -153,8 +154,10 @@ class Replay:
         if not again:
             same = recorded.unsqueeze(-1) == live.unsqueeze(-2)
             self._counts.append(torch.stack([same.sum(), known.sum()]))
-            if self._by_token is not None:
-                self._by_token.append(torch.stack([same.sum((-2, -1)), known[:, 0].long()]))
+            if self._counts_tokens:
+                here = torch.stack([same.sum((-2, -1), dtype=torch.int32), known[:, 0].int()])
+                so_far = self._by_token_2N
+                self._by_token_2N = here if so_far is None else so_far + here
             self._rows += len(live)
             self._calls[layer] += 1
         return family.replay(router, output, recorded.where(known, live))

@@ -21,7 +21,7 @@ keel.main = {
   // Scrolled places stay where they are when the same is drawn again.
   async draw() {
     const turn = ++keel.main.turn;
-    const asked = keel.asked();
+    const asked = keel.asked(), address = location.hash;
     const name = Object.hasOwn(keel.main.views, asked.view) ? asked.view : "curves";
     for (const link of document.querySelectorAll("nav a"))
       link.toggleAttribute("aria-current", link.hash === `#view=${name}`);
@@ -37,7 +37,7 @@ keel.main = {
     const view = document.getElementById("view");
     for (const plot of view.querySelectorAll(".plot")) { keel.curves.seen.unobserve(plot); Plotly.purge(plot); }
     view.replaceChildren(...made);
-    view.dataset.drawn = name;
+    view.dataset.drawn = address;
     places.forEach((place, at) => {
       const element = document.querySelector(place);
       if (element && !(place === ".group" && keel.main.last !== asked.group)) element.scrollTop = before[at];

@@ -145,7 +145,7 @@ keel.read = {
       runs.forEach((run, at) => {
         if (typeof run === "string") {
           const label = at ? "results and context" : "prompt";
-          made.push(keel.read.folded(`${label}, ${run.length} characters`, run, asked.open === "1"));
+          made.push(keel.read.folded(`${label}, ${run.length} characters`, run, at > 0 && asked.open === "1"));
         } else made.push(...keel.read.sampled(run, said[turn++], one, asked, range));
       });
       return made;

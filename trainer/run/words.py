@@ -31,6 +31,7 @@ def closing_words(
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [
+        f"report          {shlex.join(['keel', 'report', str(path)])}",
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
         f"completions     {path / 'trajectories'}",
