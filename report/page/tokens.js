@@ -4,8 +4,8 @@
 keel.tokens = {
   // What a token can be coloured by: its value, and the value as −1 … 1 (or 0 … 1) of a scale.
   choices: {
-    logp: { label: "log-probability", ends: ["−5 nats", "0"], value: (run, at) => run.logp?.[at],
-      scale: (value) => Math.min(1, -value / 5), hues: [0, 0] },
+    logp: { label: "log-probability", ends: ["p = 0", "p = 1"], value: (run, at) => run.logp?.[at],
+      scale: (value) => 1 - Math.exp(Math.min(0, value)), hues: [0, 0] },
     advantage: { label: "advantage", ends: ["negative", "positive"], value: (run, at, one) => one.advantage,
       scale: (value) => Math.max(-1, Math.min(1, value)), hues: [0, 130] },
     ratio: { label: "ratio π_θ/π_old", ends: ["0.8", "1.2"], value: (run, at) => run.ratio?.[at],
