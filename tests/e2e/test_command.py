@@ -29,8 +29,9 @@ pytestmark = pytest.mark.e2e
 def read_back(folder: Path, *, resumed: int, steps: int) -> None:
     """What the report is made of: the events, and each token's numbers in engine and trainer."""
     run, chunks = read_folder(folder)
-    assert [event["kind"] for event in run.events] == ["engine", "resume"] and not run.notes
-    assert run.events[1]["step"] == resumed
+    assert not run.notes
+    events = [(event["kind"], event["step"]) for event in run.events if event["kind"] != "alarm"]
+    assert events[0][0] == "engine" and events[-1] == ("resume", resumed)
     assert {group.step for group in run.groups} == set(range(1, steps + 1))
     first, fresh = (f"step_{step:06d}.jsonl.gz" for step in (1, resumed + 1))
     for chunk in (first, fresh):  # steps whose engines had exactly the trainer's weights
@@ -42,9 +43,7 @@ def read_back(folder: Path, *, resumed: int, steps: int) -> None:
             for part in trajectory["contexts"][0]
             if not isinstance(part, str)
         ]
-        assert sampled and all(
-            {"logp", "kept", "version", "text"} <= part.keys() for part in sampled
-        )
+        assert all({"logp", "kept", "version", "text"} <= part.keys() for part in sampled)
         for part in (part for part in sampled if "ratio" in part):  # the trainer has looked at it
             assert part["ratio"] == pytest.approx([1.0] * len(part["text"]), abs=2e-3)
             assert None not in part["overlap"] and min(part["overlap"]) >= 0
