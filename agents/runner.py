@@ -34,7 +34,7 @@ MOST_SAID = 500
 """Characters of the reason that is said."""
 STARTING = 8
 """Programs that are being started at once: more would take each other's time."""
-CLOSING_S = 30.0
+CLOSING_S = 120.0
 """Longest wait for open episodes to end, and for the programs' endpoint to begin."""
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-REAPING_S = 10.0
+REAPING_S = 60.0
 """Longest wait for a killed process to be gone."""
 
 

@@ -25,7 +25,7 @@ MOST_BYTES = 8 << 20
 """Of one message. An environment that says more at once is ended."""
 MOST_WORDS = 4096
 """Bytes of standard error that are kept: the last."""
-ENDING_S = 1.0
+ENDING_S = 30.0
 """Wait for a process that closed its side to be gone by itself, which tells how it ended."""
 PASSED_ON = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
 """What an environment sees of this process's environment: no key and no token is among it."""

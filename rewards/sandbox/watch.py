@@ -18,7 +18,7 @@ Status = Literal["exited", "time", "memory", "output"]
 
 LOOK_EVERY_S = 0.05
 """Between looks at the memory and CPU time of all of a run's processes together."""
-GRACE_S = 10.0
+GRACE_S = 60.0
 """Longest wait for a killed run to be gone."""
 
 
@@ -127,7 +127,8 @@ class Watch:
                 now = time.monotonic()
                 if now >= self._gone_by:
                     raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
-                if now >= self._deadline:
+                # Where this process was kept waiting itself, the program may have ended in time.
+                if now >= self._deadline and self._process.poll() is None:
                     self._end("time")
                 elif now >= look:
                     self._look()
@@ -159,7 +160,7 @@ class Watch:
         if self._gone_by < math.inf:
             return
         if self._process.poll() is not None:  # something it left behind still holds its output
-            self._gone_by = time.monotonic() + GRACE_S
+            self._deadline, self._gone_by = math.inf, time.monotonic() + GRACE_S
             self._kill()
             return
         used = usage(self._process.pid)

@@ -24,10 +24,11 @@ from keel.rewards.workers.worker import reply_to
 
 START_DEADLINE_S = 120.0
 """Longest wait for a worker to start and import its libraries."""
-CODE_GRACE_S = 5.0
+CODE_GRACE_S = 30.0
 """Beyond the time that a program's tests may take together, for starting and ending sandboxes."""
-GRACE_S = 5.0
-"""Beyond a completion's own deadline, for the worker's timer to go off."""
+GRACE_S = 30.0
+"""Beyond a completion's own deadline, for the worker's timer to go off, and for one that is killed
+to be gone."""
 STANDARD_ERROR = 2
 ROOT = Path(keel.__file__).resolve().parent.parent
 

@@ -122,17 +122,17 @@ class Attacker:
                 break
             if pid == 0:
                 os.setsid()
-                os.execv("/bin/sleep", ["sleep", "1000.5"])
+                os.execv("/bin/sleep", ["sleep", f"1001.{os.environ['MINE']}"])
             made += 1
         return made
 
     def flee(self) -> str:
         """Twice forked, in a session and a group of its own, deaf to what can be unheard."""
-        trap = "trap '' HUP INT TERM; sleep 1000.25 & sleep 1000.25"
+        long = f"sleep 1000.{os.environ['MINE']}"
+        trap = f"trap '' HUP INT TERM; {long} & {long}"
         subprocess.Popen(
             ["/bin/sh", "-c", f'(setsid /bin/sh -c "{trap}" &) &'], start_new_session=True
         )
-        time.sleep(0.2)
         return "gone"
 
     def crash(self) -> str:

@@ -7,13 +7,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.host.client import Hosted, Program, parent_of
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
 from keel.tasks.code.draft import Built, Rooms, instance_of
-from tests.agents.episodes import transcript, use
+from tests.agents.episodes import PATIENT, transcript, use
 from tests.agents.sandboxes import wrap_of
 from tests.tasks.code.projects import SETUP, TEST, candidate, config, source
+from tests.waiting import PATIENCE_S
 
 HIDDEN = "test_the_hidden_one"
 WHERE = "pytest::tests.test_adding::test_"
@@ -30,7 +31,7 @@ def instance(folder: Path) -> dict[str, Any]:
     program.chmod(0o755)
     (rooms.folder / "packages" / "p.json").write_text("{}")
     built = Built(name="p", setup="", test=TEST)
-    found = instance_of(candidate(), built, tests_s=60.0)
+    found = instance_of(candidate(), built, tests_s=PATIENCE_S)
     found["env"] = {}  # one of the attacks is a plugin
     found |= {"f2p": [WHERE + "the_hidden_one"], "p2p": [WHERE + "some"], "canary": True}
     return rooms.sealed("one", found)
@@ -46,7 +47,7 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         target="keel.agents.environments.code.environment:Repository",
         folder=where,
         arguments={"folder": str(where)},
-        deadlines=Deadlines(open_s=60, verdict_s=90, close_s=2),
+        deadlines=PATIENT,
         wrap=wrap_of(memory_mib=2048),
     )
     parent = parent_of(program)
@@ -75,7 +76,7 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
 
 
 async def bash(hosted: Hosted, command: str) -> str:
-    result = await use(hosted, "bash", 60, command=command)
+    result = await use(hosted, "bash", command=command)
     assert not result.failed, result.text
     return result.text
 

@@ -14,14 +14,15 @@ from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.types import ToolResult, Transcript
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt
+from tests.waiting import PATIENCE_S
 
 HERE = Path(__file__).parent
 TASK = Prompt(prompt_id="p7", domain="shop", messages=({"role": "user", "content": "Shop."},))
-SHORT = Deadlines(open_s=20.0, reply_s=0.3, verdict_s=0.3, close_s=0.3)
+PATIENT = Deadlines(open_s=PATIENCE_S, reply_s=PATIENCE_S, verdict_s=PATIENCE_S, close_s=PATIENCE_S)
 
 
 def program(target: str = "shop:Shop", **settings: Any) -> Program:
-    return Program(**{"target": target, "folder": HERE, "deadlines": SHORT, **settings})
+    return Program(**{"target": target, "folder": HERE, "deadlines": PATIENT, **settings})
 
 
 @asynccontextmanager
@@ -37,7 +38,7 @@ async def episode(
 
 
 async def use(
-    environment: Any, name: str, within_s: float = 20.0, /, **arguments: Any
+    environment: Any, name: str, within_s: float = PATIENCE_S, /, **arguments: Any
 ) -> ToolResult:
     call = ToolCall(call_id="c1", name=name, arguments=arguments)
     return await environment.call(call, timeout_s=within_s)
@@ -50,8 +51,8 @@ def transcript(*messages: dict[str, Any], finish_reason: str = "stop") -> Transc
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     """On an event loop of its own. Nothing may be left of it: no process, file or thread."""
     before = held()
-    result = result_of(work, within_s=60)
-    until = time.monotonic() + 2
+    result = result_of(work, within_s=2 * PATIENCE_S)
+    until = time.monotonic() + PATIENCE_S
     while (left := more(held(), before)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left

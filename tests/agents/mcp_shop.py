@@ -44,7 +44,9 @@ def go_wrong(how: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["http"]:
-        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+        import uvicorn
+
+        uvicorn.run(server.streamable_http_app(), fd=int(sys.argv[2]))
     elif sys.argv[1:2] == ["broken"]:
         sys.exit("the shop is closed on Sundays")
     else:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.host.client import Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from tests.agents.episodes import HERE, alive, program
+
+MINE = os.environ.get("MINE", str(os.getpid()))
+"""Tells what a test's environments start from what those of others on this machine do."""
+
+
+def sleeping(seconds: int) -> list[int]:
+    """The processes that attackers of this test have left to sleep."""
+    return commands(f"sleep\0{seconds}.{MINE}\0".encode())
 
 
 def wrap_of(**settings: Any) -> EnvironmentSandbox:
@@ -32,8 +40,7 @@ def attacker(wrap: Wrap, parent: Parent | None = None, **settings: Any) -> Hoste
 
 
 def attackers(wrap: Wrap, **settings: Any) -> Program:
-    settings = {"folder": HERE, "memory_mib": None, "env": {"MINE": "1"}, **settings}
-    settings["deadlines"] = Deadlines(open_s=30, close_s=0.5)
+    settings = {"folder": HERE, "memory_mib": None, "env": {"MINE": MINE}, **settings}
     return program("attacker:Attacker", wrap=wrap, **settings)
 
 
@@ -59,10 +66,3 @@ def commands(words: bytes) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.02)

@@ -29,6 +29,7 @@ from keel.rl.types import Prompt, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Marks
 from tests.agents.episodes import result_of
+from tests.waiting import PATIENCE_S
 
 END = "<|im_end|>"
 ADD = ToolSpec(
@@ -147,7 +148,7 @@ class Sums:
     async def _at(self, what: str, method: str) -> None:
         self.log.append(what)
         if method == self.hangs:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         if method == self.fails:
             raise EnvironmentLost("crash", method, "ended with SIGSEGV")
 
@@ -186,7 +187,7 @@ def play(
         environment_seed=7,
         crash_is_failure=crash_is_failure,
     )
-    return result_of(episode.run(), within_s=20)
+    return result_of(episode.run(), within_s=PATIENCE_S)
 
 
 def says(*turns: str) -> Policy:

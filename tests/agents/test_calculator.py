@@ -71,10 +71,10 @@ def test_arithmetic(expression: str, result: str) -> None:
     ],
 )
 def test_what_is_no_arithmetic(expression: str, why: str) -> None:
-    started = time.monotonic()
+    began = time.thread_time()  # whatever else the machine does
     with pytest.raises(ValueError, match=why):
         evaluate(expression)
-    assert time.monotonic() - started < 2
+    assert time.thread_time() - began < 2
 
 
 Term = tuple[str, int]

@@ -13,7 +13,8 @@ import pytest
 from keel.agents.environments.textarena_game import BRIEF
 from keel.agents.host.client import Hosted, Program
 from keel.rl.types import Verdict
-from tests.agents.episodes import SHORT, TASK, run, transcript, use
+from tests.agents.episodes import PATIENT, TASK, run, transcript, use
+from tests.waiting import PATIENCE_S
 
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
@@ -30,7 +31,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_script(folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "try_it.py"], cwd=folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "try_it.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert "['ask', 'buy']" in done.stdout
@@ -49,7 +54,7 @@ def test_the_examples(
     folder: Path, target: str, name: str, arguments: Any, text: str, parts: dict[str, float]
 ) -> None:
     async def play() -> None:
-        environment = Hosted(Program(target=target, folder=folder, deadlines=SHORT))
+        environment = Hosted(Program(target=target, folder=folder, deadlines=PATIENT))
         opening = await environment.open(TASK, seed=3)
         assert all(tool.description for tool in opening.tools)
         assert (await use(environment, name, **arguments)).text == text

@@ -11,7 +11,7 @@ import pytest
 from keel.agents.host import room
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.host.room import make_room
-from tests.agents.episodes import HERE, SHORT, TASK, run
+from tests.agents.episodes import HERE, PATIENT, TASK, run
 from tests.agents.test_host import lost
 
 
@@ -54,7 +54,7 @@ def test_what_cannot_be_started_says_why_and_the_cure(
     kind = "game" if settings["target"] == "hints:empty" else "auto"
 
     async def play() -> None:
-        environment = Hosted(Program(folder=tmp_path, deadlines=SHORT, kind=kind, **settings))
+        environment = Hosted(Program(folder=tmp_path, deadlines=PATIENT, kind=kind, **settings))
         error = await lost(environment.open(TASK, seed=3))
         assert why in str(error) and error.during == "open"
         await environment.close()

@@ -115,10 +115,10 @@ def test_an_episode_has_its_files_and_not_its_answer(tmp_path: Path) -> None:
             "has sales.csv (20 bytes)" in system["content"] and question["content"] == "How many?"
         )
         code = "import csv; sum(int(r['units']) for r in csv.DictReader(open('sales.csv')))"
-        assert (await use(environment, "python", 60, code=code)).text == "42"
-        said = await use(environment, "python", 60, code="open('sales.csv', 'w').write('mine')")
+        assert (await use(environment, "python", code=code)).text == "42"
+        said = await use(environment, "python", code="open('sales.csv', 'w').write('mine')")
         assert said.text == "4"
-        assert (await use(environment, "python", 60, code=THIEF)).text == "[]"
+        assert (await use(environment, "python", code=THIEF)).text == "[]"
         await environment.close()
 
     run(play())

@@ -23,7 +23,8 @@ from keel.agents.host.client import Hosted, Program
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in
-from tests.agents.episodes import HERE, SHORT, run, transcript, use
+from tests.agents.episodes import HERE, PATIENT, run, transcript, use
+from tests.waiting import PATIENCE_S
 
 TASK = Prompt(
     prompt_id="p",
@@ -41,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def hosted(folder: Path, target: str, **settings: Any) -> Hosted:
-    return Hosted(Program(target=target, folder=folder, deadlines=SHORT, **settings))
+    return Hosted(Program(target=target, folder=folder, deadlines=PATIENT, **settings))
 
 
 def test_a_class_of_openenvs_is_known_by_what_it_is(folder: Path) -> None:
@@ -242,7 +243,7 @@ def test_openenvs_own_first_environment_as_a_class_and_as_a_server(tmp_path: Pat
     run(play("server.echo_environment:EchoEnvironment"))
     serving = subprocess.Popen([OPENENV, "-c", SERVE, str(port)], cwd=folder)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while True:
             try:
                 urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()

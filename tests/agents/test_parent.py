@@ -17,7 +17,7 @@ from keel.agents.host.client import Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.types import EnvironmentLost
 from tests.agents.episodes import TASK, alive, program, run, transcript, use
-from tests.agents.sandboxes import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def counter(how: str = "", **settings: Any) -> Program:
@@ -127,7 +127,7 @@ def test_a_program_that_does_not_load_fails_as_without_a_parent(
     async def play() -> None:
         given = counter(how)
         async with parent_for(given) as parent:
-            parent._deadline_s = 0.5 if how == "hang" else 20.0
+            parent._deadline_s = 0.5 if how == "hang" else PATIENCE_S
             for _ in range(2):
                 with pytest.raises(EnvironmentLost) as caught:
                     async with opened(given, parent):
@@ -145,7 +145,7 @@ def test_one_that_ends_takes_no_other_along(how: str) -> None:
         async with parent_for(given) as parent, opened(given, parent) as sibling:
             async with opened(given, parent) as environment:
                 with pytest.raises(EnvironmentLost) as caught:
-                    await use(environment, "end", 0.3, how=how)
+                    await use(environment, "end", 0.3 if how == "hang" else PATIENCE_S, how=how)
                 assert caught.value.fault == how
                 what = {"crash": "SIGSEGV", "exit": "status 3", "hang": "0.3 s"}
                 assert what[how] in str(caught.value)
@@ -165,7 +165,8 @@ def test_whatever_it_started_ends_with_it(how: str) -> None:
                 assert len(helpers) == 2 and all(map(alive, helpers))
                 if how != "close":
                     with pytest.raises(EnvironmentLost):
-                        await use(environment, "wait", 0.3, seconds=0, then=how)
+                        limit_s = 0.3 if how == "hang" else PATIENCE_S
+                        await use(environment, "wait", limit_s, seconds=0, then=how)
             # One that had left the group is found only below a parent that lives.
             wait_for(lambda: not any(map(alive, helpers[:1] if how == "exit" else helpers)))
             assert parent._running is not None

@@ -15,6 +15,7 @@ from keel.agents.types import Unscored
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose
 from tests.agents.scripted import BUDGET, END, NO_CONTEXT, TASK, Policy, Sums, chat, says
+from tests.waiting import PATIENCE_S
 
 
 @dataclass
@@ -58,7 +59,7 @@ def running(
 def test_a_group_has_its_siblings_in_order_and_its_seeds() -> None:
     policy, world = says("@add 40, 2", "42"), World()
     with running(policy, world) as runner:
-        group = runner.submit(TASK, group_size=5, purpose="train").result(20)
+        group = runner.submit(TASK, group_size=5, purpose="train").result(PATIENCE_S)
     assert [t.sibling for t in group.trajectories] == [0, 1, 2, 3, 4] and not group.dropped
     assert len({request.seed for request in policy.requests}) == 10
     assert len({request.conversation for request in policy.requests}) == 5
@@ -71,7 +72,7 @@ def test_the_same_prompt_draws_anew_and_the_same_run_draws_the_same() -> None:
         policy, found = says("42"), []
         with running(policy) as runner:
             for _ in range(2):
-                runner.submit(TASK, group_size=2, purpose="train").result(20)
+                runner.submit(TASK, group_size=2, purpose="train").result(PATIENCE_S)
                 found.append({r.seed for r in policy.requests})
                 policy.requests.clear()
                 if update:
@@ -89,14 +90,14 @@ def test_no_more_are_open_than_allowed() -> None:
     policy = Policy(lambda turn, _: seen.append(world.open) or "42" + END)
     with running(policy, world, most_open=3) as runner:
         groups = [runner.submit(TASK, group_size=4, purpose="train") for _ in range(4)]
-        assert sum(len(group.result(20).trajectories) for group in groups) == 16
+        assert sum(len(group.result(PATIENCE_S).trajectories) for group in groups) == 16
     assert max(seen) <= 3
 
 
 def test_what_has_no_trajectory_is_dropped_with_its_reason_and_its_siblings_stay() -> None:
     made = iter([Sums(), Sums(fails="call"), Sums(grade=Unscored(reason="no tests")), Sums()])
     with running(says("@add 40, 2", "42"), World(lambda: next(made))) as runner:
-        group = runner.submit(TASK, group_size=4, purpose="train").result(20)
+        group = runner.submit(TASK, group_size=4, purpose="train").result(PATIENCE_S)
     assert [t.sibling for t in group.trajectories] == [0, 3]
     assert sorted(reason.partition(":")[0] for reason in group.dropped) == [
         "environment, at call",
@@ -113,7 +114,7 @@ def test_an_environment_that_goes_down_with_many_is_said_once(failure: bool) -> 
     with running(says("@add 40, 2", "42"), world, crash_is_failure=zero) as runner:
         runner.say = said.append
         for crashes in (1, 4, 4):
-            group = runner.submit(TASK, group_size=4, purpose="train").result(20)
+            group = runner.submit(TASK, group_size=4, purpose="train").result(PATIENCE_S)
             reasons = [t.finish_reason for t in group.trajectories]
             assert reasons.count("crash") == (crashes if failure else 0)
             assert len(said) == (crashes == 4), "one of four is not many"
@@ -128,7 +129,7 @@ def test_what_an_engine_says_is_what_the_group_fails_with() -> None:
 
     world = World()
     with running(Policy(script), world) as runner, pytest.raises(ValueError, match="too long"):
-        runner.submit(TASK, group_size=3, purpose="train").result(20)
+        runner.submit(TASK, group_size=3, purpose="train").result(PATIENCE_S)
     assert world.open == 0
 
 
@@ -149,13 +150,13 @@ def test_a_group_that_is_given_up_leaves_nothing_open(how: str) -> None:
     world.make = lambda: begun.set() or Sums()  # type: ignore[func-returns-value]
     with running(policy, world) as runner:
         group = runner.submit(TASK, group_size=3, purpose="train")
-        assert begun.wait(10)
+        assert begun.wait(PATIENCE_S)
         while len(asked) < 3:
             assert not group.done()
         if how == "cancel":
             assert group.cancel()
     with pytest.raises(CancelledError):
-        group.result(10)
+        group.result(PATIENCE_S)
     assert world.open == 0 and len(world.made) == 3
     assert all(future.cancelled() for future in asked)
 
@@ -181,5 +182,5 @@ def test_an_evaluation_does_not_wait_for_episodes_of_training() -> None:
     policy.turns = lambda: turns  # type: ignore[method-assign]
     with running(policy, most_open=1) as runner:
         held = runner.submit(TASK, group_size=3, purpose="train")
-        measured = runner.submit(TASK, group_size=2, purpose="eval").result(20)
+        measured = runner.submit(TASK, group_size=2, purpose="eval").result(PATIENCE_S)
         assert len(measured.trajectories) == 2 and not held.done() and len(asked) <= 1

@@ -20,7 +20,8 @@ from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, program, run, transcript, use
-from tests.agents.sandboxes import attacker, attackers, commands, parent_for, wait_for, wrap_of
+from tests.agents.sandboxes import MINE, attacker, attackers, parent_for, sleeping, wrap_of
+from tests.waiting import PATIENCE_S, wait_for
 
 PROCESSES, FILES_MIB = 24, 8
 GIVEN = ["HOME", "LANG", "LC_ALL", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
@@ -89,10 +90,10 @@ def test_an_episode_that_attacks(
             FILES_MIB,
         ]
         assert PROCESSES - 4 <= int(await tried("fork_bomb")) < PROCESSES
-        wait_for(lambda: len(commands(b"sleep\x001000.5\0")) >= PROCESSES - 4)
+        wait_for(lambda: len(sleeping(1001)) >= PROCESSES - 4)
         assert await environment.verdict(transcript()) == Verdict(parts={"correct": 1.0})
         await environment.close()
-        assert not commands(b"sleep\x001000.5\0")
+        assert not sleeping(1001)
 
     run(play())
     listener.close()
@@ -108,7 +109,7 @@ def test_nothing_outlives_an_episode(small: Wrap, how: str, way: str) -> None:
     async def outlived(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
         assert (await use(environment, "flee")).text == "gone"
-        assert len(commands(b"sleep\x001000.25\0")) == 2
+        wait_for(lambda: len(sleeping(1000)) == 2)
         assert environment._process is not None
         inside = below(environment._process.pid)
         assert len(inside) >= 3 + (way == "started")
@@ -134,7 +135,7 @@ def test_memory_of_all_processes_together(small: Wrap, way: str) -> None:
     async def bombed(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
         with pytest.raises(EnvironmentLost, match=r"processes took \d+ MiB together, .* 220") as e:
-            await use(environment, "memory_bomb", 20)
+            await use(environment, "memory_bomb")
         assert e.value.fault == "memory"
         await environment.close()
 
@@ -232,9 +233,12 @@ def test_it_dies_with_the_process_that_opened_it(small: Wrap) -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(play())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], timeout=60)
+    env = {**os.environ, "MINE": MINE}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=HERE.parents[1], timeout=PATIENCE_S
+    )
     assert done.returncode == -9
-    wait_for(lambda: not commands(b"sleep\x001000.25\0"))
+    wait_for(lambda: not sleeping(1000))
 
 
 @WAYS

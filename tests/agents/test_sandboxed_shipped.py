@@ -15,12 +15,14 @@ from keel.agents.environments.trip.environment import make_task
 from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import solve
 from keel.agents.environments.trip.tasks import LEVELS
+from keel.agents.host.children import below
 from keel.agents.host.client import Hosted, Program
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, program, run, transcript, use
-from tests.agents.sandboxes import commands, wrap_of
+from tests.agents.episodes import HERE, TASK, alive, program, run, transcript, use
+from tests.agents.sandboxes import wrap_of
 from tests.agents.test_interpreter import needs_jupyter
+from tests.waiting import wait_for, within_some
 
 KEEL = Path(keel.__file__).parent
 SHIPPED = "keel.agents.environments"
@@ -85,7 +87,7 @@ def test_a_kernel_where_nothing_can_be_mounted() -> None:
         )
         await environment.open(TASK, seed=3)
         code = "import os; os.path.exists('/proc/self'), os.path.exists('/dev/ptmx')"
-        assert (await use(environment, "python", 60, code=code)).text == "(False, False)"
+        assert (await use(environment, "python", code=code)).text == "(False, False)"
         await environment.close()
 
     run(play())
@@ -93,16 +95,16 @@ def test_a_kernel_where_nothing_can_be_mounted() -> None:
 
 @needs_jupyter
 def test_a_kernel_in_a_sandbox() -> None:
-    async def play() -> None:
+    async def play(cell_s: float) -> None:
         target = f"{SHIPPED}.interpreter:Interpreter"
-        arguments = {"cell_s": 2.0, "ending_s": 2.0}
+        arguments = {"cell_s": cell_s, "ending_s": cell_s}
         environment = Hosted(
             Program(target=target, folder=KEEL, wrap=wrap_of(), arguments=arguments)
         )
         await environment.open(TASK, seed=3)
 
         async def cell(code: str) -> str:
-            result = await use(environment, "python", 60, code=code)
+            result = await use(environment, "python", code=code)
             assert not result.failed
             return result.text
 
@@ -120,7 +122,10 @@ def test_a_kernel_in_a_sandbox() -> None:
         deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
         assert "could not be interrupted" in await cell(deaf)
         assert await cell("1 + 1") == "2"
+        assert environment._process is not None
+        inside = below(environment._process.pid)
+        assert len(inside) >= 3  # the kernel, what runs it, and what both are in
         await environment.close()
-        assert not commands(b"ipykernel_launcher")
+        wait_for(lambda: not any(map(alive, inside)))
 
-    run(play())
+    within_some(lambda cell_s: run(play(cell_s)), (2.0, 10.0, 60.0))

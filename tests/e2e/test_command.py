@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Running:
         )
 
     def said(self) -> str:
-        return self._log.read_text()
+        return self._log.read_text(errors="replace")  # while it is written
 
     def finish(self) -> str:
         code = self.process.wait(timeout=DEADLINE_S)
@@ -118,8 +119,13 @@ class Running:
         return self.said()
 
     def engine_pids(self) -> list[int]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [p.pid for p in children if "RolloutWorker" in " ".join(p.cmdline())]
+        """Parents before their children."""
+        found: list[int] = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # an episode's may end at any moment
+                if "RolloutWorker" in " ".join(process.cmdline()):
+                    found.append(process.pid)
+        return found
 
 
 @pytest.fixture
@@ -149,8 +155,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     begun = ["rollout.weight_transfer=direct", "run.checkpoint_every=2"]
     run = start([*small(folder, cache, steps=200), *ahead, *begun])
     wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
-    (victim,) = run.engine_pids()
-    os.kill(victim, signal.SIGKILL)
+    os.kill(run.engine_pids()[0], signal.SIGKILL)
     after = len(metrics(folder)) + 3
     wait_until(lambda: len(metrics(folder)) >= after or run.process.poll() is not None, "more")
     run.process.send_signal(signal.SIGINT)

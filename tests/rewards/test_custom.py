@@ -12,6 +12,7 @@ from keel.rewards.compose import check_weights
 from keel.rewards.custom import BadReward, TextTrajectory, function, load_function, prompt_fields
 from keel.rewards.scorer import Scorer
 from tests.rewards.groups import group
+from tests.waiting import PATIENCE_S
 
 MINE = """
 import functools
@@ -80,7 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_by_dotted_name_is_a_part(workers: int) -> None:
     weights = {"maths": {"correct": 1.0, "my_keel_rewards.polite": 0.5}}
-    with Scorer(weights, workers=workers, deadline_s=30.0) as scorer:
+    with Scorer(weights, workers=workers, deadline_s=PATIENCE_S) as scorer:
         (scored,) = scorer.score([group("<think>ab</think>3", "<think></think>3 please")])
     assert [parts["my_keel_rewards.polite"] for parts in scored.parts_G] == [0.5, 1.0]
     assert scored.rewards_G.tolist() == [1.25, 0.5]

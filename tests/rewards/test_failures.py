@@ -16,6 +16,7 @@ from keel.rewards.failures import LEAST, MOST_SAID, Failures, Recent, RewardStop
 from keel.rewards.scorer import Scorer
 from keel.rewards.workers.pool import WorkerPool
 from tests.rewards.groups import PROMPT, group
+from tests.waiting import PATIENCE_S, within_some
 
 MINE = '''"""Rewards with all that can be wrong with one."""
 import asyncio, json, os, signal, time
@@ -60,7 +61,7 @@ def dies(prompt, trajectory):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 def hangs(prompt, trajectory):
-    time.sleep(60)
+    time.sleep(1000)
 
 def talks(prompt, trajectory):
     print("heard", trajectory.answer)
@@ -118,7 +119,7 @@ WRONG = [
 def test_the_first_error_is_said_once_with_its_place(workers: int) -> None:
     said: list[str] = []
     domains = {name: weights(name)["maths"] for name, *_ in WRONG}
-    with Scorer(domains, workers=workers, deadline_s=30.0, say=said.append) as scorer:
+    with Scorer(domains, workers=workers, deadline_s=PATIENCE_S, say=said.append) as scorer:
         for name, line, message in WRONG:
             said.clear()
             prompt = replace(PROMPT, domain=name)
@@ -155,7 +156,7 @@ def test_a_function_that_always_fails_stops_the_run(workers: int) -> None:
             ".*Mend the function"
         )
         with pytest.raises(RewardStopped, match=message):
-            future.result(30)
+            future.result(PATIENCE_S)
 
 
 def test_a_few_failures_do_not_and_neither_does_a_verifier_that_cannot_read() -> None:
@@ -207,27 +208,33 @@ def test_a_module_that_fails_to_load_says_where(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("dies", "verifier ended with SIGSEGV"), ("hangs", "verifier ran past its deadline of 1 s")],
+    [("dies", "verifier ended with SIGSEGV"), ("hangs", "verifier ran past its deadline of ")],
 )
 def test_a_worker_that_dies_says_where_it_was(folder: Path, name: str, message: str) -> None:
-    said: list[str] = []
-    log = folder / "run" / "rewards"
-    with Scorer(weights(name), workers=1, deadline_s=1.0, say=said.append, log=log) as scorer:
-        scorer.score([group("</think>3")])
-    assert f"{message} (failing_rewards.py:{LINES[name] + 1} in {name})" in "".join(said)
+    def dies(limit_s: float) -> None:
+        said: list[str] = []
+        log = folder / "run" / f"rewards_{limit_s}"
+        with Scorer(weights(name), workers=1, deadline_s=limit_s, say=said.append, log=log) as one:
+            one.score([group("</think>3")])
+        at = f"(failing_rewards.py:{LINES[name] + 1} in {name})"
+        assert re.search(rf"{message}.*{re.escape(at)}", "".join(said))
+
+    within_some(dies, (1.0, 10.0, 60.0) if name == "hangs" else (PATIENCE_S,))
 
 
 def test_what_a_function_prints_is_kept_and_the_user_told_where(folder: Path) -> None:
     said: list[str] = []
     log = folder / "run" / "rewards"
-    with Scorer(weights("talks"), workers=1, deadline_s=30.0, say=said.append, log=log) as scorer:
+    with Scorer(
+        weights("talks"), workers=1, deadline_s=PATIENCE_S, say=said.append, log=log
+    ) as scorer:
         scorer.score([group("</think>3", "</think>4"), group("</think>5")])
     assert (log / "worker_0.log").read_text() == "heard 3\nheard 4\nheard 5\n"
     assert said == [f"the reward workers print to {log}"]
 
 
 def test_without_a_log_it_is_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with Scorer(weights("talks"), workers=1, deadline_s=30.0) as scorer:
+    with Scorer(weights("talks"), workers=1, deadline_s=PATIENCE_S) as scorer:
         scorer.score([group("</think>3")])
     assert "heard 3" in capfd.readouterr().err
 
@@ -240,10 +247,9 @@ def test_what_verifiers_print_is_not_kept(folder: Path) -> None:
         "metadata": {"num_disks": 1, "num_pegs": 3, "start_peg": 1, "target_peg": 2},
     }
     spec = {"kind": "reasoning_gym", "task": "tower_of_hanoi", "entry": entry}
-    pool = WorkerPool(1, deadline_s=60.0, log=folder / "rewards")
-    right, wrong = pool.submit(spec, [entry["answer"], "Move disk 1 from Peg 1 to Peg 9"]).result(
-        60
-    )
+    pool = WorkerPool(1, deadline_s=PATIENCE_S, log=folder / "rewards")
+    answers = [entry["answer"], "Move disk 1 from Peg 1 to Peg 9"]
+    right, wrong = pool.submit(spec, answers).result(PATIENCE_S)
     pool.close()
     assert (right.score, wrong.score) == (1.0, 0.0)
     assert not pool.printed()

@@ -16,6 +16,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.endpoint import EndpointCompletions
 from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import Reply, Server, running
+from tests.waiting import PATIENCE_S
 
 ASKED = Prompt(
     prompt_id="p", domain="d", messages=({"role": "user", "content": "Why?"},), thinking=True
@@ -50,10 +51,10 @@ def endpoint() -> Iterator[Server]:
 
 def group(server: Server, size: int = 2, **knobs: Any) -> Group:
     config = EndpointConfig(
-        base_url=server.url, model="m", **{"deadline_s": 5.0, "retries": 0, **knobs}
+        base_url=server.url, model="m", **{"deadline_s": PATIENCE_S, "retries": 0, **knobs}
     )
     with EndpointCompletions(config) as completions:
-        return completions.submit(ASKED, group_size=size, sampling=SAMPLING).result(20)
+        return completions.submit(ASKED, group_size=size, sampling=SAMPLING).result(PATIENCE_S)
 
 
 def test_a_completion(endpoint: Server) -> None:
@@ -88,14 +89,14 @@ def test_a_completion(endpoint: Server) -> None:
         (Reply('{"choices": []}'), "no chat completion"),
         (Reply("[]"), "reply is none"),
         (Reply('{"error": {"message": "too long"}}', status=400), "HTTP 400: .*too long"),
-        (replace(words("x"), delay_s=1.0), "no reply within endpoint.deadline_s = 0.2"),
+        (replace(words("x"), delay_s=1000), "no reply within endpoint.deadline_s = 0.2"),
     ],
 )
 def test_what_is_no_completion_is_dropped_with_its_reason(
     endpoint: Server, reply: Reply, reason: str
 ) -> None:
     endpoint.behave = lambda _: reply
-    found = group(endpoint, deadline_s=0.2 if reply.delay_s else 5.0)
+    found = group(endpoint, deadline_s=0.2 if reply.delay_s else PATIENCE_S)
     assert not found.trajectories and len(found.dropped) == 2
     assert re.search(reason, found.dropped[0])
 

@@ -14,6 +14,7 @@ from keel.configs.synthesis import AuthorConfig, BudgetConfig
 from keel.rl.turns import Malformed, ToolCall, ToolSpec
 from keel.tasks.author import AuthorLost, Budget, BudgetSpent, EndpointAuthor, Said, Usage
 from tests.rewards.judge.judge_server import Reply, Server, running
+from tests.waiting import PATIENCE_S
 
 LOOK = ToolSpec(
     name="look", description="", parameters={"type": "object", "properties": {}, "required": []}
@@ -46,7 +47,7 @@ def endpoint() -> Iterator[Server]:
 def author_of(
     server: Server, limits: BudgetConfig | None = None, **knobs: Any
 ) -> tuple[EndpointAuthor, list[Usage]]:
-    config = AuthorConfig(base_url=server.url, model="m", **{"deadline_s": 5.0, **knobs})
+    config = AuthorConfig(base_url=server.url, model="m", **{"deadline_s": PATIENCE_S, **knobs})
     kept: list[Usage] = []
     return EndpointAuthor(config, Budget(limits or BudgetConfig(), [], kept.append)), kept
 
@@ -143,7 +144,7 @@ def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
         (Reply("", hang_up=True), "at http"),
         (Reply("[]"), "no chat completion"),
         (Reply('{"choices": []}'), "no chat completion"),
-        (replace(words("late"), delay_s=1.0), "no reply within author.deadline_s = 0.2"),
+        (replace(words("late"), delay_s=1000), "no reply within author.deadline_s = 0.2"),
     ],
 )
 def test_a_lost_author_says_why_and_not_its_key(
@@ -151,7 +152,7 @@ def test_a_lost_author_says_why_and_not_its_key(
 ) -> None:
     monkeypatch.setenv("AUTHORS_KEY", "s3cret")
     endpoint.behave = lambda _: reply
-    deadline_s = 0.2 if reply.delay_s else 5.0
+    deadline_s = 0.2 if reply.delay_s else PATIENCE_S
     author, _ = author_of(endpoint, retries=0, api_key_env="AUTHORS_KEY", deadline_s=deadline_s)
     with pytest.raises(AuthorLost, match=words_of_it) as caught:
         raise ask(author)[0]  # type: ignore[misc]

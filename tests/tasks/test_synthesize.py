@@ -18,6 +18,7 @@ from keel.tasks.author import AuthorLost, BudgetSpent, Usage
 from keel.tasks.ledger import Ledger, Outcome, Refused
 from keel.tasks.synthesize import MOST_LOST, Make, make_all, told
 from keel.trainer.cli import main
+from tests.waiting import PATIENCE_S
 
 KEYS = [f"t{n}" for n in range(8)]
 
@@ -32,7 +33,7 @@ def made(
         async def one(key: str) -> Sequence[Refused] | None:
             if key == stop_at:
                 stop.set()
-                await asyncio.sleep(60)
+                await asyncio.sleep(1000)
             return await make(key)
 
         with Ledger(folder, {"family": "f", "seed": 1}) as ledger:
@@ -40,7 +41,7 @@ def made(
             why = await make_all(KEYS, one, ledger, at_once=at_once, say=say, stop=stop)
             return why, ledger.report(), lines
 
-    return asyncio.run(asyncio.wait_for(all_of_them(), 20))
+    return asyncio.run(asyncio.wait_for(all_of_them(), PATIENCE_S))
 
 
 async def even(key: str) -> None:

@@ -21,6 +21,7 @@ from keel.agents.endpoint.types import Finished
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.episodes import result_of
 from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
+from tests.waiting import PATIENCE_S
 
 Messages = list[dict[str, Any]]
 CHAT = chat_of("embedded")
@@ -119,7 +120,7 @@ def recording(
     name: str = "p/0",
     thinking: bool = False,
     chat: Any = CHAT,
-    turn_s: float = 20.0,
+    turn_s: float = PATIENCE_S,
     **more: Any,
 ) -> Recording:
     return Recording(
@@ -159,7 +160,7 @@ def _written(call: dict[str, Any]) -> str:
 
 
 def play(work: Any) -> Any:
-    return result_of(work, within_s=60)
+    return result_of(work, within_s=PATIENCE_S)
 
 
 @asynccontextmanager
@@ -167,6 +168,6 @@ async def served(recorded: Recording) -> AsyncIterator[tuple[Endpoint, Address, 
     async with Endpoint() as endpoint:
         address = endpoint.add(recorded)
         async with AsyncOpenAI(
-            base_url=address.base_url, api_key=address.api_key, max_retries=0, timeout=20
+            base_url=address.base_url, api_key=address.api_key, max_retries=0, timeout=PATIENCE_S
         ) as client:
             yield endpoint, address, client

@@ -18,6 +18,7 @@ from tests.agents.endpoint.kit import BUDGET, CHAT
 from tests.agents.endpoint.test_driven import ASK, task
 from tests.agents.episodes import run
 from tests.rollout.chat.families import NAMES, chat_of
+from tests.waiting import PATIENCE_S
 
 
 def tried(code: str, folder: Path, **settings: Any) -> Trial:
@@ -25,7 +26,12 @@ def tried(code: str, folder: Path, **settings: Any) -> Trial:
     budget = {name: settings.pop(name) for name in ("window", "turns") if name in settings}
     kind = settings.pop("kind", "answer")
     program = AgentProgram(
-        **{"command": [sys.executable, "agent.py"], "folder": folder, "open_s": 20.0, **settings}
+        **{
+            "command": [sys.executable, "agent.py"],
+            "folder": folder,
+            "open_s": PATIENCE_S,
+            **settings,
+        }
     )
     return run(
         try_program(
@@ -71,7 +77,7 @@ def test_one_that_the_scripts_words_break_is_warned_of(tmp_path: Path) -> None:
         ("ask()\nimport late", {}, "No module named 'late'", "-m pip install late"),
         ("raise KeyError('mine')", {}, "KeyError: 'mine'", "at OPENAI_BASE_URL"),
         ("pass", {}, "ended; without a turn of the policy", "It must ask the policy at OPENAI_"),
-        ("time.sleep(60)", {"open_s": 0.3}, "ask for a turn within 0.3 s", "or raise open_s"),
+        ("time.sleep(1000)", {"open_s": 0.3}, "ask for a turn within 0.3 s", "or raise open_s"),
         ("ask()", {"window": 8}, "maximum context length is 8 tokens", "Raise agents.window"),
         ("ask()", {"kind": ENVIRONMENT}, "gave no verdict with a part `correct`", "KEEL_VERDICT"),
         (

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 Messages = list[dict[str, str]]
 
 
@@ -114,7 +116,7 @@ def running(behave: Behaviour) -> Iterator[Server]:
     finally:
         http.shutdown()
         http.server_close()
-        thread.join(5)
+        thread.join(PATIENCE_S)
 
 
 def says(content: Any, *, finish: str = "stop", **reply: Any) -> Reply:

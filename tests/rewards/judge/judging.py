@@ -12,6 +12,7 @@ from keel.rewards.judge.judge import Judge
 from keel.rewards.judge.results import Failed, Judged
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, good
+from tests.waiting import PATIENCE_S
 
 CRITERIA = (
     {"name": "blue", "text": "says blue", "weight": 0.75},
@@ -28,7 +29,9 @@ PROMPT = Prompt(
 
 def settings(url: str, **changes: Any) -> JudgeConfig:
     return replace(
-        JudgeConfig(base_url=url, model="m", deadline_s=5.0, retries=2, max_failure_fraction=1.0),
+        JudgeConfig(
+            base_url=url, model="m", deadline_s=PATIENCE_S, retries=2, max_failure_fraction=1.0
+        ),
         **changes,
     )
 

@@ -24,6 +24,7 @@ from tests.rewards.judge.judge_server import (
     material_of,
     running,
 )
+from tests.waiting import PATIENCE_S
 
 CRITERIA = [{"name": "blue", "text": "says blue", "weight": 1}]
 TASK = ({"role": "user", "content": "What colour is it?"},)
@@ -63,7 +64,7 @@ def score(server: Server) -> Iterator[Callable[[str], float]]:
     """What an answer is worth to the gullible judge."""
 
     def of(answer: str) -> float:
-        result = service.submit_text(PROMPT, answer).result(10)
+        result = service.submit_text(PROMPT, answer).result(PATIENCE_S)
         assert isinstance(result, Judged), result
         return result.value
 

@@ -17,6 +17,7 @@ from keel.rewards.text import thinking_text
 from tests.rewards.groups import spoken
 from tests.rewards.judge.judge_server import Reply, Server, criteria_of, material_of, says
 from tests.rewards.judge.judging import PROMPT, judge, scripted, settings
+from tests.waiting import PATIENCE_S
 
 
 def test_weights_parts_and_reasons(server: Server) -> None:
@@ -66,7 +67,7 @@ def test_a_criterion_may_ask_for_the_thinking(server: Server) -> None:
     prompt = replace(PROMPT, reward={"kind": "rubric", "criteria": criteria})
     message = {"role": "assistant", "content": "red", "reasoning_content": "perhaps blue"}
     with JudgeService(settings(server.url)) as service:
-        result = service.submit(prompt, spoken(message)).result(10)
+        result = service.submit(prompt, spoken(message)).result(PATIENCE_S)
         assert service.counts().calls == 2
     assert isinstance(result, Judged)
     assert {v.name: v.score for v in result.verdicts} == {"answer": 0.0, "doubt": 1.0}
@@ -95,8 +96,8 @@ def test_the_length_is_the_one_that_the_judge_sees(server: Server) -> None:
     prompt = replace(PROMPT, reward={"kind": "rubric", "criteria": criteria})
     hidden = "\ue000" * 100
     with JudgeService(settings(server.url, max_characters=300)) as service:
-        result = service.submit_text(PROMPT, hidden).result(10)
-        service.submit_text(prompt, "red", thinking=f"{hidden}blue").result(10)
+        result = service.submit_text(PROMPT, hidden).result(PATIENCE_S)
+        service.submit_text(prompt, "red", thinking=f"{hidden}blue").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert "has 600 characters, more than max_characters = 300" in result.verdicts[0].reason
     (request,) = server.requests
@@ -179,7 +180,7 @@ def test_counts(server: Server) -> None:
     server.behave = scripted(Reply("{}", status=500))
     with JudgeService(settings(server.url), backoff_s=0.005) as service:
         for answer in ("blue", "blue", ""):
-            service.submit_text(PROMPT, answer).result(10)
+            service.submit_text(PROMPT, answer).result(PATIENCE_S)
         counts = service.counts()
     assert (counts.judged, counts.unasked, counts.failed) == (3, 1, {})
     assert (counts.calls, counts.cached) == (2, 1)

@@ -18,6 +18,7 @@ from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import judged_spec
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, Server, material_of, running, says
+from tests.waiting import PATIENCE_S
 
 PROMPT = Prompt(
     prompt_id="p",
@@ -124,7 +125,7 @@ def service(server: Server) -> Iterator[JudgeService]:
 
 
 def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None:
-    result = service.submit_text(PROMPT, answer("right")).result(10)
+    result = service.submit_text(PROMPT, answer("right")).result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.value == 1.0
     seen = [material_of(request["messages"]) for request in server.requests]
@@ -133,7 +134,7 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
 
     server.forget()
     server.behave = scripted("0.5", "1", "0.5")
-    result = service.submit_text(PROMPT, answer("nearly", "1")).result(10)
+    result = service.submit_text(PROMPT, answer("nearly", "1")).result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.parts == {
         "proof": 0.5,
@@ -186,7 +187,7 @@ def test_an_answer_in_another_form_is_worth_nothing_and_costs_nothing(
     server: Server, service: JudgeService
 ) -> None:
     server.forget()
-    result = service.submit_text(PROMPT, "It is obvious. \\boxed{1}").result(10)
+    result = service.submit_text(PROMPT, "It is obvious. \\boxed{1}").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert (result.value, result.parts["proof_format"]) == (0.0, 0.0)
     assert server.requests == []
@@ -212,6 +213,6 @@ def test_a_verifier_that_does_not_keep_to_the_form(
         return says(reply) if verifying else honest(request)
 
     server.behave = behave
-    result = service.submit_text(PROMPT, answer(f"{reply}")).result(10)
+    result = service.submit_text(PROMPT, answer(f"{reply}")).result(PATIENCE_S)
     assert isinstance(result, Failed)
     assert result.kind == "invalid"

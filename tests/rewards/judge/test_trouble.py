@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from keel.rewards.judge.results import Failed, Judged, JudgeStopped
 from keel.rewards.judge.service import JudgeService
 from tests.rewards.judge.judge_server import Reply, Server, good, material_of, running, says
 from tests.rewards.judge.judging import PROMPT, judge, scripted, settings
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def test_half_a_character_in_a_reply_is_an_invalid_reply(server: Server) -> None:
@@ -49,9 +49,9 @@ def test_a_server_of_the_run_is_looked_for_where_it_is_now(
     chosen = settings("http://unused", base_url="", serve=True)
     moving = Moving("http://127.0.0.1:9/v1", server.url)
     with JudgeService(chosen, server=moving, backoff_s=0.005) as service:
-        result = service.submit_text(PROMPT, "blue").result(10)
+        result = service.submit_text(PROMPT, "blue").result(PATIENCE_S)
         assert isinstance(result, Judged)
-        service.submit_text(PROMPT, "red").result(10)
+        service.submit_text(PROMPT, "red").result(PATIENCE_S)
     assert server.keys == ["Bearer its key"] * 2
     assert moving.urls == []
 
@@ -62,7 +62,7 @@ def test_a_server_of_the_run_that_is_given_up_stops_the_run() -> None:
     with JudgeService(chosen, server=moving, backoff_s=0.005) as service:
         for _ in range(2):
             with pytest.raises(JudgeStopped, match=r"died 4 times; .* no memory"):
-                service.submit_text(PROMPT, "blue").result(10)
+                service.submit_text(PROMPT, "blue").result(PATIENCE_S)
         assert service.counts().calls == 1
 
 
@@ -106,12 +106,12 @@ def test_a_wrong_reply_is_asked_again_and_never_a_score(
     server: Server, service: JudgeService, reply: Reply
 ) -> None:
     server.behave = scripted(reply)
-    result = service.submit_text(PROMPT, next(ANSWERS)).result(10)
+    result = service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.value == 0.75
     assert len(server.requests) == 2
     server.behave = lambda request: reply
-    result = service.submit_text(PROMPT, next(ANSWERS)).result(10)
+    result = service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S)
     assert isinstance(result, Failed)
     assert result.kind == "invalid"
 
@@ -132,12 +132,12 @@ def test_trouble_is_retried_where_that_may_help(
     server: Server, service: JudgeService, reply: Reply, kind: str, attempts: int
 ) -> None:
     server.behave = lambda request: reply
-    result = service.submit_text(PROMPT, next(ANSWERS)).result(10)
+    result = service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S)
     assert isinstance(result, Failed)
     assert (result.kind, len(server.requests)) == (kind, attempts)
     if attempts > 1:
         server.behave = scripted(reply, reply)
-        assert isinstance(service.submit_text(PROMPT, next(ANSWERS)).result(10), Judged)
+        assert isinstance(service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S), Judged)
 
 
 def test_pauses_double_and_vary_by_half(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,15 +167,13 @@ def test_the_pause_that_the_server_asks_for(server: Server) -> None:
     assert time.monotonic() - started >= 0.2
 
 
-@pytest.mark.parametrize("reply", [Reply("{}", delay_s=2.5), Reply("{}" * 50, drip_s=0.05)])
+@pytest.mark.parametrize("reply", [Reply("{}", delay_s=1000), Reply("{}" * 50_000, drip_s=0.05)])
 def test_a_slow_judge_meets_the_deadline(server: Server, reply: Reply) -> None:
     server.behave = lambda request: reply
-    started = time.monotonic()
     (result,) = judge(settings(server.url, deadline_s=0.15, retries=1), ["blue"])
     assert isinstance(result, Failed)
     assert result.kind == "timeout"
     assert "0.15 s" in result.reason
-    assert time.monotonic() - started < 2
 
 
 def test_no_judge_at_all(server: Server) -> None:
@@ -205,13 +203,16 @@ def test_check_reachable_wants_a_reply_in_due_form(server: Server, tmp_path: Pat
 
 
 def test_calls_are_concurrent_up_to_the_ceiling() -> None:
+    ceiling = threading.Barrier(6)
+
     def slow(request: dict[str, Any]) -> Reply:
-        return replace(good(request), delay_s=0.05)
+        ceiling.wait(PATIENCE_S)
+        return good(request)
 
     with running(slow) as server:  # of its own: others may still be busy with slow replies
         results = judge(settings(server.url, max_concurrent=6), [f"blue {i}" for i in range(24)])
     assert all(isinstance(result, Judged) for result in results)
-    assert 2 <= server.most_busy <= 6
+    assert server.most_busy == 6
 
 
 def test_the_ceiling_on_calls_stops_the_run(server: Server) -> None:
@@ -230,7 +231,7 @@ def test_the_ceiling_holds_while_a_server_of_the_run_is_looked_for(server: Serve
     with JudgeService(chosen, server=Starting()) as service:
         pending = [service.submit_text(PROMPT, f"blue {i}") for i in range(9)]
         with pytest.raises(JudgeStopped, match=r"max_calls = 3 is the ceiling"):
-            [future.result(10) for future in pending]
+            [future.result(PATIENCE_S) for future in pending]
         assert service.counts().calls == 3
 
 
@@ -238,14 +239,14 @@ def test_failures_are_counted_and_past_a_share_stop_the_run(server: Server) -> N
     server.behave = lambda request: Reply("{}", status=400)
     with JudgeService(settings(server.url, max_failure_fraction=0.2), backoff_s=0.005) as service:
         for number in range(4):
-            result = service.submit_text(PROMPT, f"blue {number}").result(10)
+            result = service.submit_text(PROMPT, f"blue {number}").result(PATIENCE_S)
             assert isinstance(result, Failed)
         assert service.counts().failed == {"refused": 4}
         with pytest.raises(JudgeStopped, match=r"failed on 5 of the last 5 .*HTTP 400"):
-            service.submit_text(PROMPT, "blue").result(10)
+            service.submit_text(PROMPT, "blue").result(PATIENCE_S)
         server.behave = good
         with pytest.raises(JudgeStopped):
-            service.submit_text(PROMPT, "sky").result(10)
+            service.submit_text(PROMPT, "sky").result(PATIENCE_S)
     assert len(server.requests) == 5, "a stopped judge asks nothing more"
 
 
@@ -265,15 +266,12 @@ def judge_threads() -> int:
 
 def test_closing_ends_what_is_under_way(server: Server) -> None:
     before = judge_threads()
-    server.behave = lambda request: Reply("{}", delay_s=0.5)
+    server.behave = lambda request: Reply("{}", delay_s=1000)
     service = JudgeService(settings(server.url))
     future = service.submit_text(PROMPT, "blue")
-    started = time.monotonic()
-    while not server.requests:
-        time.sleep(0.005)
+    wait_for(lambda: server.requests)
     service.close()
     service.close()
-    assert time.monotonic() - started < 3
     assert future.cancelled()
     with pytest.raises(RuntimeError, match="closed"):
         service.submit_text(PROMPT, "blue")

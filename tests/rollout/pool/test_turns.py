@@ -10,7 +10,8 @@ import pytest
 
 from keel.rl.turns import TurnRequest
 from tests.rl.rollouts import prompt
-from tests.rollout.pool.fake_engines import FakeEngine, World, eventually
+from tests.rollout.pool.fake_engines import FakeEngine, World
+from tests.waiting import PATIENCE_S, wait_for
 
 OPEN = "stays open"
 
@@ -30,12 +31,20 @@ def turn(world: World, name: str) -> Future[Any]:
 
 
 def test_a_conversation_goes_back_to_the_engine_that_has_its_prefix() -> None:
-    world = World()
+    world = World(lambda engine, name: None)
     world.pool.start()
     names = [f"c{i}" for i in range(6)]
-    for _ in range(5):
+    begun = [turn(world, name) for name in names]
+    wait_for(lambda: sum(len(engine.turns) for engine in world.lives) == 6)
+    world.answer = lambda engine, name: engine.finish(name)
+    for engine in world.lives:
+        for name in engine.turns:
+            engine.finish(name)
+    for future in begun:
+        future.result(PATIENCE_S)
+    for _ in range(4):
         for future in [turn(world, name) for name in names]:
-            future.result(5)
+            future.result(PATIENCE_S)
     first, second = (set(engine.turns) for engine in world.lives)
     assert first | second == set(names) and not first & second and first and second
     world.pool.shutdown()
@@ -44,18 +53,18 @@ def test_a_conversation_goes_back_to_the_engine_that_has_its_prefix() -> None:
 def test_it_waits_there_for_room() -> None:
     world = World(finish_some, max_num_seqs=2)
     world.pool.start()
-    turn(world, "c").result(5)
+    turn(world, "c").result(PATIENCE_S)
     home, other = world.lives
     held = [f"{OPEN} {i}" for i in range(3)]
     for count, name in enumerate(held):
         turn(world, name)
-        eventually(lambda count=count: len(home.turns) + len(other.turns) == count + 2)
+        wait_for(lambda count=count: len(home.turns) + len(other.turns) == count + 2)
     assert home.turns == ["c", held[0], held[2]]  # full, and the other half full
     waits = turn(world, "c")
-    turn(world, "e").result(5)  # has no home, and does not wait behind c
+    turn(world, "e").result(PATIENCE_S)  # has no home, and does not wait behind c
     assert other.turns == [held[1], "e"] and not waits.done()
     home.finish(held[0])
-    waits.result(5)
+    waits.result(PATIENCE_S)
     assert home.turns[-1] == "c"
     world.pool.shutdown()
 
@@ -63,13 +72,13 @@ def test_it_waits_there_for_room() -> None:
 def test_it_moves_where_another_engine_has_little_to_do() -> None:
     world = World(finish_some, max_num_seqs=1)
     world.pool.start()
-    turn(world, "c").result(5)
+    turn(world, "c").result(PATIENCE_S)
     home, other = world.lives
     turn(world, OPEN)
-    eventually(lambda: home.turns == ["c", OPEN])
-    turn(world, "c").result(5)
+    wait_for(lambda: home.turns == ["c", OPEN])
+    turn(world, "c").result(PATIENCE_S)
     home.finish(OPEN)
-    turn(world, "c").result(5)
+    turn(world, "c").result(PATIENCE_S)
     assert other.turns == ["c", "c"], "it went back to where its prefix is no longer"
     world.pool.shutdown()
 
@@ -78,10 +87,10 @@ def test_a_dead_engine_costs_a_turn_and_the_conversation_goes_on() -> None:
     world = World(finish_some)
     world.pool.start()
     for _ in range(2):
-        turn(world, "c").result(5)
+        turn(world, "c").result(PATIENCE_S)
     (home,) = [engine for engine in world.lives if engine.turns]
     home.world.answer = lambda engine, name: engine.die() if engine is home else engine.finish(name)
-    turn(world, "c").result(5)
+    turn(world, "c").result(PATIENCE_S)
     assert home.killed and world.pool.restarts == 1
     assert sum(engine.turns.count("c") for engine in world.lives) == 4
     world.pool.shutdown()
@@ -91,12 +100,12 @@ def test_turns_of_evaluation_come_first_and_are_not_recorded() -> None:
     world = World(finish_some, engines=1, max_num_seqs=1)
     world.pool.start()
     held = turn(world, OPEN)
-    eventually(lambda: world.lives[0].turns == [OPEN])
+    wait_for(lambda: world.lives[0].turns == [OPEN])
     training = turn(world, "t")
     measured = world.pool.turn(request("e"), purpose="eval")
     world.lives[0].finish(OPEN)
     for future in (held, training, measured):
-        future.result(5)
+        future.result(PATIENCE_S)
     assert world.lives[0].turns == [OPEN, "e", "t"]
     assert world.lives[0].records == [True, False, True]
     world.pool.shutdown()
@@ -106,11 +115,11 @@ def test_a_turn_that_is_given_up_frees_its_place() -> None:
     world = World(finish_some, engines=1, max_num_seqs=1)
     world.pool.start()
     held = turn(world, OPEN)
-    eventually(lambda: world.lives[0].turns == [OPEN])
+    wait_for(lambda: world.lives[0].turns == [OPEN])
     waits, gone = turn(world, "b"), turn(world, "g")
     gone.cancel()
     held.cancel()
-    waits.result(5)
+    waits.result(PATIENCE_S)
     assert world.lives[0].asked[OPEN].cancelled() and world.lives[0].turns == [OPEN, "b"]
     world.pool.shutdown()
 
@@ -119,8 +128,8 @@ def test_groups_and_turns_share_the_engines() -> None:
     world = World()
     world.pool.start()
     group = world.pool.submit(prompt("p"), group_size=2)
-    turn(world, "c").result(5)
-    assert group.result(5).prompt.prompt_id == "p"
+    turn(world, "c").result(PATIENCE_S)
+    assert group.result(PATIENCE_S).prompt.prompt_id == "p"
     world.pool.shutdown()
     with pytest.raises(Exception, match="shut down"):
-        turn(world, "c").result(5)
+        turn(world, "c").result(PATIENCE_S)

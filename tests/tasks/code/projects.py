@@ -21,6 +21,7 @@ from keel.tasks.code.pipeline import CodePipeline
 from keel.tasks.ledger import Ledger
 from keel.tasks.synthesize import make_all
 from tests.tasks.authors import ScriptedAuthor
+from tests.waiting import PATIENCE_S
 
 ISSUE = (
     "Totals of an empty list raise an error. (#7)\n\n"
@@ -55,7 +56,7 @@ def repository(folder: Path, *changes: tuple[str, Files]) -> Path:
 
     def git(*words: str) -> None:
         command = ["git", "-C", str(folder), *user, *words]
-        subprocess.run(command, env=env, check=True, capture_output=True, timeout=30)
+        subprocess.run(command, env=env, check=True, capture_output=True, timeout=PATIENCE_S)
 
     git("init", "-q", "-b", "main")
     for message, files in changes:
@@ -100,7 +101,13 @@ def candidate(before: Files = BEFORE, after: Files = AFTER, **more: Any) -> Cand
 
 
 def config(*sources: CodeSourceConfig, **more: Any) -> CodeTasksConfig:
-    fields = {"python": sys.executable, "judge": False, "setup_turns": 0, "tests_s": 60.0, **more}
+    fields = {
+        "python": sys.executable,
+        "judge": False,
+        "setup_turns": 0,
+        "tests_s": PATIENCE_S,
+        **more,
+    }
     return CodeTasksConfig(sources=sources, **fields)
 
 
@@ -125,7 +132,7 @@ def made(
             return ledger.report(), lines
 
     needs_sandbox(config, folder)
-    return asyncio.run(asyncio.wait_for(run(), 120))
+    return asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE_S))
 
 
 def needs_sandbox(config: CodeTasksConfig, folder: Path) -> None:

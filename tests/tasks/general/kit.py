@@ -10,6 +10,7 @@ from keel.configs.sections.general import GeneralConfig
 from keel.tasks.general import gates
 from keel.tasks.general.making import hold_to_all
 from keel.tasks.general.rooms import Rooms
+from tests.waiting import PATIENCE_S
 
 FRUIT = [
     {"name": name, "price": price, "stall": stall}
@@ -58,7 +59,7 @@ QUESTIONS = (
     "Which fruit of stall east is the cheapest? A JSON object with name and price.",
     "Which fruit of stalls east and west is the cheapest? A JSON object with name and price.",
 )
-CONFIG: dict[str, Any] = {"call_s": 3.0, "solve_s": 5.0, "verify_s": 3.0, "bash_s": 5.0}
+CONFIG: dict[str, Any] = dict.fromkeys(("call_s", "solve_s", "verify_s", "bash_s"), PATIENCE_S)
 
 
 def config(**changes: Any) -> GeneralConfig:

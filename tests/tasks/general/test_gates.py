@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 import pytest
 
+from keel.configs.sections.general import GeneralConfig
 from keel.tasks.general.rooms import Rooms
 from keel.tasks.ledger import Refused
 from tests.agents.sandboxes import wrap_of
 from tests.tasks.general.kit import SOLVE, TOOLS, VERIFY, Counted, config, environment, held
+from tests.waiting import within_some
 
 pytestmark = pytest.mark.e2e
 AT_ONCE = 3
@@ -69,7 +72,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "refuses the solution's answer",
     ),
     "verifier fails": (verifying("return answer.name"), "verified", "AttributeError"),
-    "verifier never ends": (verifying("while True: pass"), "verified", "did not end within 3 s"),
+    "verifier never ends": (verifying("while True: pass"), "verified", "did not end within"),
     "verifier says a number": (verifying("return 1"), "verified", "True or False"),
     "verifier accepts everything": (verifying("return True"), "empty", "accepts None"),
     "verifier accepts the empty": (
@@ -135,7 +138,7 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "'today'",
     ),
     "tools that import": (tool("import os\n"), "typed", "imports os"),
-    "tools that never load": (tool("while True: pass\n"), "typed", "did not end within 3 s"),
+    "tools that never load": (tool("while True: pass\n"), "typed", "did not end within"),
     "tool by the order of a set": (
         tool(
             'def more() -> list[str]:\n    """More."""\n'
@@ -147,22 +150,25 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
     "tool that never ends": (
         tool('def more() -> int:\n    """More."""\n    while True: pass\n'),
         "deterministic",
-        "did not end within 3 s",
+        "did not end within",
     ),
     "harder that is not": ({}, "harder", "3 of 4 attempts"),
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """Of each cheat: the gate that refuses it, and why."""
-    wrap_of()  # or a skip
-    folder = tmp_path_factory.mktemp("general")
+ENDLESS = {name for name in CHEATS if "never" in name or "for ever" in name}
+Outcomes = dict[str, tuple[str, str]]
+"""Of each cheat: the gate that refuses it, and why."""
 
-    async def all_of_them() -> dict[str, tuple[str, str]]:
-        found: dict[str, tuple[str, str]] = {}
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    wrap_of()  # or a skip
+
+    async def of(names: Collection[str], settings: GeneralConfig) -> Outcomes:
+        found: Outcomes = {}
         slots = asyncio.Semaphore(AT_ONCE)
-        async with Rooms(folder / "making", config()) as rooms:
+        async with Rooms(tmp_path_factory.mktemp("general") / "making", settings) as rooms:
 
             async def one(number: int, name: str) -> None:
                 path = environment(rooms.making / str(number), **CHEATS[name][0])
@@ -174,14 +180,23 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
                     except Refused as refused:
                         found[name] = (refused.gate, refused.reason)
 
-            await asyncio.gather(*(one(n, name) for n, name in enumerate(CHEATS)))
+            await asyncio.gather(*(one(n, name) for n, name in enumerate(names)))
         return found
 
-    return asyncio.run(asyncio.wait_for(all_of_them(), 240))
+    def endless(limit_s: float) -> Outcomes:
+        settings = config(call_s=limit_s, verify_s=limit_s, solve_s=limit_s + 2)
+        found = asyncio.run(of(ENDLESS, settings))
+        assert all(as_wanted(name, found) for name in ENDLESS), found
+        return found
+
+    return within_some(endless, (3.0, 20.0, 60.0)) | asyncio.run(of({*CHEATS} - ENDLESS, config()))
+
+
+def as_wanted(name: str, outcomes: Outcomes) -> bool:
+    _, gate, reason = CHEATS[name]
+    return outcomes[name][0] == gate and reason in outcomes[name][1]
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_is_refused_by_its_gate(name: str, outcomes: dict[str, tuple[str, str]]) -> None:
-    _, gate, reason = CHEATS[name]
-    assert outcomes[name][0] == gate, outcomes[name]
-    assert reason in outcomes[name][1]
+def test_a_cheat_is_refused_by_its_gate(name: str, outcomes: Outcomes) -> None:
+    assert as_wanted(name, outcomes), outcomes[name]

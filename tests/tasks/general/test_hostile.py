@@ -14,8 +14,9 @@ from keel.agents.types import EnvironmentLost, Transcript, Unscored
 from keel.rl.turns import ToolCall
 from keel.tasks.general.gates import general
 from keel.tasks.general.rooms import Rooms
-from tests.agents.sandboxes import commands, wait_for, wrap_of
+from tests.agents.sandboxes import commands, wrap_of
 from tests.tasks.general.kit import TOOLS, VERIFY, config, environment
+from tests.waiting import PATIENCE_S, wait_for, within_some
 
 pytestmark = pytest.mark.e2e
 
@@ -78,7 +79,8 @@ def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
                     arguments = {key: value}
                     return (
                         await hosted.call(
-                            ToolCall(call_id="c", name=name, arguments=arguments), timeout_s=20
+                            ToolCall(call_id="c", name=name, arguments=arguments),
+                            timeout_s=PATIENCE_S,
                         )
                     ).text
 
@@ -94,7 +96,7 @@ def test_tools_with_holes_lead_nowhere(tmp_path: Path) -> None:
                     await call("stop", "9")
             return said, verdict, lost.value
 
-    said, verdict, lost = asyncio.run(asyncio.wait_for(episode(), 120))
+    said, verdict, lost = asyncio.run(asyncio.wait_for(episode(), 2 * PATIENCE_S))
     for name, (_, reason) in FAILS.items():
         assert reason in said[name], (name, said[name])
     assert said["price"] == "4" and "KeyError" in said["spoiled"]  # of its own copy
@@ -107,17 +109,17 @@ def test_a_desk_is_the_authors_and_no_more(tmp_path: Path) -> None:
     wrap_of()
     marker = f"4{uuid.uuid4().int % 10**8:08}"
 
-    async def at_work() -> list[str]:
-        arguments = {"most_kib": 1, "bash_s": 3.0}
+    async def at_work(bash_s: float) -> list[str]:
+        arguments = {"most_kib": 1, "bash_s": bash_s}
         async with (
-            Rooms(tmp_path / "making", config()) as rooms,
+            Rooms(tmp_path / f"making_{bash_s}", config()) as rooms,
             rooms.open("desk:Desk", arguments=arguments) as (desk, _),
         ):
             said: list[str] = []
             for name, value in (
                 ("bash", "echo '[1]' > a.json; seq 100000; exit 3"),
                 ("bash", f"for i in $(seq 300); do sleep {marker} & done"),
-                ("bash", f"touch {tmp_path}/making/x; cat /etc/shadow; echo > /dev/tcp/1.1.1.1/80"),
+                ("bash", f"touch {rooms.making}/x; cat /etc/shadow; echo > /dev/tcp/1.1.1.1/80"),
                 ("bash", "head -c 3000 /dev/zero > big.json; echo hm > b.json; echo > c.txt"),
                 ("submit_database", "c.txt"),
                 ("submit_database", "big.json"),
@@ -126,12 +128,18 @@ def test_a_desk_is_the_authors_and_no_more(tmp_path: Path) -> None:
             ):
                 key = "command" if name == "bash" else "path"
                 call = ToolCall(call_id="c", name=name, arguments={key: value})
-                said.append((await desk.call(call, timeout_s=30)).text)
+                said.append((await desk.call(call, timeout_s=PATIENCE_S)).text)
             return said
 
-    said = asyncio.run(asyncio.wait_for(at_work(), 60))
+    def on_it(bash_s: float) -> list[str]:
+        said = asyncio.run(asyncio.wait_for(at_work(bash_s), 2 * PATIENCE_S))
+        assert "[…]" in said[0] and "fork" in said[1]
+        assert not any(f"ended after {bash_s:g} s" in one for one in (said[0], *said[2:]))
+        assert f"ended after {bash_s:g} s" in said[1]
+        return said
+
+    said = within_some(on_it, (3.0, 15.0, 60.0))
     assert "[…]" in said[0] and said[0].endswith("(exit status 3)") and len(said[0]) < 13_000
-    assert "fork" in said[1] and "ended after 3 s" in said[1]
     assert "Read-only file system" in said[2] or "Permission denied" in said[2]
     assert "root:" not in said[2]
     assert ["end in .json" in said[4], "more than 1 KiB" in said[5]] == [True, True]

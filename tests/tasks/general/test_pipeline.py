@@ -34,6 +34,7 @@ from tests.tasks.general.kit import (
     config,
 )
 from tests.tasks.test_author import completion
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -131,7 +132,7 @@ def made(
                 )
             return why, ledger.report()
 
-    return *asyncio.run(asyncio.wait_for(all_of_them(), 120)), pipeline
+    return *asyncio.run(asyncio.wait_for(all_of_them(), 2 * PATIENCE_S)), pipeline
 
 
 def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
             answer = {"answer_text": '{"name": "melon", "price": 12}'}
             calls = [("stalls", {}), ("price", {"name": "kiwi"}), ("submit_result", answer)]
             said = [
-                await hosted.call(ToolCall(call_id="c", name=n, arguments=a), timeout_s=5)
+                await hosted.call(ToolCall(call_id="c", name=n, arguments=a), timeout_s=PATIENCE_S)
                 for n, a in calls
             ]
             verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))

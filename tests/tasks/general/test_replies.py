@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -100,14 +99,12 @@ def test_documents_and_functions_are_searched(tmp_path: Path) -> None:
 
 def test_a_search_that_hangs_keeps_nothing_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = threading.Event()
-    monkeypatch.setattr("textwrap.hangs", lambda _: ends.wait(60), raising=False)
+    monkeypatch.setattr("textwrap.hangs", lambda _: ends.wait(), raising=False)
     monkeypatch.setattr("keel.tasks.general.search.DEADLINE_S", 0.1)
     search = search_of(GeneralConfig(search="textwrap:hangs"))
     assert search is not None
-    begun = time.monotonic()
     with pytest.raises(ValueError, match=r"did not end within 0\.1 s"):
         asyncio.run(search("x"))
-    assert time.monotonic() - begun < 30
     ends.set()
 
 

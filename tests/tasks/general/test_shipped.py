@@ -18,6 +18,7 @@ from keel.rl.types import Prompt, Verdict
 from keel.tasks.general.rooms import Rooms
 from tests.agents.sandboxes import wrap_of
 from tests.tasks.general.kit import Counted, config, held
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = folders(["shipped"])
@@ -29,7 +30,7 @@ def test_what_comes_along_passes_every_gate(tmp_path: Path) -> None:
     wrap_of()
 
     async def all_of_them() -> list[tuple[list[int], list[int]]]:
-        async with Rooms(tmp_path / "making", config(call_s=20.0, verify_s=20.0)) as rooms:
+        async with Rooms(tmp_path / "making", config()) as rooms:
 
             async def one(folder: Folder) -> tuple[list[int], list[int]]:
                 history = json.loads(folder.text("provenance.json"))
@@ -40,7 +41,7 @@ def test_what_comes_along_passes_every_gate(tmp_path: Path) -> None:
 
             return await asyncio.gather(*map(one, SHIPPED))
 
-    for within, passed in asyncio.run(asyncio.wait_for(all_of_them(), 200)):
+    for within, passed in asyncio.run(asyncio.wait_for(all_of_them(), 2 * PATIENCE_S)):
         assert within == passed
 
 
@@ -90,12 +91,12 @@ def test_a_run_has_them_by_the_recipe_of_the_page(tmp_path: Path) -> None:
             opening = await hosted.open(task, seed=1)
             answer = {"answer_text": "[]"}
             call = ToolCall(call_id="c", name="submit_result", arguments=answer)
-            assert (await hosted.call(call, timeout_s=20)).done
+            assert (await hosted.call(call, timeout_s=PATIENCE_S)).done
             verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
             return [tool.name for tool in opening.tools], verdict
         finally:
             await hosted.close()
 
-    names, verdict = asyncio.run(asyncio.wait_for(played(), 60))
+    names, verdict = asyncio.run(asyncio.wait_for(played(), PATIENCE_S))
     assert names == [*SHIPPED[2].tasks()[2]["tools"], "submit_result"]
     assert isinstance(verdict, Verdict) and verdict.parts == {"correct": 0.0, "share": 0.0}

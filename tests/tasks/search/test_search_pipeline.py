@@ -28,6 +28,7 @@ from tests.tasks.search.agents import (
     submitted,
     world_of,
 )
+from tests.waiting import PATIENCE_S
 
 
 def made(world: World, *numbers: int) -> World:
@@ -36,7 +37,7 @@ def made(world: World, *numbers: int) -> World:
             for number in numbers or range(len(pipeline.keys)):
                 await pipeline.make(pipeline.keys[number])
 
-    asyncio.run(asyncio.wait_for(make(), 30))
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
     return world
 
 
@@ -233,7 +234,7 @@ def test_entities_by_the_author(tmp_path: Path) -> None:
         async with world.pipeline as pipeline:
             await pipeline.make("people.jsonl#dancu/en")
 
-    asyncio.run(asyncio.wait_for(make(), 30))
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
     assert world.lines[0]["provenance"]["entity"] == "Zelenograd"
 
 
@@ -248,7 +249,7 @@ def test_an_agent_that_is_lost_ends_the_others(tmp_path: Path) -> None:
                 ended.append("lost")
                 raise AuthorLost("no reply")
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(1000)
             finally:
                 ended.append("cancelled")
             raise AssertionError
@@ -259,7 +260,7 @@ def test_an_agent_that_is_lost_ends_the_others(tmp_path: Path) -> None:
                 await pipeline.make(pipeline.keys[0])
             assert ended == ["lost", "cancelled"]
 
-    asyncio.run(asyncio.wait_for(make(), 30))
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
 
 
 def test_an_author_that_hands_nothing_in(tmp_path: Path) -> None:

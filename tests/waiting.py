@@ -1,0 +1,36 @@
+"""How long tests wait: for what must come, so long that only a hang fails, never a busy machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+PATIENCE_S = 300.0
+"""Any process may be stopped for half a minute at any line, or be ten times slower."""
+LIMITS_S = (0.3, 5.0, 60.0)
+
+Found = TypeVar("Found")
+
+
+def wait_for(ready: Callable[[], Found], what: str = "what was to happen") -> Found:
+    """What `ready` returns once that is true."""
+    until = time.monotonic() + PATIENCE_S
+    while not (found := ready()):
+        if time.monotonic() >= until:
+            raise TimeoutError(f"waited {PATIENCE_S:g} s for {what}")
+        time.sleep(0.02)
+    return found
+
+
+def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LIMITS_S) -> Found:
+    """`play` with a limit in seconds that something in it is to run into. What else it wants to see
+    before that may come too late on a busy machine: then it is played again with a longer one."""
+    for limit_s in limits_s[:-1]:
+        try:
+            return play(limit_s)
+        except (Exception, pytest.fail.Exception):
+            continue
+    return play(limits_s[-1])
