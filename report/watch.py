@@ -6,6 +6,7 @@ import hmac
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,7 +48,8 @@ class Follower:
         found: list[str] = []
         for folder in self._folders:
             for path in (folder, *sorted(folder.glob("*")), folder / "trajectories"):
-                if path.name != ".lock" and path.exists():
+                # A file may go while we look: the next look sees that.
+                with suppress(FileNotFoundError):
                     of = path.stat()
                     found.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
         return str(hash(tuple(found)))
