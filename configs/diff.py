@@ -17,6 +17,8 @@ RESUMABLE_KNOBS = frozenset(
         "run.eval_every",
         "run.checkpoint_every",
         "run.checkpoint_minutes",
+        "run.grace_s",
+        "run.max_skipped_steps",
         "run.keep_checkpoints",
         "run.save_trajectories",
         "run.save_tokens",

@@ -326,3 +326,7 @@ class StepResult:
     version: int
     """Version of the weights after the step."""
     metrics: Mapping[str, Metric]
+    findings: tuple[str, ...] = ()
+    """What kept a gradient from being finite, for people. None: nothing did."""
+    gave_up: str = ""
+    """Why the run should end; "": it should not."""

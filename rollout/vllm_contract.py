@@ -7,6 +7,7 @@ Each part's own files are the only ones that touch these things (tests/test_vllm
 | part | stands in | for lack of it |
 |---|---|---|
 | engine | vllm_internals.py | an error |
+| begin | engine/begin.py | vLLM's own way for every request |
 | updates | weight_loading/ | an error |
 | copies | weight_loading/ | vLLM's loader for every update |
 | kv_cache | engine/kv_cache.py | vLLM's own size of the cache |
@@ -18,63 +19,18 @@ Importing this module does not import vLLM.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
-Part = Literal["engine", "updates", "copies", "kv_cache", "packed", "shims", "v1"]
+from keel.rollout.vllm_checks import Has, Need, Takes, Uses
+
+Part = Literal["engine", "begin", "updates", "copies", "kv_cache", "packed", "shims", "v1"]
 WRITTEN_FOR = "0.32"
 SCHED = "vllm.v1.core.sched"
 GPU = "vllm.v1.worker.gpu"
 MODEL = "vllm.model_executor"
 
-
-@dataclass(frozen=True, slots=True)
-class Has:
-    """A module or class, with these attributes: its own, or set on `self` by its methods."""
-
-    where: str
-    """`module` or `module:name.name`."""
-    names: str = ""
-
-    def broken(self, found: Any) -> Iterator[str]:
-        missing = set(self.names.split()) - attributes(found)
-        if missing:
-            yield f"{self.where} has no {', '.join(sorted(missing))}"
-
-
-@dataclass(frozen=True, slots=True)
-class Takes:
-    """A function or class with exactly these parameters."""
-
-    where: str
-    parameters: str
-
-    def broken(self, found: Any) -> Iterator[str]:
-        names = list(inspect.signature(getattr(found, "fn", found)).parameters)  # Triton's: fn
-        if names != self.parameters.split():
-            yield f"{self.where} takes ({', '.join(names)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Uses:
-    """A function that looks these names up, so that what stands in for them is called."""
-
-    where: str
-    names: str
-
-    def broken(self, found: Any) -> Iterator[str]:
-        missing = set(self.names.split()) - set(inspect.unwrap(found).__code__.co_names)
-        if missing:
-            yield f"{self.where} does not use {', '.join(sorted(missing))}"
-
-
-Need = Has | Takes | Uses
 
 PREEMPTION: tuple[Need, ...] = (
     Takes(
@@ -105,6 +61,51 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
         Has("vllm.v1.request:Request", "max_tokens num_output_tokens num_output_placeholders"),
         Has("vllm.outputs:CompletionOutput", "routed_experts sampling_mask weight_versions"),
         Has("vllm.config:VllmConfig", "use_v2_model_runner"),
+    ),
+    "begin": (
+        # What a request goes through, and that nothing more has come to it.
+        Takes(
+            "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+            "self request_id prompt params arrival_time lora_request tokenization_kwargs "
+            "trace_headers priority session_id prompt_text kv_hints",
+        ),
+        Uses(
+            "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+            "assign_request_id engine_core output_processor process_inputs",
+        ),
+        Uses(
+            "vllm.v1.engine.core_client:InprocClient.add_request",
+            "add_request engine_core preprocess_add_request",
+        ),
+        Has(
+            "vllm.v1.engine.llm_engine:LLMEngine",
+            "engine_core get_supported_tasks input_processor output_processor renderer",
+        ),
+        Takes(
+            "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+            "self request_id prompt params supported_tasks arrival_time lora_request "
+            "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
+            "kv_hints",
+        ),
+        Takes(
+            "vllm.v1.engine.output_processor:OutputProcessor.add_request",
+            "self request prompt parent_req request_index queue",
+        ),
+        Takes("vllm.renderers.base:BaseRenderer.validate_token_ids", "self token_ids parameter"),
+        Has(
+            "vllm.v1.engine:EngineCoreRequest",
+            "arrival_time external_req_id prompt_token_ids request_id sampling_params",
+        ),
+        Has("vllm.sampling_params:SamplingParams", "max_tokens routed_experts_prompt_start seed"),
+        Has("vllm.v1.engine.core_client:InprocClient", "engine_core"),
+        Takes("vllm.v1.engine.core:EngineCore.preprocess_add_request", "self request"),
+        Takes("vllm.v1.engine.core:EngineCore.add_request", "self request request_wave"),
+        # Hashes of blocks.
+        Has("vllm.v1.engine.core:EngineCore", "request_block_hasher scheduler"),
+        Uses("vllm.v1.engine.core:EngineCore.preprocess_add_request", "request_block_hasher"),
+        Has(f"{SCHED}.scheduler:Scheduler", "hash_block_size"),
+        Has("vllm.v1.request:Request", "block_hashes output_token_ids"),
+        Uses("vllm.v1.request:Request.update_block_hashes", "_block_hasher block_hashes"),
     ),
     "updates": (
         Takes(f"{MODEL}.model_loader.reload:initialize_layerwise_reload", "model"),
@@ -159,11 +160,11 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
             "_free_request _get_new_block_ids_to_zero _pause_state _update_request_with_output "
             "aux_output_connector connector current_step ec_connector enable_kv_cache_events "
             "finished_req_ids has_finished_requests kv_cache_config kv_cache_manager "
-            "kv_holding_waiting log_stats max_model_len max_num_running_reqs "
+            "kv_holding_waiting log_stats max_model_len max_num_active_reqs max_num_running_reqs "
             "max_num_scheduled_tokens num_lookahead_tokens "
             "num_sampled_tokens_per_step num_spec_tokens prev_step_scheduled_req_ids "
-            "reset_prefix_cache reset_preempted_req_ids running use_pp use_v2_model_runner "
-            "waiting",
+            "requests reset_prefix_cache reset_preempted_req_ids running use_pp "
+            "use_v2_model_runner waiting",
         ),
         Has(f"{SCHED}.async_scheduler:AsyncScheduler"),
         Has(f"{SCHED}.interface:PauseState", "UNPAUSED"),
@@ -180,11 +181,11 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
         ),
         Has(
             "vllm.v1.request:Request",
-            "append_output_token_ids client_index get_finished_reason is_prefill_chunk max_tokens "
-            "mm_features next_decode_eligible_step num_in_flight_tokens num_output_placeholders "
-            "num_output_tokens num_prompt_tokens num_stale_output_tokens num_tokens resumable "
-            "sampling_params spec_token_ids stop_reason structured_output_request take_events "
-            "trace_headers",
+            "append_output_token_ids client_index get_finished_reason is_finished is_prefill_chunk "
+            "max_tokens mm_features next_decode_eligible_step num_in_flight_tokens "
+            "num_output_placeholders num_output_tokens num_prompt_tokens num_stale_output_tokens "
+            "num_tokens resumable sampling_params spec_token_ids stop_reason "
+            "structured_output_request take_events trace_headers",
         ),
         Has("vllm.v1.request:RequestStatus"),
         Takes(
@@ -355,34 +356,3 @@ def _broken(need: Need) -> Iterator[str]:
             return
         found = getattr(found, name)
     yield from need.broken(found)
-
-
-def attributes(found: Any) -> set[str]:
-    """Of a module; or of a class, with those that instances get from any method of it."""
-    names = set(dir(found))
-    for kind in found.__mro__ if isinstance(found, type) else ():
-        if kind.__module__.startswith("vllm."):
-            names |= vars(kind).get("__annotations__", {}).keys()
-            names |= assigned(kind.__module__).get(kind.__name__, set())
-    return names
-
-
-@cache
-def assigned(module: str) -> dict[str, set[str]]:
-    """Attributes that the methods of each class of a module give to `self`, by its source."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # compiled: it has what `dir` says
-        return {}
-    return {
-        kind.name: {
-            node.attr
-            for node in ast.walk(kind)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        }
-        for kind in ast.parse(source).body
-        if isinstance(kind, ast.ClassDef)
-    }

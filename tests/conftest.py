@@ -11,6 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run: what fails on one machine fails on all of them. Others are drawn
+# with `--hypothesis-profile=explore`. A busy machine may take its time over an example.
+SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("explore", **SLOW)
+settings.register_profile("suite", derandomize=True, database=None, **SLOW)
+settings.load_profile("suite")
 
 # Without one, the first test to start Ray leaves a token in the home folder
 # (trainer/cluster/nodes.py).

@@ -180,7 +180,7 @@ ENGINES = ("vllm", "deepspeed", "transformers")
 def lines_of(program: str) -> list[str]:
     """What a new process prints."""
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -302,7 +302,7 @@ def test_both_commands_ask_pip_before_they_download() -> None:
         env={k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     steps = [line.strip() for line in done.stdout.splitlines() if "/nowhere" in line]
     assert steps[:2] == ["python3 -m venv /nowhere", "/nowhere/bin/python requirements/install.py"]

@@ -43,7 +43,7 @@ def last_lines(folder: Path, *words: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     return done.stdout.strip().splitlines()
 

@@ -15,13 +15,19 @@ LIMITS_S = (0.3, 5.0, 60.0)
 Found = TypeVar("Found")
 
 
-def wait_for(ready: Callable[[], Found], what: str = "what was to happen") -> Found:
-    """What `ready` returns once that is true."""
-    until = time.monotonic() + PATIENCE_S
+def wait_for(
+    ready: Callable[[], Found],
+    what: str = "what was to happen",
+    *,
+    within_s: float = PATIENCE_S,
+    every_s: float = 0.02,
+) -> Found:
+    """What `ready` returns once that is true. Raises TimeoutError naming `what`."""
+    until = time.monotonic() + within_s
     while not (found := ready()):
         if time.monotonic() >= until:
-            raise TimeoutError(f"waited {PATIENCE_S:g} s for {what}")
-        time.sleep(0.02)
+            raise TimeoutError(f"waited {within_s:g} s for {what}")
+        time.sleep(every_s)
     return found
 
 

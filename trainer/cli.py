@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
+from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
+
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
@@ -60,6 +62,11 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", help="a YAML file, or the name of a recipe that comes along")
         command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
+    text = "train once more on a batch that a run kept since its gradient was not finite"
+    command = commands.add_parser("replay", help=text, description=text)
+    command.add_argument("run", help="the run folder")
+    command.add_argument("step", nargs="?", type=int, help="of the batch (default: the newest)")
+    command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
     text = "how two evaluations of the same prompts differ, pair by pair"
     command = commands.add_parser("compare", help=text, description=text)
     for name in ("first", "second"):
@@ -93,7 +100,8 @@ def add_judge(command: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 failed while running, 2 the recipe or the data cannot be run."""
+    """Exit status: 0 done, 1 failed while running, 2 the recipe or the data cannot be run, 130
+    Ctrl-C twice, 143 ended by SIGTERM, SIGHUP or SIGUSR1: the same command goes on."""
     root = parser()
     arguments = root.parse_args(argv)
     if arguments.version:
@@ -102,11 +110,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         root.print_help()
         return REFUSED
-    if message := recipe_error(arguments):
-        print(f"keel {arguments.command}: {message}", file=sys.stderr)
-        return REFUSED
     if arguments.command in LIGHT:
-        return light(arguments)
+        return refused(arguments) or light(arguments)
+    with watching():
+        try:
+            return refused(arguments) or heavy(arguments)
+        except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
+            if not preempted():
+                raise
+            print(f"keel {arguments.command}: stopped by {preempted()}", file=sys.stderr)
+            return PREEMPTED
+
+
+def heavy(arguments: argparse.Namespace) -> int:
+    """Commands that load torch and Ray."""
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     needed = LIBRARIES[arguments.command == "judge" :]  # whose model another machine may serve
@@ -125,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if arguments.command == "judge":
         return run("judge", arguments)
+    if arguments.command == "replay":
+        return run("replay", arguments.run, arguments.step, arguments.override)
     return run(arguments.command, arguments.recipe, arguments.override)
 
 
@@ -155,6 +174,14 @@ def light(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED
+
+
+def refused(arguments: argparse.Namespace) -> int:
+    """Exit status where the recipe cannot be run, once that is said; else 0."""
+    message = recipe_error(arguments)
+    if message:
+        print(f"keel {arguments.command}: {message}", file=sys.stderr)
+    return REFUSED if message else 0
 
 
 def recipe_error(arguments: argparse.Namespace) -> str:

@@ -24,7 +24,7 @@ from keel.rewards.scorer import Scorer
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
-from keel.trainer.filter import POLICY, STOPPING, sample_prompts
+from keel.trainer.filter import GIVEN_UP, POLICY, STOPPING, sample_prompts
 from keel.trainer.prepare import check_rewards, needs_judge, prepare, source_lines
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
@@ -88,7 +88,10 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         _check_same_prompts(config, sets, other)
     with EvaluationFolder(config, subject.policy, subject.name) as out:
         print(f"{subject.text}\nsampling with {subject.policy}", flush=True)
-        with subject.sampling() as system, Interrupt(print, STOPPING) as stop:
+        with (
+            subject.sampling() as system,
+            Interrupt(print, STOPPING, preempted_first=GIVEN_UP) as stop,
+        ):
             for variant in config.eval.each_variant:
                 if not stop():
                     _ask(subject, system, variant, out, stop)
@@ -108,7 +111,10 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     with FilterFolder(config, subject.dataset.train.sources, subject.policy) as out:
         if waiting := out.waiting:
             print(f"{subject.text}\n{len(waiting):,} prompts to sample, with {subject.policy}")
-            with subject.sampling() as system, Interrupt(print, STOPPING) as stop:
+            with (
+                subject.sampling() as system,
+                Interrupt(print, STOPPING, preempted_first=GIVEN_UP) as stop,
+            ):
                 sample_prompts(
                     waiting,
                     config.filter.samples,

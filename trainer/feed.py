@@ -9,9 +9,10 @@ go on sampling while the trainer works.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 from keel.configs.schema import Config
 from keel.rl.buffer import Batch, GroupBuffer, Lag
@@ -20,6 +21,26 @@ from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
 """Beyond `Config.group_deadline_s`, whose parts are watched over by what they are deadlines of."""
+LOOK_S = 0.2
+"""How often who waits looks whether there is still time to."""
+T = TypeVar("T")
+
+
+class Abandoned(Exception):
+    """There is no time to wait any longer."""
+
+
+def never() -> bool:
+    return False
+
+
+def wait_for(future: Future[T], hurry: Callable[[], bool]) -> T:
+    """Its result; it has a deadline of its own. Raises `Abandoned` once `hurry()`."""
+    while not future.done():
+        if hurry():
+            raise Abandoned
+        wait([future], LOOK_S)
+    return future.result()
 
 
 class Feed:
@@ -74,22 +95,24 @@ class Feed:
         for flight in flights:
             flight.cancel()
 
-    def take(self, waiting: Callable[[str], Any]) -> Batch:
+    def take(self, waiting: Callable[[str], Any], hurry: Callable[[], bool] = never) -> Batch:
         """The next batch.
 
         `waiting(what)` is a context in which it waits: for one of the batch's groups to be sampled
         (`rollout`) or, all of them being there, to be scored (`reward`). Raises what sampling or
-        scoring raised, and TimeoutError if nothing at all arrives for longer than all their
-        deadlines together.
+        scoring raised, TimeoutError if nothing at all arrives for longer than all their deadlines
+        together, and `Abandoned` once `hurry()`.
         """
         with self._changed:
-            while not self._buffer.ready():
+            while hurry() or not self._buffer.ready():
+                if hurry():
+                    raise Abandoned
                 if self._failure is not None:
                     raise self._failure
                 awaited = self._buffer.awaited()
                 sampled = bool(awaited) and self._sampling.isdisjoint(awaited)
                 with waiting("reward" if sampled else "rollout"):
-                    if not self._changed.wait(self._deadline_s):
+                    if not self._changes(hurry):
                         raise TimeoutError(
                             f"waited {self._deadline_s:.0f} s for a group (rollout.deadline_s, "
                             "twice in case that an engine is replaced, with run.startup_deadline_s "
@@ -98,6 +121,14 @@ class Feed:
                             f"{len(self._sampling)} of them being sampled"
                         )
             return self._buffer.take()
+
+    def _changes(self, hurry: Callable[[], bool]) -> bool:
+        """Wait until something arrives, or there is no time any more; False: nothing has."""
+        end = time.monotonic() + self._deadline_s
+        while not (changed := self._changed.wait(min(LOOK_S, self._deadline_s))):
+            if hurry() or time.monotonic() >= end:
+                break
+        return changed or hurry()
 
     def adopting(self, step: int, update: Future[None]) -> None:
         """The engines are taking the weights of after `step`; once they have, there is room."""
@@ -114,11 +145,12 @@ class Feed:
         self._update = update
         update.add_done_callback(adopted)
 
-    def wait_for_adoption(self) -> None:
-        """Return once the engines have the last weights; raises what loading them raised. The
-        engines' deadlines bound it: one that is late is replaced, and not for ever."""
+    def wait_for_adoption(self, hurry: Callable[[], bool] = never) -> None:
+        """Return once the engines have the last weights; raises what loading them raised, and
+        `Abandoned` once `hurry()`. The engines' deadlines bound it: one that is late is replaced,
+        and not for ever."""
         if self._update is not None:
-            self._update.result()
+            wait_for(self._update, hurry)
 
     def position(self) -> Mapping[str, Any]:
         """From where prompts come again after what has been trained on."""

@@ -25,6 +25,7 @@ LOOK_S = 1.0
 SAY_S = 10.0
 """Between two lines of progress."""
 STOPPING = "Stopping; the prompts that are done are kept. Press Ctrl-C again to stop at once."
+GIVEN_UP = "{signal}: stopping; the prompts that are done are kept"
 
 
 def ahead_of(config: Config, samples: int) -> int:

@@ -21,6 +21,7 @@ from keel.rl.futures import done
 from keel.rl.metrics import merge
 from keel.rl.packing import TrainBatch, pack, split_updates
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
+from keel.trainer.nonfinite import said_of
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.saved import saved
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
@@ -128,7 +129,12 @@ class Learner:
         self._version = reports[0].version
         self.tokens = joined_tokens([report.tokens for report in reports])
         metrics = merge(report.metrics for report in reports)
-        return StepResult(version=self._version, metrics=metrics)
+        return StepResult(
+            version=self._version,
+            metrics=metrics,
+            findings=said_of([found for report in reports for found in report.findings], groups),
+            gave_up=reports[0].gave_up,
+        )
 
     def publish(self) -> Any:
         """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.feed import Feed
+from keel.trainer.feed import Abandoned, Feed, never, wait_for
 
 IDLE = ("rollout", "reward")
 """What the trainer waits for with nothing to do."""
@@ -91,20 +91,27 @@ class Parts:
     `prompts` among it."""
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
+    keep: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
+    """Keeps the batch of a step without a finite gradient, and says what kept it from one."""
+    hurry: Callable[[], bool] = never
+    """Whether to stop at once: what is sampled and not trained on is given up."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1 … config.run.steps`; returns the last step done.
 
     Stops early, with a checkpoint, when `parts.stop()` says so. Raises `RuntimeError` when a whole
-    batch of rollouts comes back empty.
+    batch of rollouts comes back empty, and when the learner gives up.
     """
-    run, algorithm, learner = config.run, config.algorithm, parts.learner
-    if start == 0:
-        parts.journal.begin("evaluating")
-        parts.journal.record(0, evaluate(parts.rollouts, parts.rewards, parts.heldout), [])
-    else:  # the engines started from the base model
-        parts.rollouts.update(learner.version, learner.publish()).result()
+    run, algorithm, learner, hurry = config.run, config.algorithm, parts.learner, parts.hurry
+    try:
+        if start == 0:
+            parts.journal.begin("evaluating")
+            parts.journal.record(0, evaluate(parts, hurry), [])
+        else:  # the engines started from the base model
+            wait_for(parts.rollouts.update(learner.version, learner.publish()), hurry)
+    except Abandoned:
+        return start
     feed = Feed(
         config,
         next_prompts=parts.prompts.take,
@@ -113,38 +120,51 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         score=partial(parts.rewards.submit, purpose="train"),
         start=start,
     )
-    saved = time.monotonic()
+    saved, saved_at = start, time.monotonic()
     with closing(feed):
         feed.open()
         for step in range(start + 1, run.steps + 1):
             clock, version = Clock(), learner.version
             parts.journal.begin("sampling")
-            batch = feed.take(clock.time)
+            try:
+                batch = feed.take(clock.time, hurry)
+            except Abandoned:
+                feed.close()  # or engines that are to make room would be waited for
+                if saved < step - 1:
+                    parts.save(step - 1, feed.position())
+                return step - 1
             require_some(batch.groups, step)
             parts.journal.begin("training")
             with clock.time("train"):
                 result = learner.step(batch.groups)
+            if result.findings:
+                parts.keep(step, batch.groups, result.findings)
+            if result.gave_up:
+                raise RuntimeError(f"step {step}: {result.gave_up}")
             last = step == run.steps
             evaluating = last or (run.eval_every > 0 and step % run.eval_every == 0)
-            if evaluating or step % algorithm.publish_every == 0:
+            if not hurry() and (evaluating or step % algorithm.publish_every == 0):
                 parts.journal.begin("publishing weights")
-                with clock.time("sync"):
-                    feed.wait_for_adoption()
+                with clock.time("sync"), suppress(Abandoned):
+                    feed.wait_for_adoption(hurry)
                     feed.adopting(step, parts.rollouts.update(result.version, learner.publish()))
                     if evaluating or algorithm.max_lag == 0:
-                        feed.wait_for_adoption()
+                        feed.wait_for_adoption(hurry)
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
             metrics |= clock.metrics(sampled_tokens(batch.groups))
-            if evaluating:
+            if evaluating and not hurry():
                 parts.journal.begin("evaluating")
-                metrics |= evaluate(parts.rollouts, parts.rewards, parts.heldout)
+                with suppress(Abandoned):
+                    metrics |= evaluate(parts, hurry)
             parts.journal.record(step, metrics, batch.groups)
-            due = checkpoint_due(run, step, time.monotonic() - saved)
+            due = checkpoint_due(run, step, time.monotonic() - saved_at)
             if last or due or parts.stop():
                 parts.journal.begin("saving a checkpoint")
+                if hurry():
+                    feed.close()
                 parts.save(step, feed.position())
-                saved = time.monotonic()
+                saved, saved_at = step, time.monotonic()
                 if parts.stop():  # or was asked to meanwhile
                     return step
     return max(start, run.steps)
@@ -156,20 +176,23 @@ def checkpoint_due(run: RunConfig, step: int, since_s: float) -> bool:
     return by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
 
 
-def evaluate(
-    rollouts: Rollouts, rewards: Rewards, heldout: Mapping[str, Sequence[Prompt]]
-) -> dict[str, Metric]:
-    """`eval/<set>/pass@1`, `score` and `unscored` of every held-out set (`keel.rl.evaluation`)."""
-    score = partial(rewards.submit, purpose="eval")
+def evaluate(parts: Parts, hurry: Callable[[], bool] = never) -> dict[str, Metric]:
+    """`eval/<set>/pass@1`, `score` and `unscored` of every held-out set (`keel.rl.evaluation`).
+    Raises `Abandoned` once `hurry()`."""
+    score = partial(parts.rewards.submit, purpose="eval")
     scored = {
-        name: [then(rollouts.submit(prompt, "eval"), score) for prompt in prompts]
-        for name, prompts in heldout.items()
+        name: [then(parts.rollouts.submit(prompt, "eval"), score) for prompt in prompts]
+        for name, prompts in parts.heldout.items()
     }
-    return {
-        f"eval/{name}/{metric}": value
-        for name, futures in scored.items()
-        for metric, value in evaluation([future.result() for future in futures]).items()
-    }
+    try:
+        return {
+            f"eval/{name}/{metric}": value
+            for name, futures in scored.items()
+            for metric, value in evaluation([wait_for(f, hurry) for f in futures]).items()
+        }
+    finally:
+        for future in (future for futures in scored.values() for future in futures):
+            future.cancel()
 
 
 def require_some(scored: Sequence[ScoredGroup], step: int) -> None:

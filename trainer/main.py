@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from ray.exceptions import RayError
 from rich.console import Console
@@ -20,15 +20,18 @@ from rich.console import Console
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig
 from keel.rewards.judge.file import judge_answers, read_answers
+from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
-from keel.trainer.cluster.nodes import hardware_said, seating, start_ray
+from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.prepare import prepare
+from keel.trainer.replay import replay
 from keel.trainer.run.alarms import Alarms
+from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.interrupt import Interrupt
+from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.journal import Journal
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.view import View, open_view
@@ -36,6 +39,9 @@ from keel.trainer.run.words import closing_words
 from keel.trainer.system import System, running
 
 FAILED, INTERRUPTED = 1, 130
+SAID = 3
+"""Findings about a step that are said."""
+KEPT = "what was saved is there, and the same command goes on"
 
 
 def train(recipe: str, overrides: Sequence[str]) -> None:
@@ -68,9 +74,9 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
             folder.begin(start)
             with open_view(str(folder.path), steps) as view:
                 reached = run_loop(system, folder, view, start=start)
-        if reached >= steps:
+        if reached >= steps and not preempted():
             folder.export(system.learner.export)
-        print(closing_words(folder, task.config, reached, recipe, overrides))
+        tell(closing_words(folder, task.config, reached, recipe, overrides))
 
 
 def check(recipe: str, overrides: Sequence[str]) -> None:
@@ -108,7 +114,7 @@ def judge(options: argparse.Namespace) -> None:
             gpu = torch.cuda.is_available()
             settings.check_used(judged=True, gpu=gpu)
             start_ray()
-            stack.callback(ray.shutdown)
+            stack.callback(end_ray)
             server = JudgeServer(settings, gpu=gpu)
             stack.callback(server.stop)
             print(f"starting the judge {settings.model}", flush=True)
@@ -123,25 +129,29 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "filter": filter_prompts,
     "judge": judge,
+    "replay": replay,
 }
 
 
 def run(command: str, *arguments: Any) -> int:
     """Run a command; errors that a user can act on end in one message, not in a traceback."""
+
+    def said(text: object, status: int) -> int:
+        tell(f"keel {command}: {text}", sys.stderr)
+        return status
+
     try:
         COMMANDS[command](*arguments)
     except ConfigError as error:
-        print(f"keel {command}: {error}", file=sys.stderr)
-        return error.exit_status
+        return said(error, error.exit_status)
     except KeyboardInterrupt:
-        print(f"keel {command}: stopped at once; what was saved before is there", file=sys.stderr)
-        return INTERRUPTED
+        if not preempted():
+            return said("stopped at once; what was saved before is there", INTERRUPTED)
     except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
             raise
-        print(f"keel {command}: {error}\n(KEEL_TRACEBACK=1 shows where)", file=sys.stderr)
-        return FAILED
-    return 0
+        return said(f"{error}\n(KEEL_TRACEBACK=1 shows where)", FAILED)
+    return said(f"stopped by {signal}; {KEPT}", PREEMPTED) if (signal := preempted()) else 0
 
 
 def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> int:
@@ -156,8 +166,15 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
             config=config_digest(config),
         )
         folder.save(state, learner.save)
-        if config.rollout.sleep:
+        if config.rollout.sleep and not interrupt.hurry():
             system.wake()
+
+    def keep(step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]) -> None:
+        path = keep_batch(folder.path, step, groups, findings)
+        for line in findings[:SAID]:
+            view.say(f"step {step}: no finite gradient: {line}")
+        again = shlex.join(["keel", "replay", str(folder.path), str(step)])
+        view.say(f"step {step}: its batch is kept as {path}; {again} trains on it again")
 
     with ExitStack() as stack:
         journal = Journal(
@@ -175,6 +192,7 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)
+        interrupt = stack.enter_context(Interrupt(view.say, grace_s=config.run.grace_s))
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,
@@ -183,6 +201,8 @@ def run_loop(system: System, folder: RunFolder, view: View, *, start: int) -> in
             journal=journal,
             heldout=dataset.heldout,
             save=save,
-            stop=stack.enter_context(Interrupt(view.say)),
+            stop=interrupt,
+            keep=keep,
+            hurry=interrupt.hurry,
         )
         return loop.train(parts, config, start=start)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import ray
 import torch
 
 from keel.agents.runner import EpisodeRunner
@@ -28,7 +27,7 @@ from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.agents import demonstrate, episode_runner
-from keel.trainer.cluster.nodes import start_ray
+from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
@@ -76,7 +75,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
             judge = stack.enter_context(JudgeService(config.rewards.judge))
             judge.check_reachable()
         start_ray()
-        stack.callback(ray.shutdown)
+        stack.callback(end_ray)
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))

@@ -18,6 +18,7 @@ from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch
 from keel.rl.types import TokenNumbers
+from keel.trainer.nonfinite import Finding
 from keel.trainer.run.manifest import Entry
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class StepReport:
     metrics: dict[str, Metric]
     tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
     """What this rank saw of the segments that are watched, by their numbers."""
+    findings: tuple[Finding, ...] = ()
+    """`TrainerEngine.findings`"""
+    gave_up: str = ""
 
 
 class TrainerWorker:
@@ -118,10 +122,14 @@ class TrainerWorker:
         return self._engine.notes
 
     def step(self, batches: Sequence[TrainBatch]) -> StepReport:
-        engine = self.engine
-        metrics = engine.step(batches)
+        metrics = self.engine.step(batches)
         return StepReport(
-            version=engine.version, steps=engine.steps, metrics=metrics, tokens=engine.tokens
+            version=self.engine.version,
+            steps=self.engine.steps,
+            metrics=metrics,
+            findings=tuple(self.engine.findings),
+            gave_up=self.engine.gave_up,
+            tokens=self.engine.tokens,
         )
 
     def store(self) -> list[ray.ObjectRef[Any]]:

@@ -256,6 +256,7 @@ def run_arm(
             journal=curves,
             heldout=task.dataset.heldout,
             save=lambda step, unfinished: None,
+            keep=lambda step, groups, findings: None,
             stop=lambda: False,
         )
         loop.train(parts, config)

@@ -46,6 +46,12 @@ class RunConfig:
     groups. About 10 bytes a token. 0: none."""
     startup_deadline_s: float = 600.0
     """Longest wait for the engines and the trainer to start, in seconds."""
+    max_skipped_steps: int = 3
+    """Optimizer steps in a row without a finite gradient after which the run ends (in float16 at
+    least 16: each halves the loss's scale). docs/alarms.md"""
+    grace_s: float = 20.0
+    """After SIGTERM, SIGHUP or SIGUSR1: seconds in which an optimizer step under way may end, and a
+    checkpoint is written (docs/checkpoints.md). Slurm and Kubernetes kill after 30."""
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "run.dir", self.dir, "must name a folder")
@@ -101,6 +107,13 @@ class RunConfig:
             self.startup_deadline_s,
             "must be positive (seconds)",
         )
+        require(
+            self.max_skipped_steps >= 1,
+            "run.max_skipped_steps",
+            self.max_skipped_steps,
+            "must be at least 1",
+        )
+        require(self.grace_s > 0, "run.grace_s", self.grace_s, "must be positive (seconds)")
 
     @property
     def speaks_of_gpus(self) -> bool:

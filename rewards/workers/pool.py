@@ -20,7 +20,7 @@ from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.failures import place_in
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.processes import end_below
-from keel.rewards.workers.worker import reply_to
+from keel.rewards.workers.worker import PREEMPTION, reply_to
 
 START_DEADLINE_S = 120.0
 """Longest wait for a worker to start and import its libraries."""
@@ -140,14 +140,20 @@ class _Worker:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs, open(self._log or os.devnull, "ab") as log:
             output = log if self._log else STANDARD_ERROR
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "keel.rewards.workers.worker", str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+            # The worker inherits what is blocked here, until it heeds none of them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "keel.rewards.workers.worker", str(theirs.fileno())],
+                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
         """Stop for good, also while another thread waits in `verify`."""

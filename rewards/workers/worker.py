@@ -36,6 +36,9 @@ from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.failures import place
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 
+PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Schedulers send these to every process of a job: what to make of them is the parent's business,
+and a worker that ended of one would look as if a completion had ended it."""
 MOST_SAID = 500
 """Characters of an error: it may quote a completion."""
 MEMORY_BYTES = 8 << 30
@@ -81,7 +84,11 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Theirs to handle is the parent's. A handler, as programs under test would inherit it if these
+    # were ignored, or blocked as they are when this starts.
+    for number in (signal.SIGINT, *PREEMPTION):
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)  # then it ends us

@@ -100,7 +100,7 @@ def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
 
 def build_segment(
     prompt_id: str,
-    prompt_ids: Sequence[int],
+    prompt_ids: Sequence[int] | NDArray[np.int32],
     sampled_ids: Sequence[int],
     *,
     logp: NDArray[np.float32],

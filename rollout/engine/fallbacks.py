@@ -8,6 +8,7 @@ import logging
 import vllm
 
 from keel.configs.schema import RolloutConfig
+from keel.rollout.engine.begin import Begin, BeginAsVllm, BeginLikeTheLast
 from keel.rollout.recording.base import RecorderName, recorder_name
 from keel.rollout.vllm_contract import WRITTEN_FOR, Part, changes
 
@@ -65,6 +66,19 @@ def bounds_kv_cache() -> bool:
     if lost := changes("kv_cache"):
         warn_of_large_cache(_changed(lost))
     return not lost
+
+
+def begin_requests(engine: vllm.LLMEngine) -> Begin:
+    """How requests of this engine begin."""
+    if lost := changes("begin"):
+        _LOG.warning(
+            "%s. Turns of conversations begin as all requests of vLLM do, which is slower. Install "
+            "%s to have it said no more",
+            _changed(lost),
+            _right(),
+        )
+        return BeginAsVllm(engine)
+    return BeginLikeTheLast(engine)
 
 
 def warn_of_large_cache(why: str) -> None:

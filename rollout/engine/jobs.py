@@ -24,6 +24,7 @@ from keel.rollout.engine.conversion import (
 from keel.rollout.recording.base import Recording, Wanted
 
 Result = Group | TurnResult
+Ids = Sequence[int] | NDArray[np.int32]
 
 
 class SamplingEngine(Protocol):
@@ -93,10 +94,12 @@ class Job(ABC):
 
     label: str
     """For messages."""
-    context: Sequence[int]
+    context: Ids
     sampling: SamplingConfig
     wanted: Wanted
     stop_ids: tuple[int, ...] = ()
+    conversation: str = ""
+    """Of a turn."""
     read: bool = True
     """Whether the texts are wanted."""
     requests: dict[str, int] = field(default_factory=dict[str, int])
@@ -182,9 +185,10 @@ def group_job(
 def turn_job(request: TurnRequest, sampling: SamplingConfig, wanted: Wanted) -> TurnJob:
     return TurnJob(
         label=f"conversation {request.conversation}",
-        context=request.token_ids_T.tolist(),
+        context=request.token_ids_T,
         sampling=replace(sampling, max_tokens=request.max_tokens),
         wanted=replace(wanted, routes_from=request.routes_from if wanted.routes else 0),
         stop_ids=request.stop_ids,
+        conversation=request.conversation,
         read=False,
     )

@@ -9,6 +9,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from keel.rollout.engine.begin import Asked
 from keel.rollout.engine.jobs import Job
 from keel.rollout.recording.base import Recorder
 from keel.rollout.spec import EngineSpec, captured_sizes, parallel_args
@@ -16,6 +17,8 @@ from keel.rollout.spec import EngineSpec, captured_sizes, parallel_args
 CPU_BLOCK = 32
 """Tokens in a KV-cache block on CPUs; vLLM's default of 128 would hardly ever share a prefix."""
 GIB = 2**30
+ROUTES_START = ("routed_experts_prompt_start",)
+"""Of what recorders ask for, what differs from turn to turn."""
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
@@ -64,15 +67,30 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 
-def sampling_params(job: Job, recorder: Recorder, seed: int) -> SamplingParams:
-    """Of one of its requests."""
+def asked(job: Job, recorder: Recorder, name: str, seed: int) -> Asked:
+    """One of its requests."""
+    sampling, wanted = job.sampling, job.wanted
+    recorded = recorder.sampling_args(sampling, wanted)
+    varying = {"max_tokens": sampling.max_tokens, "seed": seed}
+    varying |= {name: recorded[name] for name in ROUTES_START if name in recorded}
+    kind = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop)
+    return Asked(
+        name=name,
+        ids=job.context,
+        conversation=job.conversation,
+        kind=(*kind, job.stop_ids, wanted.routes, wanted.kept),
+        varying=varying,
+        params=lambda: SamplingParams(**{**_sampling_args(job), **recorded, **varying}),
+    )
+
+
+def _sampling_args(job: Job) -> dict[str, Any]:
+    """What is the same for all requests of its kind, but for what the recorder asks for."""
     sampling = job.sampling
-    args = {
+    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
-        "seed": seed,
         "output_kind": RequestOutputKind.FINAL_ONLY,
         # The text is decoded once, at the end, unless vLLM has to look for stop strings.
         "detokenize": bool(sampling.stop),
@@ -81,4 +99,3 @@ def sampling_params(job: Job, recorder: Recorder, seed: int) -> SamplingParams:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-    return SamplingParams(**{**args, **recorder.sampling_args(sampling, job.wanted)})

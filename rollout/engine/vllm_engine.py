@@ -30,6 +30,7 @@ from keel.rollout.engine.conversion import (
     sibling_seed,
 )
 from keel.rollout.engine.fallbacks import (
+    begin_requests,
     bounds_kv_cache,
     choose_recorder,
     no_copies,
@@ -37,7 +38,7 @@ from keel.rollout.engine.fallbacks import (
     warn_of_large_cache,
 )
 from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
-from keel.rollout.engine.vllm_args import engine_args, sampling_params
+from keel.rollout.engine.vllm_args import asked, engine_args
 from keel.rollout.recording.base import Recorder, RecorderName, Wanted
 from keel.rollout.spec import EngineSpec, RecordingError
 from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
@@ -81,6 +82,7 @@ class VllmEngine:
         self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
+        self._begins = begin_requests(self._llm)
         self._manifest = Manifest(
             checkpoint_names(spec.model_path),
             layers=text.num_hidden_layers,
@@ -162,11 +164,9 @@ class VllmEngine:
 
     def _begin(self, job: int, entry: Job, seeds: Sequence[int]) -> None:
         self._jobs[job] = entry
-        context: list[int] = list(entry.context)
         for sibling, seed in enumerate(seeds):
             name = f"{job}.{sibling}"
-            params = sampling_params(entry, self._recorder, seed)
-            internal = self._llm.add_request(name, {"prompt_token_ids": context}, params)
+            internal = self._begins.begin(asked(entry, self._recorder, name, seed))
             self._recorder.expect(internal, entry.wanted)
             entry.requests[name], self._owner[name] = sibling, job
             self._internal[name] = internal
@@ -194,6 +194,7 @@ class VllmEngine:
             internal = self._internal.pop(output.request_id)
             text = texts.get(output.request_id, "")
             entry.take(sibling, self._sampled(entry, internal, output, text))
+            self._begins.ended(internal)
             if not entry.requests:
                 yield job, self._jobs.pop(job).result()
 
@@ -233,6 +234,7 @@ class VllmEngine:
         self._llm.abort_request(internal, internal=True)
         for request in internal:
             self._recorder.forget(request)
+            self._begins.ended(request)
 
     def sleep(self) -> list[tuple[int, Result]]:
         """Give up the GPU's memory, weights and KV cache, until the next update. Answers that are

@@ -1,132 +1,274 @@
-"""A run of steps in which every request samples one token and none begins: counters for all
-requests together, and the arrays that the steps returned. A request that has ended keeps its row
-until the run is over, and what it samples from there on is nobody's."""
+"""A run of steps in which the same requests sample one token each: counters for all of them
+together, and the arrays that the steps returned.
+
+Each request has a place in the run. One that has ended keeps its place, and what it samples from
+there on is nobody's, until others come in; they go on from the step at which they did.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from keel.rollout.fastpath.step_arrays import Packed, StepMasks, transpose_masks
+from keel.rollout.fastpath.step_arrays import Packed
+
+SHORTEST_RUN = 2
+"""Steps that a request must have before the end of the window, or it does not come in."""
+LONGEST_RUN = 1024
+MOST_IDS = 1 << 24
+"""Steps, and ids of their sampling masks, that a run holds."""
+NEVER = 1 << 62
 
 
-@dataclass(slots=True)
-class DecodeRun:
-    """R requests that all sample one token a step, from some step on."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One that was scheduled."""
 
-    requests: list[Request]
+    output: SchedulerOutput
+    theirs: SchedulerOutput | None
+    """What vLLM's scheduler has put beside the run in it."""
     ids: list[str]
-    computed: NDArray[np.int64]
-    """[R] tokens that were scheduled before the run."""
-    outputs: NDArray[np.int64]
-    """[R] tokens sampled before the run, those in flight included."""
-    limits: NDArray[np.int64]
-    """[R] tokens that each may sample."""
-    room: int
-    """Steps until the first request reaches the end of the model's window."""
-    stops: list[frozenset[int]]
-    """R sets of tokens: those that end each request."""
-    due: dict[int, list[int]]
-    """Requests that may need a KV block at a step."""
-    one_each: dict[str, int]
-    blocked: bool
-    """Requests that wait can begin only when another has ended."""
-    live: NDArray[np.bool_] = field(init=False)
-    """[R] those that have not ended."""
-    any_stop: frozenset[int] = field(init=False)
-    scheduled: int = 0
-    in_flight: list[SchedulerOutput] = field(default_factory=list)
-    """Steps whose tokens have not come yet, oldest first."""
-    tokens: list[NDArray[np.int64]] = field(default_factory=list)
-    """[R] of each step that was received, in the order of `requests`."""
-    rows: list[NDArray[np.int64]] = field(default_factory=list)
-    """[R] row of each request in the step's output."""
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    masks: list[StepMasks] = field(default_factory=list)
-    order: tuple[list[str], NDArray[np.int64]] | None = None
+    places: NDArray[np.int64]
 
-    def __post_init__(self) -> None:
-        self.live = np.ones(len(self.ids), np.bool_)
-        self.any_stop = frozenset().union(*self.stops)
+
+def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
+    """Whether each step to come samples one token for it, and nothing else happens to it.
+    `window`: of the model; `logprobs`: the recorder takes them, so that they may be asked for."""
+    params = request.sampling_params
+    known = request.num_tokens + request.num_output_placeholders
+    return not (
+        params is None
+        or known - request.num_computed_tokens != 1
+        or request.is_prefill_chunk
+        or request.num_stale_output_tokens
+        or params.detokenize
+        or params.repetition_detection is not None
+        or request.structured_output_request is not None
+        or request.resumable
+        or request.mm_features
+        or request.spec_token_ids
+        or (params.logprobs is not None and not logprobs)
+        or window - known <= SHORTEST_RUN
+    )
+
+
+def together(run: DecodeRun, cached: CachedRequestData, theirs: SchedulerOutput) -> SchedulerOutput:
+    """One step of the run and of what vLLM has scheduled beside it."""
+    more = theirs.scheduled_cached_reqs
+    return replace(
+        theirs,
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=cached.req_ids + more.req_ids,
+            resumed_req_ids=more.resumed_req_ids,
+            new_token_ids=more.new_token_ids,
+            all_token_ids=more.all_token_ids,
+            new_block_ids=cached.new_block_ids + more.new_block_ids,
+            num_computed_tokens=cached.num_computed_tokens + more.num_computed_tokens,
+            num_output_tokens=cached.num_output_tokens + more.num_output_tokens,
+        ),
+        num_scheduled_tokens=run.one_each | theirs.num_scheduled_tokens,
+        total_num_scheduled_tokens=len(run.ids) + theirs.total_num_scheduled_tokens,
+    )
+
+
+class DecodeRun:
+    """Column c of an array is about the run's step c; [P] is by place."""
+
+    def __init__(self, places: int) -> None:
+        self.requests: list[Request | None] = [None] * places
+        self.place_of: dict[str, int] = {}
+        self.stops: list[frozenset[int]] = [frozenset()] * places
+        """[P] sets of tokens: those that end each request."""
+        self.live = np.zeros(places, np.bool_)
+        """[P] those that have not ended."""
+        self.first = np.zeros(places, np.int64)
+        """[P] step at which each came in."""
+        self.computed = np.zeros(places, np.int64)
+        self.outputs = np.zeros(places, np.int64)
+        """[P] tokens scheduled, and sampled, before a step, those in flight included: less the
+        step's number."""
+        self.limits = np.zeros(places, np.int64)
+        """[P] tokens that each may sample."""
+        self.due = np.full(places, NEVER)
+        """[P] step at which each may need a KV block."""
+        self.room = np.full(places, NEVER)
+        """[P] step at which each reaches the end of the model's window."""
+        self.scheduled = self.received = 0
+        self.in_flight: list[Step] = []
+        """Steps whose tokens have not come yet, oldest first."""
+        self._tokens = np.empty((LONGEST_RUN, places), np.int64)
+        self._logp = np.empty((LONGEST_RUN, places), np.float32)
+        self._starts = np.zeros((LONGEST_RUN, places), np.int64)
+        self._sizes = np.zeros((LONGEST_RUN, places), np.int64)
+        """Of sampling masks, in `_ids`."""
+        self._ids = np.empty(0, np.int32)
+        self._held = 0
+        self._with_logp = self._with_masks = False
+        self._order: tuple[list[str], list[str], NDArray[np.int64]] | None = None
+        self.settle()
+
+    def settle(self) -> None:
+        """The steps to come have the requests that there are now."""
+        self.places = np.array([p for p, it in enumerate(self.requests) if it is not None], int)
+        self.ids = [it.request_id for it in self.requests if it is not None]
+        self.one_each = dict.fromkeys(self.ids, 1)
+        self.any_stop = frozenset().union(*(self.stops[place] for place in self.places))
+        self.end = int(self.room.min())
+
+    def admit(self, request: Request, *, window: int, block: int) -> None:
+        """From the next step on; `settle` comes after. `window`: of the model; `block`: tokens of a
+        KV block."""
+        place, now, params = self.requests.index(None), self.scheduled, request.sampling_params
+        assert params is not None
+        eos = () if params.eos_token_id is None else (params.eos_token_id,)
+        flying = request.num_output_placeholders
+        self.requests[place], self.place_of[request.request_id] = request, place
+        self.stops[place] = frozenset((*eos, *(params.stop_token_ids or ())))
+        self.live[place], self.first[place] = True, now
+        self.computed[place] = request.num_computed_tokens - now
+        self.outputs[place] = request.num_output_tokens + flying - now
+        self.limits[place] = request.max_tokens
+        self.due[place] = now + -request.num_computed_tokens % block
+        self.room[place] = now + window - request.num_tokens - flying
+
+    def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
+        """The next step; `blocks`: new ones, in the order of `ids`."""
+        return CachedRequestData(
+            req_ids=self.ids,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=blocks,
+            num_computed_tokens=(self.computed[self.places] + self.scheduled).tolist(),
+            num_output_tokens=(self.outputs[self.places] + self.scheduled).tolist(),
+        )
+
+    def leave(self, place: int) -> None:
+        """`settle` comes after."""
+        request = self.requests[place]
+        assert request is not None
+        del self.place_of[request.request_id]
+        self.requests[place], self.stops[place], self.live[place] = None, frozenset(), False
+        self.due[place] = self.room[place] = NEVER
 
     @property
-    def received(self) -> int:
-        return len(self.tokens)
+    def full(self) -> bool:
+        """Whether it has no room for a further step."""
+        return self.scheduled + 1 >= min(self.end, LONGEST_RUN) or self._held > MOST_IDS
 
-    @property
-    def ended(self) -> int:
-        return len(self.ids) - int(np.count_nonzero(self.live))
+    def let_go(self, known: Container[str]) -> None:
+        """Of requests that vLLM has ended: all but these."""
+        gone = [place for name, place in self.place_of.items() if name not in known]
+        for place in gone:
+            self.leave(place)
+        if gone:
+            self.settle()
+
+    def ended(self) -> list[int]:
+        """Places of those that have ended and not left."""
+        return [place for place in self.places.tolist() if not self.live[place]]
+
+    def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
+        """Bring a request to where the run is; these are its `tokens` in it. `step`: number of the
+        scheduler's last, where it schedules ahead of the tokens."""
+        request = self.requests[place]
+        assert request is not None
+        flying = self.scheduled - max(self.received, int(self.first[place]))
+        request.num_computed_tokens = int(self.computed[place]) + self.scheduled
+        request.num_in_flight_tokens += flying
+        if step is not None:
+            request.num_output_placeholders += flying
+            request.next_decode_eligible_step = step + 1
+        if tokens:
+            request.append_output_token_ids(tokens)
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
-        """Take a step's tokens. Returns the rows whose requests end with theirs; None, and nothing
-        is taken, if vLLM has to look at the step."""
-        sampled = output.sampled_token_ids
-        if (
-            self.received + 1 >= self.room
-            or len(sampled) != len(self.ids)
-            or output.num_nans_in_logits
-            or any(len(row) != 1 for row in sampled)
-        ):
+        """Take a step's tokens. Returns the places whose requests end with theirs; None, and
+        nothing is taken, if vLLM has to look at the step."""
+        step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
+        if output.num_nans_in_logits or column + 1 >= self.end:
             return None
-        flat = [row[0] for row in sampled]
-        rows = self._rows_of(output)
-        tokens = np.array(flat, np.int64)[rows]
-        self.rows.append(rows)
-        self.tokens.append(tokens)
+        rows = self._rows_of(step, output)
+        mine = sampled if len(sampled) == len(rows) else [sampled[row] for row in rows]
+        if any(len(row) != 1 for row in mine):
+            return None
+        flat = [row[0] for row in mine]
+        tokens = np.array(flat, np.int64)
+        if mine is sampled:
+            tokens = tokens[rows]
+        places = step.places
+        self._tokens[column, places] = tokens
         if output.logprobs is not None:
-            self.logprobs.append(output.logprobs.logprobs[:, 0][rows])
+            self._with_logp = True
+            first = _first_of(rows, output.logprobs.cu_num_generated_tokens)
+            self._logp[column, places] = output.logprobs.logprobs[first, 0]
         if output.sampling_masks is not None:
             masks = output.sampling_masks
             assert masks.offsets is not None
-            self.masks.append(StepMasks(masks.token_ids, masks.offsets))
+            first = _first_of(rows, masks.cu_num_generated_tokens)
+            self._keep(column, places, first, masks.token_ids, masks.offsets)
         self.in_flight.pop(0)
-        ends = self.outputs + self.received >= self.limits
+        self.received += 1
+        ends = self.outputs[places] + self.received >= self.limits[places]
         if not self.any_stop.isdisjoint(flat):
-            stopped = zip(tokens.tolist(), self.stops, strict=True)
-            ends |= np.array([token in stops for token, stops in stopped])
-        return np.flatnonzero(ends & self.live).tolist()
+            stops = (self.stops[place] for place in places.tolist())
+            ends |= np.array([t in s for t, s in zip(tokens.tolist(), stops, strict=True)])
+        ends &= self.live[places] & (self.first[places] <= column)
+        return places[ends].tolist()
 
-    def tokens_of(self, row: int) -> list[int]:
-        """What was received of a request."""
-        return [step.item(row) for step in self.tokens]
-
-    def _rows_of(self, output: ModelRunnerOutput) -> NDArray[np.int64]:
-        if self.order is None or self.order[0] != output.req_ids:
+    def _rows_of(self, step: Step, output: ModelRunnerOutput) -> NDArray[np.int64]:
+        known = self._order
+        if known is None or known[0] is not step.ids or known[1] != output.req_ids:
             index = output.req_id_to_index
-            self.order = output.req_ids, np.array([index[name] for name in self.ids], np.int64)
-        return self.order[1]
+            rows = np.array([index[name] for name in step.ids], np.int64)
+            known = self._order = step.ids, output.req_ids, rows
+        return known[2]
 
-    def file(self, recordings: Mapping[str, Packed]) -> None:
-        """Give each request that is recorded, and has not ended, its share of what the run
-        received."""
-        if not self.tokens:
+    def _keep(
+        self,
+        column: int,
+        places: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+    ) -> None:
+        """A step's sampling masks: row r kept `ids[offsets[r]:offsets[r + 1]]`."""
+        self._with_masks = True
+        held = self._held + len(ids)
+        if held > len(self._ids):
+            self._ids = np.resize(self._ids, max(2 * len(self._ids), held, 1 << 14))
+        self._ids[self._held : held] = ids
+        begins = offsets[rows]
+        self._starts[column, places] = begins + self._held
+        self._sizes[column, places] = offsets[rows + 1] - begins
+        self._held = held
+
+    def tokens_of(self, place: int) -> list[int]:
+        """What was received of a request."""
+        return self._tokens[self.first[place] : self.received, place].tolist()
+
+    def file(self, place: int, packed: Packed) -> None:
+        """Add what was received of a request to its recording."""
+        steps = slice(int(self.first[place]), self.received)
+        if steps.start >= steps.stop:
             return
-        wanted = [(row, recordings.get(self.ids[row])) for row in np.flatnonzero(self.live)]
-        if self.logprobs:
-            logp = np.stack(self.logprobs, 1)
-            for row, packed in wanted:
-                if packed is not None:
-                    packed.logp.append(logp[row].copy())
-        if self.masks and any(packed is not None and packed.kept_wanted for _, packed in wanted):
-            ids, sizes = transpose_masks(self.masks, self.rows)
-            ends = np.cumsum(sizes.sum(1)).tolist()
-            for row, packed in wanted:
-                if packed is not None and packed.kept_wanted:
-                    packed.ids.append(ids[ends[row - 1] if row else 0 : ends[row]].copy())
-                    packed.sizes.append(sizes[row].copy())
+        if self._with_logp:
+            packed.logp.append(self._logp[steps, place].copy())
+        if self._with_masks and packed.kept_wanted:
+            sizes = self._sizes[steps, place].copy()
+            before = np.cumsum(sizes) - sizes
+            take = np.repeat(self._starts[steps, place] - before, sizes) + np.arange(sizes.sum())
+            packed.ids.append(self._ids[take])
+            packed.sizes.append(sizes)
 
-    def file_one(self, row: int, packed: Packed) -> None:
-        """As `file`, for a request that ends."""
-        if self.logprobs:
-            packed.logp.append(np.array([step.item(row) for step in self.logprobs], np.float32))
-        if self.masks and packed.kept_wanted:
-            places = [rows.item(row) for rows in self.rows]
-            spans = [step.of(place) for step, place in zip(self.masks, places, strict=True)]
-            packed.ids.append(np.concatenate(spans))
-            packed.sizes.append(np.array([len(span) for span in spans], np.int64))
+
+def _first_of(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
+    """Where what was sampled for these rows begins. None: there is one token for every row, and not
+    none for those whose prompt is not finished."""
+    return rows if firsts is None else np.asarray(firsts, np.int64)[rows]

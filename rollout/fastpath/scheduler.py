@@ -2,22 +2,24 @@
 
 Most steps sample one token for each running request and begin none. vLLM walks over all requests
 three times in such a step (to schedule it, to take its tokens, to pass them on), which at 256
-requests takes longer than the GPU needs. Here such steps are a `DecodeRun`. Whenever anything else
-is due (requests to begin, to abort, to preempt; a pause), the run is flushed, that is written back
-into the requests, and vLLM's own code does the step. Flushed tokens reach the output processor
-together with the request's next one, as those of speculative decoding do.
+requests takes longer than the GPU needs. Here such steps are a `DecodeRun`. When requests begin,
+vLLM's own code is shown these alone, with the room that the run leaves, and its step is put
+together with the run's; they come into the run once they only decode. Whatever else is due (an
+abort, a preemption, a pause), the run is flushed, that is written back into the requests, and
+vLLM's own code does the whole step. Flushed tokens reach the output processor together with the
+request's next one, as those of speculative decoding do.
 
 A request that ends goes to the output processor at once, and the run goes on; so it does while
-others wait for a place in the batch, in turns of conversations at nearly every step. Both leave
-places of the batch unused. The run is flushed for them once what they have lost comes to about what
-vLLM's step costs, so that the two together are at most twice the least possible.
+others wait to begin, in turns of conversations at nearly every step. Both leave places of the batch
+unused. Those that wait begin once what they have lost comes to about what such a step costs, so
+that the two together are at most twice the least possible.
 
 `_FastPath` is mixed into the scheduler that vLLM would use itself, so all decisions stay vLLM's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -30,17 +32,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from keel.rollout.fastpath.decode_run import DecodeRun
+from keel.rollout.fastpath.decode_run import DecodeRun, Step, only_decodes, together
 from keel.rollout.fastpath.step_arrays import Packed
 
-SHORTEST_RUN = 2
-"""Steps that a run must have before it, or it is not worth beginning."""
-FLUSH_COST = 2.0
-"""What a flush and vLLM's own step cost, in steps of the run: an estimate between several, where
-these wait for the host, and one, where they wait for the GPU. With 0.4, 1 and 2.5 the ratio of
-`benchmarks.agents` was 0.54, 0.55 and 0.60 (1.2 B parameters, H200, two rounds each, 904e251)."""
+JOIN_COST = 1.0
+"""What a step in which others begin costs above one of the run alone, in such steps."""
+LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
+"""Of vLLM's scheduler, which a run uses up a part of."""
 LONGEST_WAIT = 64
-"""Steps after which the run is flushed for a single one, too."""
+"""Steps after which a single one may begin, too."""
+MOST_ENDED = 0.25
+"""Share of the run that may have ended: those that have are computed along."""
 AHEAD = 4
 """KV blocks that a request is given at once, where twice as many are free for every one of them."""
 
@@ -55,10 +57,12 @@ class _FastPath(Scheduler):
         self.finished_blocks: dict[str, list[int]] = {}
         """KV blocks of finished requests that are recorded; valid until the next step."""
         self.fast_steps = 0
+        self._ahead = isinstance(self, AsyncScheduler)
         self._run: DecodeRun | None = None
+        self._beside: list[Request] = []
+        """What runs and is not in the run: prompts, above all."""
         self._idle = 0.0
-        """Places of the batch times steps, since vLLM's last one, in which others could have run:
-        those that wait, or come after those that have ended."""
+        """Places of the batch times steps, since others last began, in which others could have."""
         self._undelivered: dict[str, list[int]] = {}
         """Flushed tokens that the output processor has not seen."""
         self._stuck = False
@@ -84,39 +88,39 @@ class _FastPath(Scheduler):
     # What vLLM calls.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        if self._run is None:
-            self._run = self._begin()
-        if self._run is not None:
-            if (output := self._extend(self._run)) is not None:
-                self.fast_steps += 1
+        run = self._run = self._run or self._begin()
+        if run is not None:
+            self._take_in(run)
+            if (output := self._go_on(run, throttle_prefills)) is not None:
                 return output
             self.keel_flush()
         self.finished_blocks.clear()
         self._idle = 0
         output = super().schedule(throttle_prefills)
-        self._stuck = (
-            bool(self.waiting or self.kv_holding_waiting)
-            and output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
-            and not output.scheduled_new_reqs
-            and not output.scheduled_cached_reqs.resumed_req_ids
-            and not output.preempted_req_ids
-            and len(output.num_scheduled_tokens) == len(self.running)
-        )
+        self._see_who_waits(output, self.max_num_scheduled_tokens, len(self.running))
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         run, unpaused = self._run, self._pause_state == PauseState.UNPAUSED
-        if run is not None and run.in_flight and run.in_flight[0] is scheduler_output:
+        outputs: dict[int, EngineCoreOutputs] = {}
+        theirs: SchedulerOutput | None = scheduler_output
+        if run is not None and run.in_flight and run.in_flight[0].output is scheduler_output:
+            step = run.in_flight[0]
             ended = run.receive(model_runner_output) if unpaused else None
-            if ended is not None:
-                return self._end(run, ended)
-            self.keel_flush()
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for batch in outputs.values():
-            for output in batch.outputs:
-                self._complete(output)
+            if ended is None:
+                self.keel_flush()
+            else:
+                theirs = step.theirs
+                outputs = self._end(run, ended)
+        if theirs is not None:
+            for client, batch in super().update_from_output(theirs, model_runner_output).items():
+                for output in batch.outputs:
+                    self._complete(output)
+                mine = outputs.setdefault(client, batch)
+                if mine is not batch:
+                    mine.outputs.extend(batch.outputs)
         if self._undelivered and not unpaused:
             # No step may come for them before the weights, and so their version, change.
             mine = outputs.setdefault(0, EngineCoreOutputs(outputs=[]))
@@ -125,8 +129,9 @@ class _FastPath(Scheduler):
                 for name in list(self._undelivered)
             )
         if self.finished_req_ids:
-            self.keel_flush()
             self._stuck = False
+            if self._run is not None:
+                self._run.let_go(self.requests)
         return outputs
 
     def finish_requests(
@@ -165,90 +170,74 @@ class _FastPath(Scheduler):
             or not self.running
             or self.aux_output_connector is not None
             or self._pause_state != PauseState.UNPAUSED
+            or not all(self._only_decodes(request) for request in self.running)
         ):
             return None
-        room = self.max_model_len
-        stops: list[frozenset[int]] = []
-        for request in self.running:
-            params = request.sampling_params
-            known = request.num_tokens + request.num_output_placeholders
-            if (
-                params is None
-                or known - request.num_computed_tokens != 1
-                or request.is_prefill_chunk
-                or request.num_stale_output_tokens
-                or params.detokenize
-                or params.repetition_detection is not None
-                or request.structured_output_request is not None
-                or request.resumable
-                or request.mm_features
-                or request.spec_token_ids
-                or (params.logprobs is not None and request.request_id not in self.recordings)
-            ):
-                return None
-            room = min(room, self.max_model_len - known)
-            eos = () if params.eos_token_id is None else (params.eos_token_id,)
-            stops.append(frozenset((*eos, *(params.stop_token_ids or ()))))
-        if room <= SHORTEST_RUN:
-            return None
-        requests = list(self.running)
-        ids = [request.request_id for request in requests]
-        computed = np.array([request.num_computed_tokens for request in requests], np.int64)
-        size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
-        due: dict[int, list[int]] = {}
-        for row, step in enumerate((-computed % size).tolist()):
-            due.setdefault(step, []).append(row)
-        if not self.use_v2_model_runner:
-            self.prev_step_scheduled_req_ids = set(ids)
-        return DecodeRun(
-            requests=requests,
-            ids=ids,
-            computed=computed,
-            outputs=np.array([r.num_output_tokens + r.num_output_placeholders for r in requests]),
-            limits=np.array([request.max_tokens for request in requests]),
-            room=room,
-            stops=stops,
-            due=due,
-            one_each=dict.fromkeys(ids, 1),
-            blocked=self._stuck or len(requests) >= self.max_num_running_reqs,
-        )
+        run = DecodeRun(self.max_num_running_reqs)
+        self._admit(run, self.running)
+        return run
 
-    def _extend(self, run: DecodeRun) -> SchedulerOutput | None:
-        """The run's next step; None if vLLM has to decide about it."""
-        step, ended = run.scheduled, run.ended
-        waiting = len(self.waiting) + len(self.kv_holding_waiting)
-        if lost := ended + (min(waiting, ended) if run.blocked else waiting):
-            self._idle += max(lost, FLUSH_COST * len(run.ids) / LONGEST_WAIT)
-        due = run.due.get(step, [])
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        if (
-            step + 1 >= run.room
-            or self._idle >= FLUSH_COST * len(run.ids)
-            or self._pause_state != PauseState.UNPAUSED
-            or len(due) > free
-        ):
+    def _only_decodes(self, request: Request) -> bool:
+        recorded = request.request_id in self.recordings
+        return only_decodes(request, self.max_model_len, logprobs=recorded)
+
+    def _admit(self, run: DecodeRun, requests: Iterable[Request]) -> None:
+        size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
+        for request in requests:
+            run.admit(request, window=self.max_model_len, block=size)
+        run.settle()
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids = set(run.ids)
+
+    def _take_in(self, run: DecodeRun) -> None:
+        """Those that began beside it, once they only decode."""
+        if not self._beside:
+            return
+        beside = [request for request in self._beside if not request.is_finished()]
+        decoding = [request for request in beside if self._only_decodes(request)]
+        self._beside = [request for request in beside if request not in decoding]
+        if decoding:
+            self._admit(run, decoding)
+
+    def _go_on(self, run: DecodeRun, throttle_prefills: bool) -> SchedulerOutput | None:
+        """The run's next step, with what begins beside it; None if vLLM has to decide about the
+        whole."""
+        if run.full or self._pause_state != PauseState.UNPAUSED:
             return None
-        self.current_step += 1
+        joined = self._worth_it(run) or bool(self._beside)
+        if joined:
+            self._drop(run, run.ended())
+        due = np.flatnonzero(run.due == run.scheduled).tolist()
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if not run.ids or len(due) > free:
+            return None
         self.kv_cache_manager.new_step_starts()
-        blocks: list[tuple[list[int], ...] | None] = [None] * len(run.ids)
-        if due:
-            del run.due[step]
-            size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
-            tokens = size * (AHEAD if free >= 2 * AHEAD * len(run.ids) else 1)
-            run.due.setdefault(step + tokens, []).extend(due)
-            for row in due:
-                blocks[row] = self._new_blocks(run, row, step, tokens)
+        blocks = self._blocks(run, due, AHEAD if free >= 2 * AHEAD * len(run.ids) else 1)
+        cached = run.as_cached(blocks)
+        self.finished_blocks.clear()
+        if joined:
+            theirs, output = self._beside_it(run, cached, throttle_prefills)
+        else:
+            theirs, output = None, self._alone(run, cached)
+            self.fast_steps += 1
+        run.in_flight.append(Step(output, theirs, run.ids, run.places))
+        run.scheduled += 1
+        return output
+
+    def _worth_it(self, run: DecodeRun) -> bool:
+        """Whether vLLM is to begin others now."""
+        ended = len(run.ids) - int(np.count_nonzero(run.live))
+        waiting = len(self.waiting) + len(self.kv_holding_waiting)
+        full = self._stuck or len(run.ids) >= self.max_num_running_reqs
+        if lost := min(waiting, ended) if full else waiting:
+            self._idle += max(lost, JOIN_COST * len(run.ids) / LONGEST_WAIT)
+        return self._idle >= JOIN_COST * len(run.ids) or ended > MOST_ENDED * len(run.ids)
+
+    def _alone(self, run: DecodeRun, cached: CachedRequestData) -> SchedulerOutput:
+        self.current_step += 1
         output = SchedulerOutput(
             scheduled_new_reqs=[],
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=run.ids,
-                resumed_req_ids=set(),
-                new_token_ids=[],
-                all_token_ids={},
-                new_block_ids=blocks,
-                num_computed_tokens=(run.computed + step).tolist(),
-                num_output_tokens=(run.outputs + step).tolist(),
-            ),
+            scheduled_cached_reqs=cached,
             num_scheduled_tokens=run.one_each,
             total_num_scheduled_tokens=len(run.ids),
             scheduled_spec_decode_tokens={},
@@ -260,41 +249,80 @@ class _FastPath(Scheduler):
         )
         self.finished_req_ids = set()
         self.reset_preempted_req_ids = set()
-        self.finished_blocks.clear()
-        run.scheduled += 1
-        run.in_flight.append(output)
         return output
 
-    def _new_blocks(
-        self, run: DecodeRun, row: int, step: int, tokens: int
-    ) -> tuple[list[int], ...] | None:
-        """For this many tokens; None if the request has blocks for them."""
-        request = run.requests[row]
-        before = request.num_computed_tokens
-        request.num_computed_tokens = int(run.computed[row]) + step
-        new = self.kv_cache_manager.allocate_slots(request, tokens)
-        request.num_computed_tokens = before
-        if new is None:
-            raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
-        return new.get_block_ids(allow_none=True)
+    def _beside_it(
+        self, run: DecodeRun, cached: CachedRequestData, throttle_prefills: bool
+    ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
+        """vLLM schedules all but the run, in the room that this leaves; and the two together."""
+        count, beside = len(run.ids), len(self._beside)
+        self.running = self._beside
+        for name in LIMITS:
+            setattr(self, name, getattr(self, name) - count)
+        try:
+            theirs = super().schedule(throttle_prefills)
+            self._see_who_waits(theirs, self.max_num_scheduled_tokens, beside)
+        finally:
+            for name in LIMITS:
+                setattr(self, name, getattr(self, name) + count)
+            self._beside = self.running
+            mine = (run.requests[place] for place in run.places)
+            self.running = [*(it for it in mine if it is not None), *self._beside]
+        self._idle = 0
+        output = together(run, cached, theirs)
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids = set(output.num_scheduled_tokens)
+        return theirs if theirs.num_scheduled_tokens else None, output
 
-    def _end(self, run: DecodeRun, rows: list[int]) -> dict[int, EngineCoreOutputs]:
-        """Deliver the requests in these rows, which the last tokens received have ended. Their
-        places and blocks stay theirs until the run is flushed: steps are in flight with them."""
+    def _see_who_waits(self, output: SchedulerOutput, budget: int, running: int) -> None:
+        self._stuck = (
+            bool(self.waiting or self.kv_holding_waiting)
+            and output.total_num_scheduled_tokens < budget
+            and not output.scheduled_new_reqs
+            and not output.scheduled_cached_reqs.resumed_req_ids
+            and not output.preempted_req_ids
+            and len(output.num_scheduled_tokens) == running
+        )
+
+    def _blocks(
+        self, run: DecodeRun, due: list[int], ahead: int
+    ) -> list[tuple[list[int], ...] | None]:
+        """New KV blocks for the places that are due, in the order of the run."""
+        if not due:
+            return [None] * len(run.ids)
+        size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
+        new: dict[int, tuple[list[int], ...] | None] = {}
+        for place in due:
+            request = run.requests[place]
+            assert request is not None
+            before = request.num_computed_tokens
+            request.num_computed_tokens = int(run.computed[place]) + run.scheduled
+            found = self.kv_cache_manager.allocate_slots(request, size * ahead)
+            request.num_computed_tokens = before
+            if found is None:
+                raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
+            new[place] = found.get_block_ids(allow_none=True)
+        run.due[due] += size * ahead
+        return [new.get(place) for place in run.places.tolist()]
+
+    def _end(self, run: DecodeRun, places: list[int]) -> dict[int, EngineCoreOutputs]:
+        """Deliver the requests in these places, which the last tokens received have ended. Their
+        blocks stay theirs until others come: steps are in flight with them."""
         outputs: dict[int, EngineCoreOutputs] = {}
-        for row in rows:
-            request = run.requests[row]
-            *before, last = run.tokens_of(row)
-            self._write_back(run, row, before)
-            if isinstance(self, AsyncScheduler):
+        for place in places:
+            request = run.requests[place]
+            assert request is not None
+            *before, last = run.tokens_of(place)
+            self._write_back(run, place, before)
+            if self._ahead:
                 request.num_output_placeholders += 1
             _, stopped = self._update_request_with_output(request, [last])
             assert stopped, f"request {request.request_id} goes on after its last token"
             name = request.request_id
             if (packed := self.recordings.get(name)) is not None:
-                run.file_one(row, packed)
+                run.file(place, packed)
                 self.finished_blocks[name] = self.kv_cache_manager.get_block_ids(name)[0]
-            run.live[row] = False
+            run.live[place] = False
             output = EngineCoreOutput(
                 request_id=name,
                 new_token_ids=[*before, last],
@@ -306,41 +334,44 @@ class _FastPath(Scheduler):
             self._complete(output)
             mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
             mine.outputs.append(output)
-        if run.ended == len(run.ids):
+        if places and not run.live.any():
             self.keel_flush()
         return outputs
+
+    def _drop(self, run: DecodeRun, places: Collection[int]) -> None:
+        """Those that have ended leave the batch."""
+        if not places:
+            return
+        requests = {it for place in places if (it := run.requests[place]) is not None}
+        for place in places:
+            run.leave(place)
+        run.settle()
+        self.running = [request for request in self.running if request not in requests]
+        for request in requests:
+            super()._free_request(request)
 
     def keel_flush(self) -> None:
         """Write the run back into its requests; they are as after vLLM's own steps."""
         run, self._run = self._run, None
+        self._beside = []
         if run is None or not run.scheduled:
             return
-        tokens = np.stack(run.tokens, 1).tolist() if run.tokens else [[] for _ in run.ids]
-        ended: set[Request] = set()
-        for row, request in enumerate(run.requests):
-            if not run.live[row]:
-                ended.add(request)
-                continue
-            self._write_back(run, row, tokens[row])
-            if new := tokens[row]:
-                self._undelivered.setdefault(request.request_id, []).extend(new)
-        run.file(self.recordings)
-        if ended:
-            self.running = [request for request in self.running if request not in ended]
-            for request in ended:
-                super()._free_request(request)
+        for place in run.places[run.live[run.places]].tolist():
+            request = run.requests[place]
+            assert request is not None
+            tokens = run.tokens_of(place)
+            self._write_back(run, place, tokens)
+            if tokens:
+                self._undelivered.setdefault(request.request_id, []).extend(tokens)
+            if (packed := self.recordings.get(request.request_id)) is not None:
+                run.file(place, packed)
+        if ended := run.ended():
+            self._drop(run, ended)
             self._stuck = False
 
-    def _write_back(self, run: DecodeRun, row: int, tokens: list[int]) -> None:
+    def _write_back(self, run: DecodeRun, place: int, tokens: list[int]) -> None:
         """Bring a request to where the run is; these are its `tokens` in it."""
-        request, in_flight = run.requests[row], len(run.in_flight)
-        request.num_computed_tokens = int(run.computed[row]) + run.scheduled
-        request.num_in_flight_tokens += in_flight
-        if isinstance(self, AsyncScheduler):
-            request.num_output_placeholders += in_flight
-            request.next_decode_eligible_step = self.current_step + 1
-        if tokens:
-            request.append_output_token_ids(tokens)
+        run.write_back(place, tokens, self.current_step if self._ahead else None)
 
     def _complete(self, output: EngineCoreOutput) -> None:
         """Flushed tokens go before the new one; what is recorded stays here."""

@@ -5,24 +5,12 @@ An object for each token of each completion would cost more than computing the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.types import KeptSets
-
-
-@dataclass(frozen=True, slots=True)
-class StepMasks:
-    """Sampling masks of one step: row r kept `ids[offsets[r]:offsets[r + 1]]`."""
-
-    ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-
-    def of(self, row: int) -> NDArray[np.int32]:
-        return self.ids[self.offsets.item(row) : self.offsets.item(row + 1)]
 
 
 @dataclass(slots=True)
@@ -47,25 +35,3 @@ class Packed:
             ids=np.concatenate(self.ids).astype(np.int32, copy=False),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         )
-
-
-def transpose_masks(
-    steps: Sequence[StepMasks], rows: Sequence[NDArray[np.int64]]
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """From spans step by step to spans request by request.
-
-    `rows[s][r]` is the row of request r in step s. Returns the ids, [nnz], all of request 0 first,
-    and the sizes of the spans, [R, S].
-    """
-    bases = np.cumsum([0, *(len(step.ids) for step in steps)])[:-1]
-    starts = np.stack(
-        [step.offsets[row] + base for step, row, base in zip(steps, rows, bases, strict=True)], 1
-    )
-    sizes = np.stack(
-        [step.offsets[row + 1] - step.offsets[row] for step, row in zip(steps, rows, strict=True)],
-        1,
-    )
-    flat = sizes.ravel()
-    before = np.cumsum(flat) - flat
-    take = np.repeat(starts.ravel() - before, flat) + np.arange(flat.sum())
-    return np.concatenate([step.ids for step in steps])[take], sizes

@@ -33,13 +33,19 @@ def main(command: list[str]) -> None:
         os._exit(0)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves behind becomes our child
+
+    def begun() -> None:
+        # The second line of defence, should this process be killed itself.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # Whoever asked may be deaf to it, and its children with it (a run's actors are).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,
-        # The second line of defence, should this process be killed itself.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        preexec_fn=begun,
     )
     ended = os.pidfd_open(server.pid)
     select.select([sys.stdin.fileno(), ended], [], [])

@@ -188,6 +188,15 @@ def test_a_reply_to_another_request_is_none() -> None:
     run(play())
 
 
+def test_one_that_takes_long_to_end_still_says_how() -> None:
+    async def play() -> None:
+        async with episode() as environment:
+            error = await lost(use(environment, "wait", seconds=0, then="late exit"))
+            assert error.fault == "exit" and "exited with status 3" in str(error)
+
+    run(play())
+
+
 def test_memory_and_large_messages() -> None:
     async def play() -> None:
         async with episode(memory_mib=512) as environment:

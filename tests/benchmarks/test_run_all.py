@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import run_all as figures
 from benchmarks.run_all import JOBS, Figures, Job
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,14 +24,14 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "GRACE_S", 0.5)
 
 
-def run(out: Path, *jobs: Job, gpus: str = "0", seconds: float = 60) -> dict[str, str]:
+def run(out: Path, *jobs: Job, gpus: str = "0", seconds: float = 2 * PATIENCE_S) -> dict[str, str]:
     runner = Figures(out, gpus.split(","), end=time.monotonic() + seconds, commit="abc")
     runner.run(list(jobs))
     noted = json.loads((out / "figures.json").read_text())
     return {name: entry["status"] for name, entry in noted.items()}
 
 
-def job(name: str, code: str, *, gpus: int = 1, seconds: float = 30) -> Job:
+def job(name: str, code: str, *, gpus: int = 1, seconds: float = PATIENCE_S) -> Job:
     return Job(
         name=name,
         module="timeit",
@@ -42,7 +43,7 @@ def job(name: str, code: str, *, gpus: int = 1, seconds: float = 30) -> Job:
 
 def test_jobs_are_noted_whatever_becomes_of_them(tmp_path: Path) -> None:
     good, bad = job("good", "print('seen')"), job("bad", "1/0")
-    endless = job("endless", "__import__('time').sleep(99)", seconds=0.3)
+    endless = job("endless", "__import__('time').sleep(1000)", seconds=0.3)
     large = job("large", "print()", gpus=2)
     assert run(tmp_path, good, bad, endless, large) == {
         "good": "done",

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keel.report.folders import read_folder
 from keel.trainer.cli import main
+from keel.trainer.run.interrupt import PREEMPTED
+from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
 KEEL = [sys.executable, "-m", "keel.trainer.cli"]
-DEADLINE_S = 300
+DEADLINE_S = 2 * PATIENCE_S
 pytestmark = pytest.mark.e2e
 
 
@@ -83,13 +84,16 @@ def keel(*arguments: str) -> str:
     return done.stdout
 
 
+def words_of(process: psutil.Process) -> str:
+    """Its command line; "" of one that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def wait_until(ready: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        if value := ready():
-            return value
-        time.sleep(0.2)
-    raise TimeoutError(what)
+    return wait_for(ready, what, within_s=DEADLINE_S, every_s=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +117,28 @@ class Running:
     def said(self) -> str:
         return self._log.read_text(errors="replace")  # while it is written
 
-    def finish(self) -> str:
+    def finish(self, status: int = 0) -> str:
         code = self.process.wait(timeout=DEADLINE_S)
-        assert code == 0, self.said()
+        assert code == status, self.said()
         return self.said()
+
+    def below(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:  # it has ended meanwhile
+            return []
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """As a scheduler does: to every process of the job, and to all of them at once."""
+        self.process.send_signal(signal.SIGSTOP)
+        for process in [*self.below(), self.process]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        self.process.send_signal(signal.SIGCONT)
 
     def engine_pids(self) -> list[int]:
         """Parents before their children."""
-        found: list[int] = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # an episode's may end at any moment
-                if "RolloutWorker" in " ".join(process.cmdline()):
-                    found.append(process.pid)
-        return found
+        return [p.pid for p in self.below() if "RolloutWorker" in words_of(p)]
 
 
 @pytest.fixture
@@ -140,7 +153,25 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Running]]:
     for run in started:
         if run.process.poll() is None:
             run.process.kill()
-            run.process.wait(timeout=30)
+            run.process.wait(timeout=DEADLINE_S)
+
+
+def test_a_run_that_is_preempted_while_it_starts_ends_at_once_and_leaves_no_process(
+    tmp_path: Path, cache: Path, start: Callable[[list[str]], Running]
+) -> None:
+    run = start(small(tmp_path / "run", cache, steps=200))
+    wait_until(lambda: "starting 1 engine" in run.said() or run.process.poll() is not None, "Ray")
+    below = run.below()
+    assert any("raylet" in words_of(process) for process in below)
+    run.signal_all(signal.SIGTERM)
+    said = run.finish(PREEMPTED)
+    assert (
+        "keel train: stopped by SIGTERM; what was saved is there, and the same command goes on"
+        in said
+    )
+    assert "Traceback" not in said and "*** SIG" not in said
+    _, alive = psutil.wait_procs(below, timeout=DEADLINE_S)
+    assert not alive
 
 
 def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
@@ -168,7 +199,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     assert set(before) <= {f"step_{step:06d}" for step in range(2, reached, 2)}
     # What was being sampled ahead has not been trained on; a resumed run begins with it.
     state = json.loads((folder / "checkpoints" / last / "state.json").read_text())
-    assert 4 <= len(state["cursor"]["unfinished"]) <= 8
+    assert 0 < len(state["cursor"]["unfinished"]) <= 8
 
     # One flipped bit in the newest: the run is resumed from the one before.
     damaged = folder / "checkpoints" / last / "deepspeed" / "mp_rank_00_model_states.pt"

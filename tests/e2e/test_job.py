@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.ports import free_ports
+from tests.waiting import PATIENCE_S, wait_for
 
 BIN = Path(sys.executable).parent
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -30,7 +32,7 @@ SMALL = (
     "algorithm.prompts_per_step=2",
     "algorithm.group_size=4",
 )
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]  # a cluster and a run
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]  # a cluster and a run
 
 
 def block_with(line: str) -> str:
@@ -38,12 +40,6 @@ def block_with(line: str) -> str:
     blocks = re.findall(r"^```\w*\n(.*?)^```$", README.read_text(), re.M | re.S)
     (found,) = [block for block in blocks if line in block.splitlines()]
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Shell:
@@ -55,13 +51,13 @@ class Shell:
         bin_ = place / "bin"
         for folder in (self.home, self._work, bin_):
             folder.mkdir()
-        dashboard, real = free_port(), f'exec "{BIN}'
+        head, dashboard, agent, client = free_ports(4)
+        real = f'exec "{BIN}'
         small = " ".join(
             f"'{knob}'" for knob in (*SMALL, f"model.embedded.cache_dir={place / 'models'}")
         )
-        ports = f"--port={free_port()} --dashboard-port={dashboard} --num-cpus=2"
-        for more in ("dashboard-agent-listen", "ray-client-server"):
-            ports += f" --{more}-port={free_port()}"
+        ports = f"--port={head} --dashboard-port={dashboard} --num-cpus=2"
+        ports += f" --dashboard-agent-listen-port={agent} --ray-client-server-port={client}"
         for name, body in {
             "keel": f'{real}/keel" "$@" {small}',
             "ray": f"""case "$1 $2" in
@@ -86,7 +82,7 @@ class Shell:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
-                timeout=500,
+                timeout=3 * PATIENCE_S,
             )
             said.seek(0)
             assert done.returncode == 0, said.read()
@@ -99,14 +95,20 @@ class Shell:
 
     def stop(self) -> None:
         """What `ray stop` does, to this cluster alone: all that lives in this home."""
-        ours = [process for process in psutil.process_iter() if self._owns(process)]
-        for process in ours:
-            process.kill()
-        psutil.wait_procs(ours, timeout=60)
+
+        def killed() -> list[psutil.Process]:
+            ours = [process for process in psutil.process_iter() if self._owns(process)]
+            for process in ours:
+                with suppress(psutil.NoSuchProcess):  # it went with another
+                    process.kill()
+            return ours
+
+        wait_for(lambda: not killed(), "the end of the cluster")
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get("HOME") == str(self.home)
+            ours = process.environ().get("HOME") == str(self.home)
+            return ours and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):  # it has ended, or is somebody else's
             return False
 

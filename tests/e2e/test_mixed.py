@@ -11,6 +11,7 @@ import ray
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import good, running
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -27,6 +28,10 @@ def words(command: str, folder: Path, *overrides: str) -> list[str]:
         "data.sources[spiral].size=1000",
         "rollout.engines=1",
         "rewards.judge.model=m",
+        f"rewards.judge.deadline_s={PATIENCE_S}",
+        f"rewards.deadline_s={PATIENCE_S}",  # of the machine's time, which may be busy
+        "rewards.code.completion_s=60",
+        "rewards.code.time_s=20",
         *overrides,
     ]
 

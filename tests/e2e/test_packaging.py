@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.e2e
@@ -26,7 +28,7 @@ def run(*command: str | Path, cwd: Path) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=2 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -120,13 +122,14 @@ def test_every_module_imports_beside_folders_of_the_same_names(
 def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) -> None:
     """From a folder without the data of the recipes that come along."""
     keel = python.parent / "keel"
-    began = time.monotonic()
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime  # whatever else the machine does
     assert "train" in run(keel, "--help", cwd=project)
-    assert time.monotonic() - began < 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 10
     assert run(keel, "--version", cwd=project).startswith("keel ")
     knobs = ["data.sources[spelling].rewards={rewards.mine.short: 1.0}"]
     knobs += ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.model=m"]
     knobs += ["rewards.code.isolation=none-i-trust-the-answers"]
+    knobs += [f"rewards.code.time_s={PATIENCE_S}", f"rewards.code.completion_s={PATIENCE_S}"]
     said = run(keel, "check", "mixed", *knobs, cwd=project)
     assert "sequences per step" in said
     assert "12 of 12 reference solutions run, all pass" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -28,8 +27,9 @@ from tests.buckets import pack_buckets
 from tests.forked import forked_from
 from tests.rollout import interpreted, plain_weights
 from tests.rollout.watch import Watch
+from tests.waiting import wait_for
 
-DEADLINE_S = 240
+DEADLINE_S = 600
 Kind = Literal["", "fast", "native", "packed", "plain"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool] | TurnRequest
 """A prompt, its group size, its sampling (None: the engine's) and whether to record; or a turn."""
@@ -126,6 +126,8 @@ def _start(
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                 waiting = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
                 _WATCH.thrown_away += len(waiting)
+                if _WATCH.steps == _WATCH.stops_at:  # or all could be sampled meanwhile
+                    wait_for(lambda: not _ENGINE._commands.empty(), "what it was stopped for")
                 return outputs
 
             scheduler._preempt_request, self._llm.step = counted_preempt, counted_step
@@ -198,12 +200,10 @@ def _fingerprint() -> dict[str, str]:
 
 
 def _begun(items: Sequence[Item]) -> list[Future[Any]]:
-    """Some twenty steps of them are done."""
-    first, futures = _WATCH.steps, _submitted(items)
-    until = time.monotonic() + DEADLINE_S
-    while _WATCH.steps < first + 20:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    """Twenty steps of them are done, and the next waits for a command."""
+    _WATCH.stops_at = _WATCH.steps + 20
+    futures = _submitted(items)
+    wait_for(lambda: _WATCH.steps >= _WATCH.stops_at, "twenty steps")
     return futures
 
 

@@ -18,16 +18,24 @@ from tests.rollout.weight_loading.updates import (
 pytestmark = pytest.mark.e2e
 DEFERRED = "vllm.model_executor.layers.attention:is_deferred_attention_layer"
 CONFIGS = "vllm.v1.engine.core:get_kv_cache_configs"
+PREPARE = "vllm.v1.engine.core:EngineCore.preprocess_add_request"
 
 
-def test_updates_by_the_loader_and_a_cache_of_vllms_size(tmp_path: Path) -> None:
+def test_updates_turns_and_the_size_of_the_cache_as_vllm_has_them(
+    tmp_path: Path,
+) -> None:
     model = make(tmp_path, "experts")
     spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=CACHE_GIB / 8)
-    changes = [(DEFERRED, "renamed"), (CONFIGS, "another signature")]
+    changes = [(DEFERRED, "renamed"), *((it, "another signature") for it in (CONFIGS, PREPARE))]
     with running_engine(spec, gpu=False, kind="plain", changes=changes) as engine:
-        cache, copies = sorted(engine.warnings(), key=lambda line: "cache" not in line)
-        assert CONFIGS in cache and "rollout.gpu_memory_utilization" in cache
-        assert DEFERRED in copies and "rollout.copy_weights" in copies
+        said = engine.warnings()
+        assert len(said) == 3
+        for where, knob in (
+            (CONFIGS, "rollout.gpu_memory_utilization"),
+            (DEFERRED, "rollout.copy_weights"),
+            (PREPARE, "Turns of conversations begin as all requests of vLLM do"),
+        ):
+            assert any(where in line and knob in line for line in said), where
         assert engine.blocks() > BLOCKS[1]  # what another engine is bounded to
         for version in (1, 2):
             engine.update(version, change(model, version))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout import vllm_contract
+from keel.rollout import vllm_checks
 from keel.rollout.vllm_contract import NEEDS, Part, changes
 from tests import vllm_changes
 
@@ -23,7 +23,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 @pytest.fixture(autouse=True)
 def read_again() -> Iterator[None]:
     yield
-    vllm_contract.assigned.cache_clear()
+    vllm_checks.assigned.cache_clear()
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_an_attribute_of_instances_that_is_renamed_is_named(
     monkeypatch.setattr(
         inspect, "getsource", lambda it: read(it).replace("self.kv_holding_waiting", "self.held")
     )
-    vllm_contract.assigned.cache_clear()
+    vllm_checks.assigned.cache_clear()
     assert changes("packed") == [f"{SCHEDULER} has no kv_holding_waiting"]
 
 

@@ -10,13 +10,15 @@ from typing import TypeGuard
 
 import pytest
 
-from keel.rollout.vllm_contract import GPU, NEEDS, SCHED, Has, Part
+from keel.rollout.vllm_checks import Has
+from keel.rollout.vllm_contract import GPU, NEEDS, SCHED, Part
 
 ROLLOUT = Path(__file__).parent.parent.parent / "rollout"
 FENCE: dict[str, tuple[Part, ...]] = {
     "vllm_internals.py": ("engine",),
     "weight_loading/": ("updates", "copies"),
     "engine/kv_cache.py": ("kv_cache",),
+    "engine/begin.py": ("begin",),
     "fastpath/": ("packed",),
     "engine/shims.py": ("shims",),
     "recording/v1.py": ("v1",),
@@ -32,6 +34,9 @@ INTERNAL = {
 VARIABLES = {
     "fastpath/scheduler.py": {
         "self": f"{SCHED}.scheduler:Scheduler",
+        "request": "vllm.v1.request:Request",
+    },
+    "fastpath/decode_run.py": {
         "request": "vllm.v1.request:Request",
         "params": "vllm.sampling_params:SamplingParams",
     },

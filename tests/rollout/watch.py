@@ -14,5 +14,7 @@ class Watch:
     thrown_away: int = 0
     """Tokens drawn from unfinished prefills."""
     steps: int = 0
+    stops_at: int = 0
+    """The step after which the engine waits for a command."""
     fast_steps: int = 0
     """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""

@@ -39,6 +39,7 @@ from keel.trainer.agents import (
     wrap,
 )
 from tests.rollout.chat.families import tokenizer_of
+from tests.waiting import PATIENCE_S
 
 SHOP = Path(__file__).parents[1] / "agents"
 OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
@@ -255,7 +256,7 @@ def test_the_files_that_prompts_come_from_are_not_there_in_a_sandbox(tmp_path: P
                 pass_fds=launch.pass_fds,
                 capture_output=True,
                 text=True,
-                timeout=30,
+                timeout=PATIENCE_S,
             ).stdout.split()
 
     assert read() == ["none", "none", '42"']

@@ -97,7 +97,7 @@ machines = st.builds(
     max_examples=16,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(machine=machines, layout=layouts, device=st.sampled_from(["auto", "gpu"]))
 @example(  # one GPU that both share, seen from a machine without any

@@ -16,6 +16,7 @@ from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.trainer import feed as module
 from keel.trainer.feed import Feed
 from tests.rl.rollouts import finished, prompt
+from tests.waiting import PATIENCE_S
 
 
 class FakeRequests:
@@ -232,5 +233,5 @@ def test_nothing_is_drawn_while_the_position_is_taken() -> None:
 
     world.feed._position = slowly
     assert world.feed.position() == {"taken": 4, "unfinished": ["p2", "p3"]}
-    adopted.join(timeout=10)
+    adopted.join(timeout=PATIENCE_S)
     assert len(world.asked) == 6

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -21,6 +22,7 @@ from keel.trainer.run.manifest import damage, sizes, write_manifest
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -36,12 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def start(model: Path, config: Config) -> Learner:
     learner = Learner(str(model), config, gpu=False, actor_options=lambda rank: {"num_cpus": 0})
-    learner.start(deadline_s=120)
+    learner.start(deadline_s=PATIENCE_S)
     return learner
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    buckets = ray.get(learner.publish(), timeout=60)
+    buckets = ray.get(learner.publish(), timeout=PATIENCE_S)
     return {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
 
@@ -88,6 +90,16 @@ def test_a_run_and_its_end(model: Path, tmp_path: Path) -> None:
     first.step(groups)
     same(weights(first), straight)
 
+    # Rewards out of all proportion: a norm that no float32 holds.
+    huge = [replace(g, advantages_G=g.advantages_G * np.float32(1e37)) for g in groups]
+    first_skipped, last = first.step(huge), first.step(huge)
+    assert values(first_skipped.metrics)["train/skipped_steps"] == 2
+    assert first_skipped.findings and not first_skipped.gave_up
+    assert all(re.match(r"p\d, completion \d.* token \d+ ", f) for f in first_skipped.findings)
+    assert "3 optimizer steps in a row" in last.gave_up
+    assert last.version == first.version == 4 + 2 + 1
+    same(weights(first), straight)
+
     victim = first._whereabouts[1]
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"trainer rank 1 died during an optimizer step") as info:
@@ -102,17 +114,15 @@ def test_a_failing_rank_says_why(model: Path, tmp_path: Path) -> None:
         str(tmp_path), make_config(1, 0), gpu=False, actor_options=lambda rank: {"num_cpus": 0}
     )
     with pytest.raises(RuntimeError, match=r"trainer rank 0 failed during .*config\.json"):
-        learner.start(deadline_s=120)
+        learner.start(deadline_s=PATIENCE_S)
     learner.shutdown()
 
 
 def test_waiting_ends_with_the_deadline(model: Path) -> None:
     """Ranks that Ray cannot place: no GPU here."""
     learner = Learner(str(model), make_config(1, 0), gpu=True)
-    began = time.monotonic()
     with pytest.raises(
         TimeoutError, match=r"waited 1 s for the trainer's start: no answer .* rank 0 "
     ):
         learner.start(deadline_s=1)
-    assert time.monotonic() - began < 10
     learner.shutdown()

@@ -68,6 +68,7 @@ class FakeRun:
         self.empty, self.stop_after, self.asked = empty, stop_after, 0
         self.easy, self.unfinished = easy, list[str]()
         self.empty_eval, self.partial = empty_eval, (1.0, 0.0)
+        self.went_wrong: dict[str, Any] = {}
 
     def take(self, n: int) -> Sequence[Prompt]:
         self.asked += n
@@ -109,7 +110,7 @@ class FakeRun:
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         self.version += 1
         self.events.append(f"step@{self.version}")
-        return StepResult(version=self.version, metrics={"loss": Mean(1.0, 1)})
+        return StepResult(version=self.version, metrics={"loss": Mean(1.0, 1)}, **self.went_wrong)
 
     def publish(self) -> str:
         return f"weights {self.version}"
@@ -130,6 +131,13 @@ class FakeRun:
     def stop(self) -> bool:
         return self.stop_after is not None and self.version >= self.stop_after
 
+    def keep(self, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]) -> None:
+        names = ",".join(group.group.prompt.prompt_id for group in groups)
+        self.events.append(f"keep@{step} {names}: {'; '.join(findings)}")
+
+    def hurry(self) -> bool:
+        return False
+
     def run(self, config: Config, start: int = 0) -> int:
         parts = Parts(
             prompts=self,
@@ -140,6 +148,8 @@ class FakeRun:
             heldout={"sums": [prompt("held")]},
             save=self.save,
             stop=self.stop,
+            hurry=self.hurry,
+            keep=self.keep,
         )
         return train(parts, config, start=start)
 
@@ -304,3 +314,76 @@ def test_the_clock_counts_no_second_twice() -> None:
     total = sum(clock.seconds.values())
     assert clock.seconds["outer"] >= 0
     assert clock.metrics(10)["time/step"].value == pytest.approx(total)
+
+
+class Hurried(FakeRun):
+    """One that is preempted once `when` has happened; what is asked for then never comes."""
+
+    def __init__(self, when: str, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.when = when
+        self.given_up: list[Future[Any]] = []
+
+    def hurry(self) -> bool:
+        return self.when in self.events
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = super().submit(what, purpose)
+        if self.hurry():
+            self.given_up.append(answer := Future())
+        return answer
+
+    def update(self, version: int, weights: Any) -> Future[None]:
+        update = super().update(version, weights)
+        return Future() if self.hurry() else update
+
+    def stop(self) -> bool:
+        return self.hurry()
+
+
+@pytest.mark.parametrize(
+    ("when", "saved", "reached"),
+    [
+        ("eval@0", [], 0),
+        ("train@0", [], 0),  # as long as nothing is trained there is nothing to save
+        ("step@1", ["save@1"], 1),  # done: it is saved, and nobody needs its weights
+        ("update@1", ["save@1"], 1),
+        ("train@1", ["save@1"], 1),  # given up: the step before it is saved
+        ("eval@2", ["save@2"], 2),
+        ("save@2", ["save@2"], 2),
+        ("train@2", ["save@2"], 2),  # saved already
+    ],
+)
+def test_a_hurried_run_gives_up_what_is_sampled_and_saves_what_is_trained(
+    when: str, saved: list[str], reached: int
+) -> None:
+    world = Hurried(when)
+    assert world.run(config(steps=9, eval_every=2, checkpoint_every=2)) == reached
+    assert [event for event in world.events if event.startswith("save")] == saved
+    assert sorted(world.records) == list(range(reached + 1)) if when != "eval@0" else [0]
+    # Prompts whose completions were given up come again.
+    if when == "train@1":
+        assert world.unfinished == ["p2", "p3"]
+    assert all(future.cancelled() for future in world.given_up)
+
+
+def test_a_resumed_run_that_is_hurried_before_a_step_saves_nothing() -> None:
+    world = Hurried("update@2", version=2)
+    assert world.run(config(steps=9), start=2) == 2
+    assert world.events == ["update@2"]
+
+
+def test_a_batch_without_a_finite_gradient_is_kept_and_the_run_goes_on() -> None:
+    world = FakeRun()
+    world.went_wrong = {"findings": ("a token", "another")}
+    assert world.run(config(steps=2)) == 2
+    kept = [event for event in world.events if event.startswith("keep")]
+    assert kept == ["keep@1 p0,p1: a token; another", "keep@2 p2,p3: a token; another"]
+
+
+def test_a_run_whose_learner_gives_up_ends_with_its_batch_kept_and_no_checkpoint() -> None:
+    world = FakeRun()
+    world.went_wrong = {"findings": ("a token",), "gave_up": "three in a row"}
+    with pytest.raises(RuntimeError, match="step 1: three in a row"):
+        world.run(config(checkpoint_every=1))
+    assert world.events[-2:] == ["step@1", "keep@1 p0,p1: a token"]

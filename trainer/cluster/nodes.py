@@ -14,7 +14,11 @@ import torch
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.trainer.cluster.ray_internals import free_by_node, quieten_token_question
+from keel.trainer.cluster.ray_internals import (
+    ended_by_force,
+    free_by_node,
+    quieten_token_question,
+)
 from keel.trainer.planning.memory import GIB, gib
 from keel.trainer.planning.placement import (
     Hardware,
@@ -25,6 +29,7 @@ from keel.trainer.planning.placement import (
     place,
 )
 from keel.trainer.planning.step_time import Machine
+from keel.trainer.run.interrupt import shielded
 
 CONNECT_S = 10.0
 
@@ -41,7 +46,8 @@ def start_ray() -> None:
                 "unset it to start Ray on this machine"
             ) from error
         try:
-            ray.init(logging_level=logging.WARNING, log_to_driver=False)
+            with shielded():
+                ray.init(logging_level=logging.WARNING, log_to_driver=False)
         except (OSError, ValueError, RayError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS = {address}: Ray cannot join a cluster there ({error}). If it asks "
@@ -56,19 +62,27 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _bring_a_token()
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            # Ray gives it to a shell as it is, which would break a path with a space in two.
-            runtime_env={"py_executable": shlex.quote(sys.executable)},
-            logging_level=logging.WARNING,
-            log_to_driver=False,
-        )
+        # Ray's processes, and the actors in them, outlive a signal to all of the job.
+        with shielded():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                # Ray gives it to a shell as it is, which would break a path with a space in two.
+                runtime_env={"py_executable": shlex.quote(sys.executable)},
+                logging_level=logging.WARNING,
+                log_to_driver=False,
+            )
     except Exception as error:  # Ray raises no more than that when its processes do not come up
         raise RuntimeError(
             f"Ray did not start on this machine: {error}. Its logs: session_latest/logs below "
             "RAY_TMPDIR (default: /tmp/ray); call the command again, or free memory and cores first"
         ) from error
+
+
+def end_ray() -> None:
+    """Leave the cluster; one that was started here is ended with everything in it."""
+    with ended_by_force():
+        ray.shutdown()
 
 
 def _bring_a_token() -> None:
@@ -176,7 +190,7 @@ def _nodes_found() -> list[Node]:
     try:
         return cluster_nodes()
     finally:
-        ray.shutdown()
+        end_ray()
 
 
 def _place_found() -> str:

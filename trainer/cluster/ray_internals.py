@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import ray
 
 STATE = "ray._private.state"
+WORKER = "ray._private.worker"
 _LOG = logging.getLogger(__name__)
 
 
@@ -34,6 +40,43 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
             "free here, and the run waits for them"
         )
         return {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+
+
+@contextmanager
+def ended_by_force() -> Iterator[None]:
+    """For `ray.shutdown` of a cluster that this process has started: its processes, which heed no
+    SIGTERM (`keel.trainer.run.interrupt.shielded`), are not asked to end, a second each, and what
+    they have started ends with them.
+    """
+    node: Any = getattr(importlib.import_module(WORKER), "_global_node", None)
+    processes: Mapping[str, Any] = getattr(node, "all_processes", {})
+    left: list[int] = []
+    for pid in below([info.process.pid for infos in processes.values() for info in infos]):
+        with suppress(ProcessLookupError):
+            left.append(os.pidfd_open(pid))
+    if processes:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **how: kill(**{**how, "allow_graceful": False})
+    try:
+        yield
+    finally:
+        for process in left:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
+
+
+def below(pids: list[int]) -> list[int]:
+    """All that these processes have started, and those, as far as they are there still."""
+    found: list[int] = []
+    waiting = list(pids)
+    while waiting:
+        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with suppress(OSError):
+                children = [int(pid) for pid in task.read_text().split()]
+                found += children
+                waiting += children
+    return found
 
 
 @cache  # or once for every look at the cluster

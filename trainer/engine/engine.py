@@ -10,7 +10,6 @@ tokens, so theirs add up as well and DeepSpeed need not know of the groups.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -35,7 +34,7 @@ from keel.rl.summary import of_updates
 from keel.rl.types import TokenNumbers
 from keel.trainer.engine.checkpoint import load_state, save_state, saved_progress
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
-from keel.trainer.engine.expert_parallel import ExpertLayers, clip_gradients
+from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import write_model, write_tokenizer
 from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.lr_schedule import learning_rate
@@ -44,7 +43,6 @@ from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
     Reference,
-    compute_dtype,
     recorded_routes,
     seen_tokens,
     whole_sequences,
@@ -54,20 +52,21 @@ from keel.trainer.engine.split_gaps import SplitGaps
 from keel.trainer.engine.weights import Weights
 from keel.trainer.engine.zero import (
     SCALE_POWER,
+    adam_for,
+    apply_gradients,
     check_libraries,
+    compute_dtype,
     deepspeed_config,
     frozen_config,
     initialize,
-    optimizer_groups,
     zero_stage,
 )
+from keel.trainer.nonfinite import Finding, Look, Skips, sound
 from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
 from keel.trainer.planning.memory import context_tokens, summed_apart
 from keel.trainer.run.manifest import Entry, seal, sizes
 
 MIB = 2**20
-SKIPS_IN_A_ROW = 3
-"""So many optimizer steps in a row without a finite gradient norm end the run."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -104,9 +103,11 @@ class TrainerEngine:
         dtype = compute_dtype(config, self._device)
         torch.manual_seed(config.run.seed)
         self._stage = zero_stage(trainer, dtype)
-        # In float16 a scale of the loss that is too large is halved by each of them.
         self._scaled = dtype == torch.float16
-        self._most_skips = SCALE_POWER if self._scaled else SKIPS_IN_A_ROW
+        most = config.run.max_skipped_steps
+        self._skips = Skips(max(most, SCALE_POWER) if self._scaled else most)  # see `zero`
+        self.findings: list[Finding] = []
+        """What made gradients of the last `step` other than finite, on this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
 
         network = self._load(model_path, dtype)
@@ -129,9 +130,15 @@ class TrainerEngine:
         )
         options = deepspeed_config(trainer, dtype, self._device, hidden_size=text.hidden_size)
         self._adam: torch.optim.AdamW
-        self._engine = initialize(network.train(), options, self._device, self._make_adam)
+
+        def make_adam(_: object) -> torch.optim.AdamW:
+            self._adam = adam_for(network, trainer, self._device)
+            return self._adam
+
+        self._engine = initialize(network.train(), options, self._device, make_adam)
         if trainer.compile:
             compile_layers(network.model)
+        self._layers: Any = () if trainer.compile else network.model.get_decoder().layers
         spread = trainer.expert_parallel > 1
         experts = ExpertLayers(network.model, expected=len(routers) if spread else 0)
         self._weights = Weights(network.model, experts, stage=self._stage)
@@ -150,7 +157,7 @@ class TrainerEngine:
         )
         self._note(note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
-        self._steps = self._version = self._skips_in_a_row = 0
+        self._steps = self._version = 0
         self.tokens: dict[int, TokenNumbers] = {}  # of the last step's watched segments
 
     @property
@@ -163,6 +170,11 @@ class TrainerEngine:
         return self._version
 
     @property
+    def gave_up(self) -> str:
+        """Why no more steps are to be taken: too many in a row had no finite gradient; "" else."""
+        return self._skips.gave_up
+
+    @property
     def steps(self) -> int:
         """Calls of `step` so far: batches of rollouts trained on."""
         return self._steps
@@ -170,19 +182,15 @@ class TrainerEngine:
     # Training
 
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
-        """Train on one batch of rollouts: one optimizer step for each of `batches`, in order.
-
-        Metrics are those of `keel.rl.summary.of_updates`. Raises `RuntimeError` when
-        `SKIPS_IN_A_ROW` steps in a row had no finite gradient (in float16 `SCALE_POWER`).
-        """
+        """Train on one batch of rollouts: one optimizer step for each of `batches`, in order, or
+        until `gave_up`. Metrics are those of `keel.rl.summary.of_updates`."""
         self._load_back()
-        lr = learning_rate(
-            self._steps + 1, self._config.trainer, total_steps=self._config.run.steps
-        )
+        self.findings, self.tokens = [], {}
+        trainer, total = self._config.trainer, self._config.run.steps
+        lr = learning_rate(self._steps + 1, trainer, total_steps=total)
         for group in self._adam.param_groups:
             group["lr"] = lr
-        self.tokens = {}
-        metrics = of_updates([self._update(batch) for batch in batches])
+        metrics = of_updates([self._update(batch) for batch in batches if not self.gave_up])
         self._steps += 1
         if self._rank == 0:
             metrics["lr"] = Mean(lr, 1)
@@ -190,8 +198,7 @@ class TrainerEngine:
 
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
-        split = SplitGaps(batch.split_sequences, self._device)
-        split.score(batch.scored_first, self._scored)
+        split = SplitGaps.begun(batch, self._device, self._scored)
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == last)
@@ -201,24 +208,38 @@ class TrainerEngine:
         if self._config.algorithm.mask_delta is not None:
             parts.append(split.metrics())
         self._version += 1
-        finite = math.isfinite(norm)
-        self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
-        if self._skips_in_a_row >= self._most_skips:
-            raise RuntimeError(
-                f"the gradient norm was {norm} in {self._most_skips} optimizer steps in a row, the "
-                f"last to version {self._version}; weights are as before them. A lower trainer.lr "
-                "or trainer.grad_clip, or a smaller kl_coef, usually cures it"
-            )
+        skipped = self._skips.count(norm, self._version)
+        if skipped and (self.gave_up or not self._scaled):
+            self._examine(batch)
         if self._rank == 0:
-            parts.append({"train/skipped_steps": Sum(float(not finite))})
+            parts.append({"train/skipped_steps": Sum(float(skipped))})
             if self._scaled:
                 optimizer: Any = self._engine.optimizer
                 parts.append({"train/loss_scale": Mean(float(optimizer.loss_scale), 1)})
-            parts.append({"grad_norm": Mean(norm, 1)} if finite else {})
+            parts.append({} if skipped else {"grad_norm": Mean(norm, 1)})
         return merge(parts)
 
+    def _examine(self, batch: TrainBatch) -> None:
+        """Compute a skipped step again, with a look at what it goes through; weights are as they
+        were, and no gradient stays."""
+        split, total = SplitGaps.begun(batch, self._device, self._scored), batch.total_sequences
+        look = Look(self._layers)
+        self._engine.set_gradient_accumulation_boundary(False)
+        for micro_batch in batch.micro_batches:
+            with look.at(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
+                self._accumulate(micro_batch, total, split, look)
+        # All ranks drop it as they dropped the step itself, with what their optimizers hold of it.
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._accumulate(batch.micro_batches[0], total, split, look.spoiling())
+        self._apply_gradients()
+        self.findings += look.found
+
     def _accumulate(
-        self, batch: MicroBatch, total_sequences: int, split: SplitGaps
+        self,
+        batch: MicroBatch,
+        total_sequences: int,
+        split: SplitGaps,
+        look: Look | None = None,
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
         the device: meanwhile the host prepares the next micro-batch."""
@@ -250,7 +271,10 @@ class TrainerEngine:
                 sequence_gap=split.of(inputs),
             )
             split.add(inputs, logp)
-            self._engine.backward(share.loss * self._world_size)
+            factor = sound(share.loss)
+            if look:
+                factor = look.saw(logp, reference, inputs.kl_coef_R, share.loss)
+            self._engine.backward(share.loss * (factor * self._world_size))
         # Lets go of the graph.
         share, logp = replace(share, loss=share.loss.detach()), logp.detach()
         total, count = entropy.sum(), len(entropy)
@@ -278,19 +302,8 @@ class TrainerEngine:
         return inputs, whole_sequences(inputs, logp, None)[0]
 
     def _apply_gradients(self) -> float:
-        """An optimizer step, unless the gradient norm (returned, before clipping) is not finite."""
-        if self._stage > 0:  # DeepSpeed clips, and skips a norm that is not finite
-            self._engine.step()
-            norm = self._engine.get_global_grad_norm()
-            assert norm is not None  # only where its computation is switched off
-            return float(norm)
         clip = self._config.trainer.grad_clip
-        norm = clip_gradients(self._network.parameters(), clip or math.inf)
-        if math.isfinite(norm):
-            self._engine.step()
-        else:
-            self._engine.zero_grad()
-        return norm
+        return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
 
     def _reference_logp(self, inputs: Inputs) -> Tensor | None:
         if self._reference is None:
@@ -357,10 +370,8 @@ class TrainerEngine:
         return save_state(self._engine, folder, self._device, progress)
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`, exactly. Call it on a new engine.
-
-        Raises `ValueError` when the checkpoint was written by another number of ranks or stage.
-        """
+        """Continue from `save`, exactly, on a new engine. Raises `ValueError` when the checkpoint
+        was written by another number of ranks or stage."""
         progress = saved_progress(folder, self._layout())
         self._load_back()
         load_state(self._engine, folder, self._device)
@@ -380,17 +391,6 @@ class TrainerEngine:
         if line:
             self.notes.append(line)
             _LOG.warning(line)
-
-    def _make_adam(self, _: object) -> torch.optim.AdamW:
-        trainer = self._config.trainer
-        self._adam = torch.optim.AdamW(
-            optimizer_groups(self._network, trainer.weight_decay),
-            lr=trainer.lr,
-            betas=(trainer.beta1, trainer.beta2),
-            eps=trainer.eps,
-            fused=self._device.type == "cuda" or trainer.offload_optimizer,
-        )
-        return self._adam
 
     def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
         return PolicyNetwork(

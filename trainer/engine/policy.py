@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.configs.schema import Config
 from keel.model.attention import Segments, use_packed_attention
 from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
@@ -164,11 +163,6 @@ class Reference:
         """[R] (of this rank's part) float32, over the same sampling masks as the policy's."""
         logp, _ = self._forward(inputs=inputs)
         return logp
-
-
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """On a CPU always float32: there less would cost accuracy and save no time."""
-    return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from keel.rl.metrics import Max, Metric
 from keel.rl.offpolicy import GapTotals
-from keel.rl.packing import MicroBatch
+from keel.rl.packing import MicroBatch, TrainBatch
 from keel.trainer.engine.policy import Inputs
+
+Scored = Callable[[MicroBatch], tuple[Inputs, Tensor]]
 
 
 class SplitGaps:
@@ -25,9 +27,14 @@ class SplitGaps:
         self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
         """What the sequence mask goes by; NaN of a trajectory that it cannot drop."""
 
-    def score(
-        self, batches: Sequence[MicroBatch], scored: Callable[[MicroBatch], tuple[Inputs, Tensor]]
-    ) -> None:
+    @staticmethod
+    def begun(batch: TrainBatch, device: torch.device, scored: Scored) -> SplitGaps:
+        """Of an optimizer step that is about to begin."""
+        gaps = SplitGaps(batch.split_sequences, device)
+        gaps.score(batch.scored_first, scored)
+        return gaps
+
+    def score(self, batches: Sequence[MicroBatch], scored: Scored) -> None:
         """Take the means before any training. `batches`: equally many on all ranks; `scored` gives
         one of them back with its [R] log-probabilities."""
         if batches:

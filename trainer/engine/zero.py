@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -14,17 +15,17 @@ from deepspeed import DeepSpeedEngine
 from torch import nn
 from torch.optim import Optimizer
 
-from keel.configs.schema import TrainerConfig
+from keel.configs.schema import Config, TrainerConfig
 from keel.model.torch_internals import check_torch
 from keel.trainer.engine.deepspeed_internals import (
     check_experts,
     skip_shared_memory_op,
     whole_shape,
 )
-from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group
+from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
 
 SCALE_POWER = 16
-"""float16: the loss is first multiplied by 2 to this power."""
+"""float16: the loss is first multiplied by 2 to this power, and half of it after an overflow."""
 SCALE_WINDOW = 100
 """float16: optimizer steps without an overflow after which the loss's scale is doubled."""
 
@@ -126,6 +127,39 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
     """The stage in use: DeepSpeed keeps float32 master weights from stage 1 up only."""
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """On a CPU always float32: there less would cost accuracy and save no time."""
+    return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
+
+
+def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        optimizer_groups(module, trainer.weight_decay),
+        lr=trainer.lr,
+        betas=(trainer.beta1, trainer.beta2),
+        eps=trainer.eps,
+        fused=device.type == "cuda" or trainer.offload_optimizer,
+    )
+
+
+def apply_gradients(
+    engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
+) -> float:
+    """An optimizer step, unless the gradient norm (returned, before clipping) is not finite: then
+    gradients are dropped, and weights and optimizer are as they were. clip: 0 for none."""
+    if stage > 0:  # DeepSpeed clips, and skips a norm that is not finite
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None  # only where its computation is switched off
+        return float(norm)
+    norm = clip_gradients(module.parameters(), clip or math.inf)
+    if math.isfinite(norm):
+        engine.step()
+    else:
+        engine.zero_grad()
+    return norm
 
 
 def optimizer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

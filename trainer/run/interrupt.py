@@ -1,39 +1,211 @@
-"""Ctrl-C that loses nothing: the first asks to stop after the step, the second stops at once."""
+"""How a command is asked to end, and what it makes of that.
+
+Ctrl-C            the first asks to stop after the step, with a checkpoint; the second stops at once
+SIGTERM, SIGHUP,  the machine is about to be taken away (a scheduler, `ray job stop`, a warning of
+SIGUSR1           Slurm's), or the terminal is gone: what is being sampled is given up, an optimizer
+                  step under way may end, a checkpoint is written, all within `run.grace_s`
+
+Imports nothing heavy: signals are heeded from a command's first moment on (`watching`), also while
+it still loads its libraries.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Self
+from typing import Any, Self, TextIO
 
+PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+PREEMPTED = 143
+"""Exit status of a command that one of them has ended, whichever it was: 128 + SIGTERM."""
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
+SLACK_S = 0.1
+"""Timers and clocks are not of one mind to the millisecond."""
+PREEMPTED_FIRST = "{signal}: what is being sampled is given up; a checkpoint follows"
+
+
+class Preempted(KeyboardInterrupt):
+    """One of `PREEMPTION` came, and there is nothing to save, or no more time for it."""
+
+
+class _Signals:
+    """What has come to this process: there is one of it, as there is of signal handlers."""
+
+    def __init__(self) -> None:
+        self.preempted: signal.Signals | None = None
+        """The first of `PREEMPTION` that came."""
+        self.late = ""
+        """What was not done in time after it."""
+        self.open: Interrupt | None = None
+        """Who is told, instead of the command being ended."""
+        self._installed: dict[int, Any] = {}
+        """What was there before, by signal."""
+
+    def install(self) -> None:
+        """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
+        self.preempted, self.late = None, ""
+        for number in (signal.SIGINT, *PREEMPTION):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._installed[number] = signal.signal(number, self._on_signal)
+
+    def again(self) -> None:
+        """A library has put handlers of its own in their place."""
+        for number in self._installed:
+            signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        for number, handler in self._installed.items():
+            signal.signal(number, handler)
+        self._installed.clear()
+
+    @property
+    def installed(self) -> bool:
+        return bool(self._installed)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGINT:
+            if self.open is None or self.open.asked:
+                raise KeyboardInterrupt
+            self.open.ask(self.open.first)
+        elif self.preempted is not None:  # schedulers repeat themselves
+            if self.open is not None and self.open.out_of_time:
+                self.late = f", and not done within run.grace_s = {self.open.grace_s:g} s"
+                raise Preempted
+        else:
+            self.preempted = signal.Signals(number)
+            if number == signal.SIGHUP:
+                for stream in (sys.stdout, sys.stderr):
+                    if stream.isatty():
+                        let_go(stream)
+            if self.open is None:
+                raise Preempted
+            self.open.ask(self.open.preempted_first.format(signal=name))
+            self.open.limit()
+
+
+_SIGNALS = _Signals()
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Within it SIGTERM, SIGHUP and SIGUSR1 raise `Preempted`, and while an `Interrupt` is open
+    they are noted. In another than the main thread nothing is changed."""
+    if threading.current_thread() is not threading.main_thread() or _SIGNALS.installed:
+        yield
+        return
+    _SIGNALS.install()
+    try:
+        yield
+    finally:
+        _SIGNALS.restore()
+
+
+def preempted() -> str:
+    """The signal that is ending this command, for people; "" where none is. To be asked for rather
+    than `Preempted`, of which Ray makes a mere KeyboardInterrupt."""
+    return f"{_SIGNALS.preempted.name}{_SIGNALS.late}" if _SIGNALS.preempted else ""
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Processes that this thread starts within it never see `PREEMPTION`, nor do those that they
+    start: schedulers signal every process of a job, and a checkpoint needs the trainer's, and
+    Ray's, a while longer. Whoever starts them has to end them by other means.
+
+    What came meanwhile is heeded at the end; so is what comes later, though a library put handlers
+    of its own in place of ours (Ray's print a stack and abort).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            _SIGNALS.again()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Interrupt:
-    """While open, answers whether SIGINT or SIGTERM has come. Main thread only."""
+    """While open, answers whether to stop, rather than that a signal ends the command. Main thread
+    only, one at a time."""
 
-    def __init__(self, say: Callable[[str], None], first: str = FIRST) -> None:
-        """first: what is said to the first of them."""
-        self._say, self._first = say, first
-        self._asked = False
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        first: str = FIRST,
+        *,
+        preempted_first: str = PREEMPTED_FIRST,
+        grace_s: float = 0.0,
+    ) -> None:
+        """first: what is said to Ctrl-C; preempted_first: to a signal of `PREEMPTION`; grace_s: how
+        long after the latter `Preempted` is raised wherever the main thread then is; 0: never."""
+        self._say, self.first, self.preempted_first = say, first, preempted_first
+        self.asked = False
+        self.grace_s, self._end = grace_s, float("inf")
+        self._timer: threading.Timer | None = None
 
     def __call__(self) -> bool:
-        return self._asked
+        return self.asked
+
+    def hurry(self) -> bool:
+        """Whether there is no time for anything but a checkpoint."""
+        return _SIGNALS.preempted is not None
+
+    @property
+    def out_of_time(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def ask(self, words: str) -> None:
+        """Note that it is to stop."""
+        self.asked = True
+        # The signal may have come in the middle of a line, or with the end of what reads them.
+        with suppress(OSError, RuntimeError):
+            self._say(words)
+
+    def limit(self) -> None:
+        """Raise `Preempted` once `grace_s` is over."""
+        if not self.grace_s:
+            return
+        self._end = time.monotonic() + self.grace_s
+        main = threading.main_thread().ident
+        assert main is not None
+        late = (main, signal.SIGTERM)
+        self._timer = threading.Timer(self.grace_s + SLACK_S, signal.pthread_kill, late)
+        self._timer.daemon = True
+        self._timer.start()
 
     def __enter__(self) -> Self:
-        self._before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._alone = watching()
+        self._alone.__enter__()
+        _SIGNALS.open = self
+        if self.hurry():  # raised where nobody heard it, in a destructor say
+            self.__exit__()
+            raise Preempted
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _SIGNALS.open = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._alone.__exit__(None, None, None)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        self._say(self._first)
+
+def let_go(stream: TextIO) -> None:
+    """What is written to it from now on goes nowhere: its terminal, or its reader, is gone."""
+    with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print a line. A reader that is gone (`keel train | tee`, ended first) ends nothing."""
+    chosen = stream or sys.stdout
+    try:
+        print(text, file=chosen, flush=True)
+    except OSError:
+        let_go(chosen)

@@ -15,6 +15,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from keel.trainer.run.interrupt import tell
+
 SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("KL to reference", "kl/ref", "{:.2e}"),
@@ -90,7 +92,7 @@ class PlainView:
         self.say("  ".join(line))
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        tell(text, self._stream)
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from keel.configs.schema import Config
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.interrupt import preempted
 
 
 def closing_words(
@@ -25,7 +26,7 @@ def closing_words(
         unscored = evaluations.get(name.replace("/pass@1", "/unscored"), [(last, 0.0)])[-1][1]
         if unscored:
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
-    if reached < config.run.steps:
+    if reached < config.run.steps or preempted():  # the model is exported when it goes on
         command = shlex.join(["keel", "train", recipe, *overrides])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {command}")
     else:

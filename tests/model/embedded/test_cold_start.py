@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from keel.model.embedded.cold_start import Example, Lesson, make_examples, train
 from keel.model.embedded.on_gpu import plain, run_on_gpu
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of, load_model_config, load_tokenizer
+from tests.waiting import PATIENCE_S
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -233,7 +235,7 @@ def test_processes_at_once_agree_on_one_folder(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
     assert len(folders) == 3
     assert len(set(folders)) == 1
     assert list(tmp_path.iterdir()) == [folders[0]]
@@ -282,7 +284,7 @@ def test_a_process_of_its_own_teaches_like_this_one(tmp_path: Path) -> None:
         make_folder, tmp_path / "apart", TINY, seed=0, sources=[SPELLING], heldout_questions={"a"}
     )
     seen: list[int] = []
-    run_on_gpu(make, "cpu", deadline_s=60, progress=lambda step, *_: seen.append(step))
+    run_on_gpu(make, "cpu", deadline_s=PATIENCE_S, progress=lambda step, *_: seen.append(step))
     assert seen == [1, 2, 3]
     here = ensure(tmp_path / "here", heldout_questions={"a"})
     apart = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
@@ -294,6 +296,10 @@ def die(**_: Any) -> None:
     os._exit(7)
 
 
+def hang(**_: Any) -> None:
+    time.sleep(1000)
+
+
 @pytest.mark.e2e
 def test_what_goes_wrong_in_that_process_is_raised_here(tmp_path: Path) -> None:
     slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
@@ -301,9 +307,9 @@ def test_what_goes_wrong_in_that_process_is_raised_here(tmp_path: Path) -> None:
         make_folder, tmp_path / "slow", slow, seed=0, sources=[SPELLING], heldout_questions=()
     )
     with pytest.raises(TimeoutError, match="1 of 3 steps took"):
-        run_on_gpu(make, "cpu", deadline_s=60)
+        run_on_gpu(make, "cpu", deadline_s=PATIENCE_S)
     with pytest.raises(RuntimeError, match=r"died \(exit code 7\)"):
-        run_on_gpu(die, "cpu", deadline_s=60)
+        run_on_gpu(die, "cpu", deadline_s=PATIENCE_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -318,7 +324,7 @@ def test_errors_that_a_pipe_may_not_carry_come_in_words() -> None:
 def test_that_process_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keel.model.embedded.on_gpu.START_S", 0.0)
     with pytest.raises(TimeoutError, match="no end on cpu after 0 s"):
-        run_on_gpu(die, "cpu", deadline_s=0.1)
+        run_on_gpu(hang, "cpu", deadline_s=0.1)
 
 
 def test_a_gpus_model_is_kept_apart_from_a_cpus(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from keel.model.weight_transfer.buckets import Checksum, Sent, pack_flat, unpack_flat
 from keel.model.weight_transfer.channel import BLOCKING_WAIT, Channel, Rendezvous
+from tests.waiting import PATIENCE_S, wait_for, within_some
 
 CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ def open_all(
     name: str,
     *,
     size: int = 2,
-    deadline_s: float = 10,
+    deadline_s: float = PATIENCE_S,
 ) -> list[Channel]:
     def end(rank: int) -> Channel:
         return Channel(rendezvous, name, rank=rank, size=size, device=CPU, deadline_s=deadline_s)
@@ -53,7 +54,7 @@ def test_buckets_arrive_whole_at_every_worker_of_an_engine(
     for entries, flat in pack_flat(tensors, 1500):
         arriving = [side.submit(worker.receive, Sent(flat.numel())) for worker in workers]
         sender.send(flat)
-        copies = [arrived.result(timeout=10) for arrived in arriving]
+        copies = [arrived.result(timeout=PATIENCE_S) for arrived in arriving]
         for total, copy in zip(sums, [flat, *copies], strict=True):
             total.add(copy)
         for name, tensor in unpack_flat(entries, copies[1]):
@@ -77,61 +78,64 @@ def test_a_checksum_notes_a_changed_byte_and_a_changed_order() -> None:
 
 
 def test_nobody_at_the_other_end(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
-    sender, _ = open_all(side, rendezvous, "nobody", deadline_s=0.5)
-    began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"0\.5 s .*update_deadline_s"):
-        # More than fits into a socket's buffers.
-        sender.send(torch.zeros(2**26, dtype=torch.uint8))
-    assert time.monotonic() - began < 5
-    assert not sender.used
+    def alone(limit_s: float) -> None:
+        sender, _ = open_all(side, rendezvous, f"nobody {limit_s}", deadline_s=limit_s)
+        with pytest.raises(TimeoutError, match=rf"{limit_s:g} s .*update_deadline_s"):
+            # More than fits into a socket's buffers.
+            sender.send(torch.zeros(2**26, dtype=torch.uint8))
+        assert not sender.used
+
+    within_some(alone)
 
 
 def test_news_of_the_other_end_end_the_waiting(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
-    sender, _ = open_all(side, rendezvous, "news", deadline_s=2)  # gloo's own end takes as long
-
     def gone() -> None:
         raise ConnectionError("the engine has died")
 
-    began = time.monotonic()
-    with pytest.raises(ConnectionError, match="has died"):
-        sender.send(torch.zeros(2**26, dtype=torch.uint8), gone)
-    assert time.monotonic() - began < 1.5
+    def told(limit_s: float) -> None:  # gloo's own end takes as long
+        sender, _ = open_all(side, rendezvous, f"news {limit_s}", deadline_s=limit_s)
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="has died"):
+            sender.send(torch.zeros(2**26, dtype=torch.uint8), gone)
+        assert time.monotonic() - began < 0.75 * limit_s
+
+    within_some(told, (2.0, 10.0, 60.0))
 
 
 def test_what_a_broken_channel_says(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
     sender, worker = open_all(side, rendezvous, "broken")
     arriving = side.submit(worker.receive, Sent(2**26))
-    time.sleep(0.2)
-    began = time.monotonic()
+    time.sleep(0.2)  # as a rule it has begun
     sender.close()
     with pytest.raises(ConnectionError, match="channel for weights broke"):
-        arriving.result(timeout=9)
+        arriving.result(timeout=PATIENCE_S)
     for end in (sender, worker):
         with pytest.raises(ConnectionError, match="has been closed"):
             end.send(torch.zeros(8, dtype=torch.uint8))
         end.close()  # again
-    assert time.monotonic() - began < 5
 
 
 def test_after_any_error_a_channel_is_closed(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
-    sender, _ = open_all(side, rendezvous, "closed", deadline_s=0.5)
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        sender.send(torch.zeros(2**26, dtype=torch.uint8))
-    with pytest.raises(ConnectionError, match="has been closed"):
-        sender.send(torch.zeros(8, dtype=torch.uint8))
-    assert time.monotonic() - began < 5
+    def closed(limit_s: float) -> None:
+        sender, _ = open_all(side, rendezvous, f"closed {limit_s}", deadline_s=limit_s)
+        with pytest.raises(TimeoutError):
+            sender.send(torch.zeros(2**26, dtype=torch.uint8))
+        with pytest.raises(ConnectionError, match="has been closed"):
+            sender.send(torch.zeros(8, dtype=torch.uint8))
+
+    within_some(closed)
 
 
 def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
     """NCCL begins when the other end comes, which may be after the deadline."""
-    sender, _ = open_all(side, rendezvous, "begun", deadline_s=0.2)
+    sender, _ = open_all(side, rendezvous, "begun")
+    sender._deadline_s = 0.2
     met, ended = threading.Event(), list[str]()
 
     class Slow:
@@ -139,7 +143,7 @@ def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
             return "slow"
 
         def broadcast(self, *_: object) -> None:
-            met.wait(10)
+            met.wait(PATIENCE_S)
             ended.append("begun")
 
         def abort(self) -> None:
@@ -149,9 +153,7 @@ def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
     with pytest.raises(TimeoutError):
         sender.send(torch.zeros(8, dtype=torch.uint8))
     met.set()
-    end = time.monotonic() + 5
-    while ended != ["aborted", "begun", "aborted"] and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: len(ended) == 3)
     assert ended == ["aborted", "begun", "aborted"]
 
 

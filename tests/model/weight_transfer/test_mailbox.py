@@ -12,6 +12,7 @@ import torch.distributed as dist
 from keel.model.weight_transfer.buckets import Bucket, Sent, TensorEntry
 from keel.model.weight_transfer.channel import Rendezvous
 from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox, Message, Outbox
+from tests.waiting import PATIENCE_S, within_some
 
 ENTRIES = tuple(TensorEntry(f"layer.{i}", "bfloat16", (4, 8), 64 * i) for i in range(3))
 OTHERS = tuple(TensorEntry(f"layer.{i}", "float32", (4, 8), 128 * i) for i in range(3))
@@ -22,7 +23,7 @@ def store() -> Iterator[dist.TCPStore]:
     yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def ends(store: dist.TCPStore, deadline_s: float = 10) -> tuple[Outbox, Inbox]:
+def ends(store: dist.TCPStore, deadline_s: float = PATIENCE_S) -> tuple[Outbox, Inbox]:
     rendezvous: Rendezvous = ("127.0.0.1", store.port)
     return (
         Outbox(rendezvous, "engine", deadline_s=deadline_s),
@@ -52,7 +53,7 @@ def test_messages_come_in_order_and_leave_nothing_in_the_store(store: dist.TCPSt
         for message in 3 * update:
             outbox.put(message)
             outbox.wait(nothing)
-        assert arriving.result(10) == 3 * update
+        assert arriving.result(PATIENCE_S) == 3 * update
     assert store.num_keys() == keys
 
 
@@ -88,7 +89,7 @@ class Recording:
 def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox, inbox = ends(store, deadline_s=2)
+    outbox, inbox = ends(store)
     taken: list[Message] = []
 
     class Overtaken:
@@ -114,7 +115,8 @@ def test_the_next_update_may_begin_before_the_thread_of_the_last_one_is_done(
 
 
 def test_an_engine_that_does_not_answer(store: dist.TCPStore) -> None:
-    outbox, _ = ends(store, deadline_s=0.3)
+    outbox, _ = ends(store)
+    outbox._deadline_s = 0.3
     outbox.put(Begin())
     with pytest.raises(TimeoutError, match=r"0\.3 s \(rollout\.update_deadline_s\)"):
         outbox.wait(nothing)
@@ -129,26 +131,25 @@ def test_an_engine_that_has_failed_ends_the_waiting(store: dist.TCPStore) -> Non
     def failed() -> None:
         raise ValueError("no such tensor")
 
-    began = time.monotonic()
     with pytest.raises(ValueError, match="no such tensor"):
         outbox.wait(failed)
-    assert time.monotonic() - began < 5
 
 
 def test_a_trainer_that_says_nothing(store: dist.TCPStore) -> None:
-    _, inbox = ends(store, deadline_s=0.3)
-    with pytest.raises(TimeoutError, match=r"0\.3 s for the trainer to send weights"):
-        inbox.next()
+    def alone(limit_s: float) -> None:
+        _, inbox = ends(store, deadline_s=limit_s)
+        with pytest.raises(TimeoutError, match=rf"{limit_s:g} s for the trainer to send weights"):
+            inbox.next()
+
+    within_some(alone)
 
 
 def test_a_trainer_that_has_gone() -> None:
     held = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    _, inbox = ends(held[0], deadline_s=30)
+    _, inbox = ends(held[0])
     with ThreadPoolExecutor(1) as side:
-        began = time.monotonic()
         arriving = side.submit(inbox.next)
         time.sleep(0.2)
         held.clear()
         with pytest.raises(ConnectionError, match="the trainer has gone during an update"):
-            arriving.result(20)
-        assert time.monotonic() - began < 15
+            arriving.result(PATIENCE_S)

@@ -28,11 +28,12 @@ from keel.model.weight_transfer.channel import Channel, Rendezvous
 from keel.model.weight_transfer.sender import Sender
 from keel.rollout.engine.thread import EngineThread
 from keel.trainer.worker import Receiver
+from tests.waiting import PATIENCE_S, wait_for, within_some
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
 WEIGHTS = {str(i): torch.full((64, 64), float(i)) for i in range(6)}
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 BUCKET_BYTES = 40_000
 """Bytes: two tensors per bucket."""
 
@@ -103,7 +104,7 @@ class Worker:
         self.engine.receive()
 
     def busy(self) -> None:
-        time.sleep(5)
+        time.sleep(1000)
 
     def holds(self) -> tuple[int, float]:
         """Its version, and the sum of its weights."""
@@ -122,7 +123,7 @@ def sender() -> Iterator[Callable[[float], Sender]]:
 def engines(*troubles: str) -> list[Receiver]:
     remote: Any = ray.remote(Worker)
     actors = [remote.options(num_cpus=0).remote(trouble) for trouble in troubles]
-    ray.get([actor.gpus.remote() for actor in actors], timeout=120)
+    ray.get([actor.gpus.remote() for actor in actors], timeout=PATIENCE_S)
     return [Receiver(index, actor) for index, actor in enumerate(actors)]
 
 
@@ -149,13 +150,13 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
         assert isinstance(outcomes[4], TimeoutError) and "channel" in str(outcomes[4])
         # On a GPU an error's frames would keep buckets until the garbage collector runs.
         # gloo holds what it could not send till its deadline.
-        until = time.monotonic() + 2 * DEADLINE_S
+        until = time.monotonic() + PATIENCE_S
         while (held := [1 for flat in buckets if flat() is not None]) and time.monotonic() < until:
             time.sleep(0.1)
         assert len(buckets) == 3 and not held
     finally:
         gc.enable()
-    assert ray.get(there[0].actor.holds.remote(), timeout=60) == (7, expected)
+    assert ray.get(there[0].actor.holds.remote(), timeout=PATIENCE_S) == (7, expected)
     assert list(end._links) == [0]
 
     # A new engine takes the place of the one that died; engine 0 keeps its link; one whose
@@ -166,7 +167,7 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
     takers = [there[0], Receiver(1, new.actor), there[2]]
     outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), takers, 8)
     assert outcomes == {0: 8, 1: 8, 2: 8}
-    held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=60)
+    held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=PATIENCE_S)
     assert held == [(8, 2 * expected)] * 3
     assert end._links[0] is kept
 
@@ -179,12 +180,16 @@ def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender])
 
 
 def test_an_engine_that_nothing_reaches(sender: Callable[[float], Sender]) -> None:
-    (deaf,) = engines("deaf")
     huge = {"t": torch.zeros(2**24)}
-    outcome = sender(1).send(pack_flat(huge.items(), 2**30), [deaf], 1)[0]
-    assert isinstance(outcome, RuntimeError)
-    for part in ("engine 0 cannot be reached", "rollout.weight_transfer", "NCCL_SOCKET_IFNAME"):
-        assert part in str(outcome)
+
+    def unreached(limit_s: float) -> None:
+        (deaf,) = engines("deaf")
+        outcome = sender(limit_s).send(pack_flat(huge.items(), 2**30), [deaf], 1)[0]
+        assert isinstance(outcome, RuntimeError)
+        for part in ("engine 0 cannot be reached", "rollout.weight_transfer", "NCCL_SOCKET_IFNAME"):
+            assert part in str(outcome)
+
+    within_some(unreached, (1.0, 10.0, 60.0))
 
 
 def test_an_engine_that_says_nothing(sender: Callable[[float], Sender]) -> None:
@@ -207,9 +212,7 @@ def test_a_bucket_has_gone_when_the_next_one_is_made(sender: Callable[[float], S
             return self
 
         def __next__(self) -> FlatBucket:
-            until = time.monotonic() + 2  # gloo lets go of it in a thread of its own
-            while self.last() is not None and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_for(lambda: self.last() is None)  # gloo lets go of it in a thread of its own
             self.held.append(self.last() is not None)
             bucket = next(self.buckets)
             self.last = weakref.ref(bucket[1])

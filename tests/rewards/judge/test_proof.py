@@ -156,14 +156,14 @@ def test_the_reward_of_a_verifier(server: Server, service: JudgeService) -> None
     prompt = replace(PROMPT, reward=spec)
     server.forget()
     server.behave = scripted("1", "1", "0.5")
-    result = service.submit_text(prompt, "Step 2 fails. \\boxed{0.5}").result(10)
+    result = service.submit_text(prompt, "Step 2 fails. \\boxed{0.5}").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.value == pytest.approx(0.75 * 0.5)
     (asked,) = server.requests
     assert material_of(asked["messages"])["solution"] == "QED" and "0.25" not in str(asked)
 
     server.forget()
-    result = service.submit_text(prompt, "It is fine.").result(10)
+    result = service.submit_text(prompt, "It is fine.").result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert (result.value, result.parts["verification_format"], server.requests) == (0, 0, [])
 

@@ -13,6 +13,7 @@ import pytest
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.workers import pool as pool_module
 from keel.rewards.workers.pool import Verdict, WorkerPool
+from keel.rewards.workers.worker import PREEMPTION
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
@@ -106,13 +107,17 @@ def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch
     within_some(costs, (1.0, 10.0, 60.0))
 
 
-def test_a_worker_that_dies_is_replaced(waits: Waits) -> None:
+def test_a_worker_that_dies_is_replaced_and_a_schedulers_signal_ends_none(waits: Waits) -> None:
     pool = WorkerPool(1, deadline_s=PATIENCE_S)
     try:
         process = pool._workers[0]._process
         assert process is not None
+        for number in PREEMPTION:  # before it has begun
+            os.kill(process.pid, number)
         future = pool.submit(waits.spec, [waits.hangs, waits.right])
         wait_for(waits.sleepers)
+        for number in (signal.SIGINT, *PREEMPTION):
+            os.kill(process.pid, number)
         os.kill(process.pid, signal.SIGKILL)
         first, second = future.result(PATIENCE_S)
         assert (first, second) == (Verdict(0.0, "verifier ended with SIGKILL"), Verdict(1.0))

@@ -10,7 +10,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from keel.rollout.fastpath.scheduler import AsyncFastScheduler, FastScheduler
 from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
-from tests.rollout.fastpath.scheduler_checks import BLOCK, Play, Runner
+from tests.rollout.fastpath.play import BLOCK, Play, Runner
 
 
 class RoutedRunner(Runner):

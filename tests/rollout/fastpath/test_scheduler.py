@@ -40,6 +40,18 @@ def test_most_steps_of_turns_are_fast(checks: Any, config: Any, waiting: int) ->
     checks.most_steps_of_turns_are_fast(config, waiting)
 
 
+@pytest.mark.parametrize(("limit", "most"), [("LONGEST_RUN", 16), ("MOST_IDS", 400)])
+def test_a_run_is_written_back_before_it_holds_too_much(
+    checks: Any, config: Any, limit: str, most: int
+) -> None:
+    checks.a_run_is_written_back_before_it_holds_too_much(config, limit, most)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_one_that_vllm_reads_goes_on_beside_the_run(checks: Any, config: Any, ahead: bool) -> None:
+    checks.one_that_vllm_reads_goes_on_beside_the_run(config, ahead)
+
+
 def test_nobody_waits_for_long(checks: Any, config: Any) -> None:
     checks.nobody_waits_for_long(config)
 

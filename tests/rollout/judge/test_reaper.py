@@ -37,6 +37,24 @@ def guarded(pids: Path, log: Path, program: str = STARTS_THREE) -> subprocess.Po
         )
 
 
+def test_an_owner_that_heeds_no_signal_has_a_command_that_does(tmp_path: Path) -> None:
+    """As Ray's actors are in a run, for which a guard and its command would be deaf as well."""
+    tells = (
+        "import os, signal, sys\n"
+        "with open(sys.argv[1] + '.new', 'w') as file:\n"
+        "    print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []), file=file)\n"
+        "os.rename(sys.argv[1] + '.new', sys.argv[1])\n"
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        owner = guarded(tmp_path / "deaf", tmp_path / "log", tells)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert owner.stdout
+    assert owner.stdout.read().strip() == b"0"
+    assert (tmp_path / "deaf").read_text() == "False\n"
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 

@@ -33,7 +33,7 @@ def outcomes(error: Exception) -> list[BaseException | None]:
     ref: Any = Ref(error)
     cause: Exception = error.cause if isinstance(error, RayTaskError) else error  # type: ignore[assignment]
     (sent,) = deliver(1, lambda engines: [Ref(cause).future()], [None])
-    return [as_future(ref).exception(timeout=5), sent.exception(timeout=5)]
+    return [as_future(ref).exception(timeout=300), sent.exception(timeout=300)]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from keel.model.weight_transfer.buckets import Sent
 from keel.model.weight_transfer.channel import Channel
 from keel.rl.types import NO_ROUTE
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
@@ -31,10 +32,10 @@ def test_an_engine_that_joins_anew_closes_its_old_channel() -> None:
         rendezvous = ("127.0.0.1", store.port)
         with ThreadPoolExecutor(1) as side:
             other = side.submit(
-                Channel, rendezvous, name, rank=0, size=2, device=CPU, deadline_s=10.0
+                Channel, rendezvous, name, rank=0, size=2, device=CPU, deadline_s=PATIENCE_S
             )
-            extension.keel_join(rendezvous, name, 10.0)
-            other.result(timeout=20)
+            extension.keel_join(rendezvous, name, PATIENCE_S)
+            other.result(timeout=PATIENCE_S)
         return extension.keel_channel
 
     first, second = join("first"), join("second")

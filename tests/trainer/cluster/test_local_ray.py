@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +34,7 @@ tries = [
     for mode in modes
 ]
 for tried in tries:
-    out, err = tried.communicate(timeout=120)
+    out, err = tried.communicate(timeout=300)
     print("is in" in out, "Authentication" in err)
 token = os.environ["RAY_AUTH_TOKEN"]
 seen = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
@@ -45,7 +47,7 @@ start_ray()
 class Worker:
     def where(self): return sys.executable
 actor = ray.remote(Worker).options(runtime_env={"env_vars": {"A": "1"}}).remote()
-print(ray.get(actor.where.remote(), timeout=60))
+print(ray.get(actor.where.remote(), timeout=300))
 def named(process):
     try:
         return " ".join(process.cmdline())
@@ -64,7 +66,7 @@ def run(python: Path | str, code: str, home: Path) -> str:
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=2 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -5,145 +5,26 @@ from __future__ import annotations
 import gc
 import os
 import random
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
 from torch._dynamo.utils import counters
 
-from keel.configs.schema import (
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    Dtype,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    SourceConfig,
-    TrainerConfig,
-)
-from keel.rl.metrics import Metric, merge
-from keel.rl.packing import TrainBatch, pack
-from keel.rl.types import ScoredGroup
-from tests.buckets import unpack_bucket
 from tests.forked import forked_from
+from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
-
-if TYPE_CHECKING:
-    from keel.trainer.engine.engine import TrainerEngine
-
-STAGES = (0, 1, 2, 3)
-STEPS = 3
-SAVED_AFTER = 2
-ROOMY, TIGHT = 4096, 24
-"""Tokens a micro-batch: everything at once, or about one trajectory."""
-
-MASK_DELTA = 0.025
-"""Drops, in the last step, an answer that lies across two sequence-parallel slices, and of which
-only one half is that far from the policy."""
+from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS, TIGHT, Ranks, make_config
+from tests.trainer.engine.skipping import skipping
+from tests.waiting import PATIENCE_S
 
 Result = dict[str, Any]
 Scenario = Callable[["Ranks"], Result]
-
-
-def make_config(
-    ranks: int,
-    stage: int,
-    *,
-    dtype: Dtype = "float32",
-    tokens: int = ROOMY,
-    kl_coef: float = 0.0,
-    ref_routing: Literal["live", "replay"] = "live",
-    mask_delta: float = MASK_DELTA,
-    sleep: bool = False,
-    **trainer: Any,
-) -> Config:
-    source = SourceConfig(
-        name="s", source="reasoning_gym", task="chain_sum", size=8, kl_coef=kl_coef
-    )
-    options: dict[str, Any] = {
-        "ranks": ranks,
-        "zero_stage": stage,
-        "micro_batch_tokens": tokens,
-        "lr": 1e-2,
-        "warmup_steps": 2,
-        "weight_decay": 0.1,
-        "grad_clip": 0.05,
-        "eps": 1e-5,
-        "threads": 1,
-        "deadline_s": 60,
-        **trainer,
-    }
-    return Config(
-        run=RunConfig(steps=10, seed=3),
-        model=ModelConfig(path="local", dtype=dtype),
-        data=DataConfig(sources=(source,)),
-        algorithm=AlgorithmConfig(mask_delta=mask_delta, ref_routing=ref_routing),
-        rollout=RolloutConfig(sleep=sleep),
-        trainer=TrainerConfig(**options),
-    )
-
-
-class Ranks:
-    """This process's place among the ranks, and the two models."""
-
-    def __init__(self, rank: int, world_size: int, store: dist.Store, folder: Path) -> None:
-        self.rank, self.world_size, self.folder = rank, world_size, folder
-        self.serial = count()
-        self._store = store
-
-    def engine(self, config: Config, model: str = "untied") -> TrainerEngine:
-        from keel.trainer.engine import layer_compile  # noqa: PLC0415  (loads transformers)
-        from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
-
-        if not torch.cuda.is_available():
-            # The same graphs and gradients, without minutes of C++ to compile.
-            layer_compile.BACKEND = "aot_eager"
-        return TrainerEngine(
-            str(self.folder / model),
-            config,
-            rank=self.rank,
-            world_size=self.world_size,
-            store=self._store,
-        )
-
-    def batch(self, groups: Sequence[ScoredGroup], config: Config) -> TrainBatch:
-        trainer = config.trainer
-        packed = pack(groups, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens)
-        return packed[self.rank // trainer.sequence_parallel]
-
-    def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:
-        """Each step's metrics over all ranks. Where engines sleep, weights are published after each
-        step, and everything is offloaded."""
-        found = []
-        for step in steps:
-            groups = Rollouts(step, self.folder / "untied").groups(2, 3)
-            found.append(self.merged(engine.step([self.batch(groups, config)])))
-            if config.rollout.sleep:
-                self.published(engine)
-                assert engine._offload, config.trainer
-                assert (
-                    engine._offload.host_bytes > 500_000
-                ) == config.trainer.offload_while_sampling
-        return found
-
-    def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, metrics)
-        return merge(everyone)
-
-    def published(self, engine: TrainerEngine) -> dict[str, Tensor]:
-        buckets = list(engine.publish(50_000))
-        assert self.rank == 0 or not buckets
-        return {name: t.clone() for bucket in buckets for name, t in unpack_bucket(bucket)}
 
 
 def training(stage: int, **changes: Any) -> Scenario:
@@ -208,26 +89,6 @@ def referenced(stage: int, **changes: Any) -> Scenario:
             metrics.append(ranks.merged(engine.step([batch])))
             ranks.published(engine)
         return {"metrics": metrics}
-
-    return run
-
-
-def skipping(stage: int) -> Scenario:
-    """A batch whose gradient is not finite leaves weights alone; three in a row end the run."""
-
-    def run(ranks: Ranks) -> Result:
-        config = make_config(ranks.world_size, stage)
-        engine = ranks.engine(config)
-        with torch.no_grad():  # the head's weight, whole or this rank's shard of it
-            weight = engine._network.model.get_output_embeddings().weight
-            getattr(weight, "ds_tensor", weight)[:1] = torch.nan
-        metrics, message = [], ""
-        try:
-            for _ in range(3):
-                metrics += ranks.train(engine, config, range(1))
-        except RuntimeError as error:
-            message = str(error)
-        return {"metrics": metrics, "message": message, "after": ranks.published(engine)}
 
     return run
 
@@ -300,7 +161,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         **{f"resumed {stage} asleep": resumed(stage, sleep=True) for stage in (1, 3)},
         **{f"reference {stage}": referenced(stage) for stage in (0, 3)},
         **{f"reference {stage} asleep": referenced(stage, sleep=True) for stage in (1, 3)},
-        **{f"skipping {stage}": skipping(stage) for stage in (0, 1, 3)},
+        **{f"skipping {stage}": skipping(stage) for stage in STAGES},
+        **{f"skipping {stage} bfloat16": skipping(stage, bfloat16=True) for stage in (1, 2, 3)},
         # Last, for DeepSpeed looks for garbage among the many objects that compiling leaves.
         "stage 2 sequence recomputed offloaded compiled asleep": training(
             2,
@@ -326,18 +188,12 @@ def run_rank(
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
     gc.freeze()  # DeepSpeed collects garbage many times an engine; the libraries are none
-    patience = timedelta(seconds=60)
+    patience = timedelta(seconds=2 * PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=patience)
     ranks = Ranks(rank, world_size, store, folder)
     results = {name: scenario(ranks) for name, scenario in scenarios[world_size].items()}
     if rank == 0:
         torch.save(results, folder / f"results-{world_size}.pt")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def results_of(folder: Path, sizes: Iterable[int]) -> Result:
@@ -348,7 +204,7 @@ def results_of(folder: Path, sizes: Iterable[int]) -> Result:
     return found
 
 
-def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> None:
+def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> None:
     """`run` on every rank of each of these numbers of ranks, all at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
@@ -365,9 +221,9 @@ def run_all(run: Callable[..., None], sizes: Iterable[int], folder: Path) -> Non
         )
         running = [
             mp.start_processes(
-                run, (size, free_port(), folder), nprocs=size, join=False, start_method="forkserver"
+                run, (size, port, folder), nprocs=size, join=False, start_method="forkserver"
             )
-            for size in sizes
+            for size, port in zip(sizes, free_ports(len(sizes)), strict=True)
         ]
         for context in running:
             assert context is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,9 @@ from safetensors.torch import load_file
 from keel.rl.metrics import values
 from keel.rl.packing import pack
 from tests.trainer.engine.batches import Rollouts, write_dense, write_model
+from tests.trainer.engine.ranks import ROOMY, SAVED_AFTER, STAGES, STEPS
 from tests.trainer.engine.scenarios import (
-    ROOMY,
-    SAVED_AFTER,
     SCENARIOS,
-    STAGES,
-    STEPS,
     results_of,
     run_all,
     run_rank,
@@ -146,12 +144,32 @@ def test_reference_starts_where_the_policy_does(results: dict[str, Any], name: s
     assert last["kl/ref"] > 1e-6
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_steps_without_a_finite_gradient_are_skipped(results: dict[str, Any], stage: int) -> None:
-    result = results[f"skipping {stage}"]
-    assert [values(m)["train/skipped_steps"] for m in result["metrics"]] == [1, 1]
-    assert "3 optimizer steps in a row" in result["message"]
-    assert "grad_norm" not in result["metrics"][0]
-    before = results["plain"]["before"]
-    untouched = [name for name in before if name != "lm_head.weight"]
-    same({n: result["after"][n] for n in untouched}, {n: before[n] for n in untouched}, atol=0)
+@pytest.mark.parametrize("how", [*map(str, STAGES), "1 bfloat16", "2 bfloat16", "3 bfloat16"])
+def test_steps_without_a_finite_gradient_might_never_have_been(
+    results: dict[str, Any], how: str
+) -> None:
+    """NaN on one rank, an infinite loss of finite gradients on the other: both skip both."""
+    result = results[f"skipping {how}"]
+    same(result["kept"], result["before"], atol=0)
+    assert any((result["after"][name] != old).any() for name, old in result["before"].items())
+    same(result["after"], result["straight"], atol=0)
+    same(result["end"], result["after"], atol=0)
+    skipped = [values(m)["train/skipped_steps"] for m in result["metrics"]]
+    assert skipped == [1, 1, 0, 0, 1, 1, 1] and result["version"] == 7
+    assert ["grad_norm" in m for m in result["metrics"]] == [not n for n in skipped]
+    assert result["gave up"][0] == ""
+    assert "3 optimizer steps in a row, the last to version 7" in result["gave up"][1]
+
+
+@pytest.mark.parametrize("how", [*map(str, STAGES), "1 bfloat16", "2 bfloat16", "3 bfloat16"])
+def test_the_token_that_made_a_gradient_infinite_is_named(
+    results: dict[str, Any], how: str
+) -> None:
+    first, infinite, *fine = results[f"skipping {how}"]["found"][:4]
+    (culprit,) = first
+    assert re.fullmatch(
+        r"p\d, completion \d(, context \d)?, token \d+ \(id \d+\): slope of the loss is nan",
+        culprit,
+    )
+    assert infinite and all("the loss of its micro-batch is inf" in line for line in infinite)
+    assert fine == [[], []]

@@ -1,23 +1,134 @@
-"""Ctrl-C: once to finish the step, twice to stop."""
+"""Ctrl-C: once to finish the step, twice to stop. A scheduler's signal: at once, with a status of
+its own. Nothing that a library, a child or a terminal does comes in between."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import threading
+from io import TextIOWrapper
+from pathlib import Path
 
 import pytest
 
-from keel.trainer.run.interrupt import Interrupt
+from keel.trainer import main as commands
+from keel.trainer.cli import main
+from keel.trainer.run.interrupt import (
+    PREEMPTED,
+    PREEMPTION,
+    Interrupt,
+    Preempted,
+    preempted,
+    shielded,
+    tell,
+    watching,
+)
+
+DEADLINE_S = 120
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_interrupts(number: signal.Signals) -> None:
+def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
     said: list[str] = []
-    before = signal.getsignal(number)
+    before = signal.getsignal(signal.SIGINT)
     with Interrupt(said.append) as interrupt:
         assert not interrupt()
-        signal.raise_signal(number)
-        assert interrupt()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt() and not interrupt.hurry()
         assert len(said) == 1
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize("number", PREEMPTION)
+def test_a_scheduler_is_heard_once_and_ctrl_c_still_stops_at_once(number: signal.Signals) -> None:
+    said: list[str] = []
+    before = signal.getsignal(number)
+    with Interrupt(said.append, grace_s=DEADLINE_S) as interrupt:
+        signal.raise_signal(number)
+        assert interrupt() and interrupt.hurry()
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        assert len(said) == 1 and number.name in said[0]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(number) == before
+    with Interrupt(said.append) as interrupt:
+        assert not interrupt() and not interrupt.hurry()
+
+
+def test_a_scheduler_cuts_short_what_ctrl_c_lets_end() -> None:
+    with Interrupt(lambda _: None) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.hurry()
+
+
+def test_once_the_grace_is_over_it_ends_wherever_it_is() -> None:
+    with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
+        signal.raise_signal(signal.SIGTERM)
+        threading.Event().wait(DEADLINE_S)
+    assert preempted() == "SIGTERM, and not done within run.grace_s = 0.01 s"
+
+
+def test_words_that_cannot_be_said_keep_nobody_from_stopping() -> None:
+    def gone(_: str) -> None:
+        raise BrokenPipeError
+
+    with Interrupt(gone) as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt()
+
+
+def test_before_anything_can_be_saved_a_command_ends_at_once_with_a_status_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(commands.COMMANDS, "check", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert main(["check", "quickstart"]) == PREEMPTED == 128 + signal.SIGTERM
+    assert "keel check: stopped by SIGTERM; what was saved is there" in capsys.readouterr().err
+
+
+def test_a_command_that_a_scheduler_has_ended_early_does_not_pass_for_one_that_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stops(*_: object) -> None:
+        with Interrupt(lambda _: None) as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert interrupt()
+
+    monkeypatch.setitem(commands.COMMANDS, "check", stops)
+    assert main(["check", "quickstart"]) == PREEMPTED
+    assert "stopped by SIGHUP" in capsys.readouterr().err
+
+
+def test_nohup_is_left_alone() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with watching():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_children_started_behind_the_shield_outlive_a_signal_to_all_and_ours_is_heard() -> None:
+    echo = [sys.executable, "-S", "-c", "print(input())"]
+    with watching():
+        with shielded():
+            child = subprocess.Popen(echo, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for number in PREEMPTION:
+                child.send_signal(number)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
+        with pytest.raises(Preempted):
+            signal.raise_signal(signal.SIGTERM)
+    assert child.communicate("alive", timeout=DEADLINE_S)[0] == "alive\n"
+
+
+def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        assert isinstance(pipe, TextIOWrapper)
+        tell("lost", pipe)
+        tell("lost, too", pipe)  # and closing it says nothing either

@@ -1,0 +1,88 @@
+"""What can be asked of a name in vLLM before an engine is built (`keel.rollout.vllm_contract`).
+
+Importing this module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Has:
+    """A module or class, with these attributes: its own, or set on `self` by its methods."""
+
+    where: str
+    """`module` or `module:name.name`."""
+    names: str = ""
+
+    def broken(self, found: Any) -> Iterator[str]:
+        missing = set(self.names.split()) - attributes(found)
+        if missing:
+            yield f"{self.where} has no {', '.join(sorted(missing))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """A function or class with exactly these parameters."""
+
+    where: str
+    parameters: str
+
+    def broken(self, found: Any) -> Iterator[str]:
+        names = list(inspect.signature(getattr(found, "fn", found)).parameters)  # Triton's: fn
+        if names != self.parameters.split():
+            yield f"{self.where} takes ({', '.join(names)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """A function that looks these names up, so that what stands in for them is called."""
+
+    where: str
+    names: str
+
+    def broken(self, found: Any) -> Iterator[str]:
+        missing = set(self.names.split()) - set(inspect.unwrap(found).__code__.co_names)
+        if missing:
+            yield f"{self.where} does not use {', '.join(sorted(missing))}"
+
+
+Need = Has | Takes | Uses
+
+
+def attributes(found: Any) -> set[str]:
+    """Of a module; or of a class, with those that instances get from any method of it."""
+    names = set(dir(found))
+    for kind in found.__mro__ if isinstance(found, type) else ():
+        if kind.__module__.startswith("vllm."):
+            names |= vars(kind).get("__annotations__", {}).keys()
+            names |= assigned(kind.__module__).get(kind.__name__, set())
+    return names
+
+
+@cache
+def assigned(module: str) -> dict[str, set[str]]:
+    """Attributes that the methods of each class of a module give to `self`, by its source."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # compiled: it has what `dir` says
+        return {}
+    return {
+        kind.name: {
+            node.attr
+            for node in ast.walk(kind)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        }
+        for kind in ast.parse(source).body
+        if isinstance(kind, ast.ClassDef)
+    }

@@ -1,0 +1,134 @@
+"""A rank in a process of its own, as the scenarios know it, and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from keel.configs.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    Dtype,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+    TrainerConfig,
+)
+from keel.rl.metrics import Metric, merge
+from keel.rl.packing import TrainBatch, pack
+from keel.rl.types import ScoredGroup
+from tests.buckets import unpack_bucket
+from tests.trainer.engine.batches import Rollouts
+
+if TYPE_CHECKING:
+    from keel.trainer.engine.engine import TrainerEngine
+
+STAGES = (0, 1, 2, 3)
+STEPS = 3
+SAVED_AFTER = 2
+ROOMY, TIGHT = 4096, 24
+"""Tokens a micro-batch: everything at once, or about one trajectory."""
+
+MASK_DELTA = 0.025
+"""Drops, in the last step, an answer that lies across two sequence-parallel slices, and of which
+only one half is that far from the policy."""
+
+
+def make_config(
+    ranks: int,
+    stage: int,
+    *,
+    dtype: Dtype = "float32",
+    tokens: int = ROOMY,
+    kl_coef: float = 0.0,
+    ref_routing: Literal["live", "replay"] = "live",
+    mask_delta: float = MASK_DELTA,
+    sleep: bool = False,
+    **trainer: Any,
+) -> Config:
+    source = SourceConfig(
+        name="s", source="reasoning_gym", task="chain_sum", size=8, kl_coef=kl_coef
+    )
+    options: dict[str, Any] = {
+        "ranks": ranks,
+        "zero_stage": stage,
+        "micro_batch_tokens": tokens,
+        "lr": 1e-2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "grad_clip": 0.05,
+        "eps": 1e-5,
+        "threads": 1,
+        "deadline_s": 60,
+        **trainer,
+    }
+    return Config(
+        run=RunConfig(steps=10, seed=3),
+        model=ModelConfig(path="local", dtype=dtype),
+        data=DataConfig(sources=(source,)),
+        algorithm=AlgorithmConfig(mask_delta=mask_delta, ref_routing=ref_routing),
+        rollout=RolloutConfig(sleep=sleep),
+        trainer=TrainerConfig(**options),
+    )
+
+
+class Ranks:
+    """This process's place among the ranks, and the two models."""
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store, folder: Path) -> None:
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.serial = count()
+        self._store = store
+
+    def engine(self, config: Config, model: str = "untied") -> TrainerEngine:
+        from keel.trainer.engine import layer_compile  # noqa: PLC0415  (loads transformers)
+        from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+
+        if not torch.cuda.is_available():
+            # The same graphs and gradients, without minutes of C++ to compile.
+            layer_compile.BACKEND = "aot_eager"
+        return TrainerEngine(
+            str(self.folder / model),
+            config,
+            rank=self.rank,
+            world_size=self.world_size,
+            store=self._store,
+        )
+
+    def batch(self, groups: Sequence[ScoredGroup], config: Config) -> TrainBatch:
+        trainer = config.trainer
+        packed = pack(groups, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens)
+        return packed[self.rank // trainer.sequence_parallel]
+
+    def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:
+        """Each step's metrics over all ranks. Where engines sleep, weights are published after each
+        step, and everything is offloaded."""
+        found = []
+        for step in steps:
+            groups = Rollouts(step, self.folder / "untied").groups(2, 3)
+            found.append(self.merged(engine.step([self.batch(groups, config)])))
+            if config.rollout.sleep:
+                self.published(engine)
+                assert engine._offload, config.trainer
+                assert (
+                    engine._offload.host_bytes > 500_000
+                ) == config.trainer.offload_while_sampling
+        return found
+
+    def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, metrics)
+        return merge(everyone)
+
+    def published(self, engine: TrainerEngine) -> dict[str, Tensor]:
+        buckets = list(engine.publish(50_000))
+        assert self.rank == 0 or not buckets
+        return {name: t.clone() for bucket in buckets for name, t in unpack_bucket(bucket)}

@@ -1,0 +1,88 @@
+"""Batches whose gradient is not finite, on one rank of two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from keel.rl.packing import TrainBatch
+from keel.rl.types import ScoredGroup
+from keel.trainer.nonfinite import said_of
+from tests.trainer.engine.batches import Rollouts
+from tests.trainer.engine.ranks import Ranks, make_config
+
+
+def with_nan(batch: TrainBatch) -> TrainBatch:
+    """The last sampled token of its first micro-batch has no number for what it was sampled at."""
+    first, *others = batch.micro_batches
+    logp = first.logp_old_N.copy()
+    logp[np.flatnonzero(first.trainable_N)[-1]] = np.nan
+    return replace(batch, micro_batches=(replace(first, logp_old_N=logp), *others))
+
+
+def skipping(stage: int, *, bfloat16: bool = False) -> Any:
+    """Steps that are skipped leave weights, and what later steps do to them, as if they had not
+    been; so many in a row are the last."""
+
+    def run(ranks: Ranks) -> dict[str, Any]:
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+
+        on_cpu, loss = module.compute_dtype, module.grpo_loss
+        if bfloat16:
+            module.compute_dtype = lambda *_: torch.bfloat16
+        config = make_config(ranks.world_size, stage, tokens=24, warmup_steps=0)
+        groups = Rollouts(0, ranks.folder / "untied").groups(4, 3)
+        good = ranks.batch(groups, config)
+        bad = with_nan(good) if ranks.rank == 1 else good
+
+        def infinite(*values: Any, **options: Any) -> Any:
+            """On rank 0: with a gradient like any other."""
+            share = loss(*values, **options)
+            return replace(share, loss=share.loss + torch.inf) if ranks.rank == 0 else share
+
+        straight, skipped = ranks.engine(config), ranks.engine(config)
+        for _ in range(2):
+            ranks.merged(straight.step([good]))
+        before, metrics, found = ranks.published(skipped), [], []
+
+        def step(batches: Sequence[TrainBatch]) -> None:
+            metrics.append(ranks.merged(skipped.step(batches)))
+            found.append(told(ranks, skipped.findings, groups))
+
+        step([bad])
+        module.grpo_loss = infinite
+        step([good])
+        module.grpo_loss = loss
+        kept = ranks.published(skipped)
+        for _ in range(2):
+            step([good])
+        after, last = ranks.published(skipped), skipped.gave_up
+        for _ in range(2):
+            step([bad])
+        step([bad, good])  # the second is not trained on
+        result = {
+            "before": before,
+            "kept": kept,
+            "straight": ranks.published(straight),
+            "after": after,
+            "end": ranks.published(skipped),
+            "metrics": metrics,
+            "found": found,
+            "gave up": (last, skipped.gave_up),
+            "version": skipped.version,
+        }
+        module.compute_dtype = on_cpu
+        return result
+
+    return run
+
+
+def told(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -> list[str]:
+    """Of all ranks."""
+    everyone: list[Any] = [None] * ranks.world_size
+    torch.distributed.all_gather_object(everyone, findings)
+    return list(said_of([finding for found in everyone for finding in found], groups))

@@ -1,0 +1,68 @@
+"""A batch in a file is the batch that was put there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.rl.types import Usage, Verdict
+from keel.trainer.run.batches import KEPT, keep_batch, kept_batches, read_batch
+from tests.rl.rollouts import scored, segment, trajectory
+
+
+def batch() -> list[Any]:
+    messages = ({"role": "assistant", "content": "é", "tool_calls": [{"id": 1, "args": ["a"]}]},)
+    first = dataclasses.replace(
+        trajectory(segment(3, 4, kept=True), segment(2, 5, kept=True)),
+        messages=messages,
+        verdict=Verdict(parts={"correct": 0.5}, facts={"seen": (1, 2)}),
+        usage=Usage(turns=2, tools_s=0.25),
+    )
+    return [scored([first, trajectory(segment(3, 4, routes=True), sibling=1)], [0.0, 1.0])]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Also of arrays, and by types."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if dataclasses.is_dataclass(one):
+        return all(
+            same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
+    groups = batch()
+    path = keep_batch(tmp_path, 7, groups, ["p, token 3: nan"])
+    assert path == tmp_path / "nonfinite" / "step_000007.npz"
+    again, findings = read_batch(path)
+    assert findings == ["p, token 3: nan"]
+    assert same(again, groups)
+
+
+def test_a_run_that_goes_wrong_for_ever_fills_no_disk(tmp_path: Path) -> None:
+    for step in range(1, KEPT + 3):
+        keep_batch(tmp_path, step, [], [])
+    assert kept_batches(tmp_path)[0].name == "step_000003.npz"
+    assert len(list((tmp_path / "nonfinite").iterdir())) == KEPT
+
+
+def test_another_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.npz"
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"step_000001.npz: not a batch that a run kept"):
+        read_batch(path)
+    np.savez(path, text=np.array([object()], dtype=object))  # pickled: never opened
+    with pytest.raises(ValueError, match=r"not a batch that a run kept"):
+        read_batch(path)

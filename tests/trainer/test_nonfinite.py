@@ -1,0 +1,127 @@
+"""Which token is named as the one that made a gradient infinite, and when a run gives up."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from keel.rl.packing import MicroBatch, pack
+from keel.trainer.nonfinite import Look, Skips, said_of, sound
+from tests.rl.rollouts import scored, segment, trajectory
+
+
+class Layer(nn.Module):
+    """Multiplies, and divides the gradient by, what is 0 or infinite for some rows."""
+
+    def __init__(self, forward: Tensor, backward: Tensor) -> None:
+        super().__init__()
+        self.factors = forward, backward
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor]:
+        forward, backward = self.factors
+        inside = hidden * 1
+        inside.register_hook(lambda gradient: gradient * backward[:, None])
+        return (inside * forward[:, None],)
+
+
+GROUPS = [scored([trajectory(segment(20 * s, 6), sibling=s) for s in (0, 1)], [0.0, 1.0])]
+(BATCH,) = (m for b in pack(GROUPS, ranks=1, micro_batch_tokens=99) for m in b.micro_batches)
+TOKENS = len(BATCH.token_ids_N)
+SAMPLED = np.flatnonzero(BATCH.trainable_N)
+
+
+def looked(
+    batch: MicroBatch = BATCH,
+    *,
+    forward: dict[int, float] | None = None,
+    backward: dict[int, float] | None = None,
+    slope: dict[int, float] | None = None,
+    logp: dict[int, float] | None = None,
+    offset: float = 0.0,
+) -> list[tuple[int, str, bool]]:
+    """Row → what is found there, of a network of two layers. Rows of `logp` and `slope` are of
+    sampled tokens; the second layer is the one that is changed."""
+
+    def ones(changes: dict[int, float] | None, count: int = TOKENS) -> Tensor:
+        values = torch.ones(count)
+        for row, value in (changes or {}).items():
+            values[row] = value
+        return values
+
+    layers = [Layer(ones(None), ones(None)), Layer(ones(forward), ones(backward))]
+    look = Look(layers)
+    with look.at(batch, 0):
+        hidden = torch.ones(1, TOKENS, 2, requires_grad=True)
+        for layer in layers:
+            (hidden,) = layer(hidden)
+        logp_R = -hidden[0, SAMPLED].sum(1) * ones(logp, len(SAMPLED))
+        loss = (logp_R * ones(slope, len(SAMPLED))).sum() + offset
+        (loss * look.saw(logp_R, None, torch.zeros(len(SAMPLED)), loss)).backward()
+    starts = {}
+    for row in range(TOKENS):
+        starts.setdefault(batch.segment_N[row], row)
+    return [
+        (
+            next(s for s in starts.values() if _same(batch, s, f.token_ids_T)) + f.token,
+            f.what,
+            f.certain,
+        )
+        for f in look.found
+    ]
+
+
+def _same(batch: MicroBatch, start: int, ids: np.ndarray) -> bool:
+    return np.array_equal(batch.token_ids_N[start : start + len(ids)], ids)
+
+
+def test_a_token_whose_activations_are_not_finite_is_named_with_the_layer() -> None:
+    assert looked(forward={9: math.inf}) == [(9, "not finite from the output of layer 1 on", True)]
+
+
+def test_what_the_head_and_the_loss_make_of_a_token() -> None:
+    row = int(SAMPLED[2])
+    assert looked(logp={2: math.nan}) == [(row, "log-probability is nan", True)]
+    assert looked(slope={2: math.inf})[0][:2] == (row, "slope of the loss is inf")
+
+
+def test_a_gradient_that_is_lost_inside_the_network() -> None:
+    row = int(SAMPLED[1])
+    found = looked(backward={row: math.nan})
+    assert found == [(row, "its gradient is not finite behind layer 0", True)]
+
+
+def test_where_nothing_is_infinite_the_steepest_is_named_and_gives_way_to_what_is() -> None:
+    ((row, what, certain),) = looked(slope={3: 1e30})
+    assert row == SAMPLED[3] and "slope of 1e+30" in what and not certain
+    ((_, what, certain),) = looked(offset=math.inf)
+    assert "the loss of its micro-batch is inf" in what and certain
+    looks = [Look([]), Look([])]
+    for look, factor in zip(looks, (1.0, math.nan), strict=True):
+        with look.at(BATCH, 0):
+            logp = torch.ones(len(SAMPLED), requires_grad=True)
+            share = look.saw(logp, None, torch.zeros(len(SAMPLED)), logp.sum())
+            (logp.sum() * share * factor).backward()
+    vague, sure = (look.found for look in looks)
+    assert said_of([*vague, *sure], GROUPS) == said_of(sure, GROUPS)
+    assert said_of(vague, GROUPS)[0].startswith("p, completion 1, token ")
+
+
+def test_a_loss_that_is_not_finite_spoils_every_gradient_and_one_that_is_leaves_it_as_it_was() -> (
+    None
+):
+    for value, expected in ((3e38, 1.0), (-0.0, 1.0), (math.inf, math.nan), (math.nan, math.nan)):
+        factor = sound(torch.tensor(value, requires_grad=True))
+        assert not factor.requires_grad
+        torch.testing.assert_close(factor, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_so_many_in_a_row_are_the_end_and_a_good_one_begins_anew() -> None:
+    skips = Skips(2)
+    seen = [skips.count(norm, version) for version, norm in enumerate([1, math.nan, 2, math.inf])]
+    assert seen == [False, True, False, True] and not skips.gave_up
+    assert skips.count(math.nan, 5)
+    assert "2 optimizer steps in a row, the last to version 5" in skips.gave_up
+    assert "run.max_skipped_steps" in skips.gave_up

@@ -1,0 +1,93 @@
+"""`keel replay`: a step without a finite gradient once more, from the nearest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from keel.configs.schema import ConfigError
+from keel.rl.metrics import values
+from keel.trainer.cluster.nodes import end_ray, start_ray
+from keel.trainer.cluster.reservation import reserved
+from keel.trainer.learner import Learner
+from keel.trainer.planning.placement import RANK
+from keel.trainer.prepare import prepare
+from keel.trainer.run import checkpoint
+from keel.trainer.run.batches import FOLDER, kept_batches, read_batch, step_of
+from keel.trainer.run.manifest import said
+from keel.trainer.system import model_folder
+
+
+def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
+    """Train on a kept batch again, and say what comes of it. Nothing is written."""
+    folder = Path(run).expanduser()
+    path = chosen(folder, step)
+    groups, findings = read_batch(path)
+    task = prepare(str(folder / "config.yaml"), [f"run.dir={folder}", *overrides])
+    config, deadline = task.config, task.config.run.startup_deadline_s
+    start, words = nearest(folder / "checkpoints", step_of(path))
+    completions = sum(len(group.group.trajectories) for group in groups)
+    print(f"{path}: {len(groups)} groups, {completions} completions, {words}")
+    for line in findings:
+        print(f"then: {line}")
+    with ExitStack() as stack:
+        start_ray()
+        stack.callback(end_ray)
+        seats = stack.enter_context(reserved(config, deadline_s=deadline)) if task.gpu else None
+        learner = Learner(
+            str(model_folder(task, print)),
+            config,
+            gpu=task.gpu,
+            actor_options=partial(seats.options, RANK) if seats else None,
+        )
+        stack.callback(learner.shutdown)
+        learner.prepared()
+        for line in learner.start():
+            print(f"warning: {line}")
+        if start:
+            learner.load(start)
+        result = learner.step(groups)
+    for name, value in sorted(values(result.metrics).items()):
+        print(f"{name:<32} {value:.6g}")
+    for line in result.findings:
+        print(f"now: {line}")
+    if not result.findings:
+        print("now: the gradient is finite")
+
+
+def chosen(folder: Path, step: int | None) -> Path:
+    """The batch kept at `step`, or the newest. Raises ConfigError where there is none."""
+    kept = {step_of(path): path for path in kept_batches(folder)}
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: is no run folder (it has no config.yaml)")
+    if not kept:
+        raise ConfigError(
+            f"{folder}: no batch was kept there; a run keeps those without a finite gradient, in "
+            f"{FOLDER}/"
+        )
+    if step is None:
+        return kept[max(kept)]
+    if step not in kept:
+        known = ", ".join(map(str, kept))
+        raise ConfigError(f"{folder}: no batch of step {step} was kept, but of: {known}")
+    return kept[step]
+
+
+def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
+    """The newest checkpoint from before `step` that is as it was written, or None for the base
+    model; and what lies between."""
+    found, after = None, 0
+    for path in reversed(checkpoint.finished(checkpoints)):
+        if checkpoint.step_of(path) >= step:
+            continue
+        if problems := checkpoint.problems(path):
+            print(f"warning: {path} is damaged ({said(problems)})")
+            continue
+        found, after = path, checkpoint.step_of(path)
+        break
+    words = f"from {found.name if found else 'the base model'}"
+    if between := step - 1 - after:
+        return found, f"{words}; {between} steps lie between, so the numbers may differ"
+    return found, f"{words}, whose weights it was trained on"
