@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
@@ -46,6 +46,13 @@ class Turns(Protocol):
         ...
 
 
+class Limits(NamedTuple):
+    """Of the trajectories in an environment."""
+
+    budget: Budget
+    context: ContextManager
+
+
 def environment_seed(seed: int, prompt: Prompt) -> int:
     """Of a run's episodes of a prompt, the same for all: siblings meet the same task."""
     return seed_of(seed, "environment", prompt.prompt_id)
@@ -61,22 +68,21 @@ class EpisodeRunner:
         programs: Mapping[str, AgentProgram] | None = None,
         chat: Chat,
         turns: Turns,
-        budget: Budget,
-        context: ContextManager,
+        limits: Mapping[str, Limits],
         seed: int,
         most_open: int,
         crash_is_failure: Mapping[str, Collection[str]] | None = None,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """environments: of `Prompt.environment`, makes one for an episode; programs: of the same,
-        what drives its episodes, where that is not Keel; seed: of the run; most_open: episodes at
-        once, for training and as many for evaluation, which the loop waits for; the others wait;
-        crash_is_failure: of an environment, as `Episode` has it; closing: of what environments
-        share, at the end. Raises ValueError where the machine does not allow so many open files or
-        processes."""
+        what drives its episodes, where that is not Keel; limits: of each; seed: of the run;
+        most_open: episodes at once, for training and as many for evaluation, which the loop waits
+        for; the others wait; crash_is_failure: of an environment, as `Episode` has it; closing: of
+        what environments share, at the end. Raises ValueError where the machine does not allow so
+        many open files or processes."""
         make_room(len(PURPOSES) * most_open, programs=bool(programs))
         self._environments, self._chat, self._turns = environments, chat, turns
-        self._budget, self._context, self._seed = budget, context, seed
+        self._limits, self._seed = limits, seed
         self._programs = programs or {}
         self._starting = asyncio.Semaphore(STARTING)
         self._endpoint: Endpoint | None = None
@@ -202,14 +208,15 @@ class EpisodeRunner:
         async def sample(request: TurnRequest) -> TurnResult:
             return await asyncio.wrap_future(self._turns(request, purpose))
 
+        limits = self._limits[prompt.environment]
         async with self._room[purpose]:
             episode = self._driver(prompt)(
                 environment=self._environments[prompt.environment](),
                 task=prompt,
                 chat=self._chat,
                 sample=sample,
-                budget=self._budget,
-                context=self._context,
+                budget=limits.budget,
+                context=limits.context,
                 name=f"{prompt.prompt_id}/{purpose}/{version}/{draw}/{sibling}",
                 sibling=sibling,
                 seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),

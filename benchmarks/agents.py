@@ -39,7 +39,7 @@ from benchmarks.common.revision import commit
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
 from keel.agents.host.client import Hosted, Program
-from keel.agents.runner import EpisodeRunner
+from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import EmbeddedConfig, RolloutConfig, SamplingConfig
 from keel.model.embedded.build import build_model
@@ -265,17 +265,20 @@ def main() -> None:
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_deadline_s=ROUND_S)
         program = Program(target=f"{look.__file__}:Look")
-        runner = EpisodeRunner(
-            {"look": (lambda: Hosted(program)) if options.processes else Looking},
-            chat=CallingChat(TemplateChat(tokenizer), options.turns),
-            turns=lambda request, purpose: pool.turn(request, purpose=purpose),
-            budget=Budget(
+        limits = Limits(
+            Budget(
                 turns=options.turns,
                 turn_tokens=TURN_TOKENS,
                 tokens=options.turns * TURN_TOKENS,
                 window=2560,
             ),
-            context=ContextManager(method="none", window=2560, most=0),
+            ContextManager(method="none", window=2560, most=0),
+        )
+        runner = EpisodeRunner(
+            {"look": (lambda: Hosted(program)) if options.processes else Looking},
+            chat=CallingChat(TemplateChat(tokenizer), options.turns),
+            turns=lambda request, purpose: pool.turn(request, purpose=purpose),
+            limits={"look": limits},
             seed=0,
             most_open=max(options.episodes),
         )

@@ -15,7 +15,7 @@ from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
 from keel.configs.sections.alarms import AlarmsConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, require
-from keel.configs.sections.data import DataConfig, LengthConfig, SourceConfig
+from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
 from keel.configs.sections.measured import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import ColdStartConfig, Dtype, EmbeddedConfig, ModelConfig
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
@@ -28,6 +28,7 @@ __all__ = [
     "AgentsConfig",
     "AlarmsConfig",
     "AlgorithmConfig",
+    "BudgetConfig",
     "CodeConfig",
     "ColdStartConfig",
     "Config",
@@ -140,8 +141,45 @@ class Config:
                     f"model.embedded.max_context = {self.model.embedded.max_context}: too short "
                     f"for {self.max_context_said}"
                 )
+        for source in self.data.sources:
+            self._check_budget(source)
         if self.with_agents:
             self._check_agents()
+
+    def _check_budget(self, source: SourceConfig) -> None:
+        """Engines have room, and deadlines time, for what the run's own knobs say."""
+        own, knob = source.budget, f"data.sources[{source.name}].budget"
+        most = self.rollout.sampling.max_tokens
+        require(
+            own.max_tokens <= most,
+            f"{knob}.max_tokens",
+            own.max_tokens,
+            f"must be at most rollout.sampling.max_tokens = {most}; raise that",
+        )
+        if not source.environment.given:
+            return
+        require(
+            own.window <= self.window,
+            f"{knob}.window",
+            own.window,
+            f"must be at most agents.window = {self.window}; raise that",
+        )
+        turn = own.max_tokens or most
+        require(
+            own.window == 0 or own.window > turn,
+            f"{knob}.window",
+            own.window,
+            f"must be above the {turn} tokens of a turn, which needs a context before it; raise it "
+            f"or lower {knob}.max_tokens",
+        )
+        summary = self.agents.summary_tokens
+        require(
+            own.window == 0 or self.agents.context != "summary" or summary < own.window // 2,
+            f"{knob}.window",
+            own.window,
+            f"must be more than twice agents.summary_tokens = {summary}, with agents.context: "
+            "summary",
+        )
 
     def _check_agents(self) -> None:
         sampling, agents = self.rollout.sampling, self.agents
@@ -225,13 +263,41 @@ class Config:
         """Precision of the engines, and of the weights that they are sent."""
         return self.rollout.dtype or self.model.dtype
 
-    def sampling(self, purpose: Literal["train", "eval"]) -> SamplingConfig:
-        """How completions are sampled that are for `purpose`."""
+    def budget(self, domain: str) -> BudgetConfig:
+        """What a completion or a trajectory of a domain may take: nothing in it is 0 but
+        max_sampled_tokens, for no further limit."""
+        own, agents = self.data.budgets_by_domain[domain], self.agents
+        return BudgetConfig(
+            max_tokens=own.max_tokens or self.rollout.sampling.max_tokens,
+            window=own.window or self.window,
+            max_turns=own.max_turns or agents.max_turns,
+            max_sampled_tokens=own.max_sampled_tokens or agents.max_sampled_tokens,
+            call_s=own.call_s or agents.call_s,
+        )
+
+    def with_max_tokens(self, most: int) -> Config:
+        """With completions and turns of at most so many tokens, in every domain."""
+        sources = tuple(
+            replace(each, budget=replace(each.budget, max_tokens=min(each.budget.max_tokens, most)))
+            for each in self.data.sources
+        )
+        sampling = replace(self.rollout.sampling, max_tokens=most)
+        return replace(
+            self,
+            data=replace(self.data, sources=sources),
+            rollout=replace(self.rollout, sampling=sampling),
+        )
+
+    def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
+        """How completions are sampled that are for `purpose`; domain: within whose budget (turns
+        have theirs from `budget`)."""
+        most = self.budget(domain).max_tokens if domain else self.rollout.sampling.max_tokens
+        asked = replace(self.rollout.sampling, max_tokens=most)
         if purpose == "train":
-            return self.rollout.sampling
+            return asked
         measured = self.eval
         return replace(
-            self.rollout.sampling,
+            asked,
             temperature=measured.temperature,
             top_p=measured.top_p,
             top_k=measured.top_k,
@@ -260,7 +326,7 @@ class Config:
         own = [
             source.environment.open_s
             + source.environment.verdict_s
-            + self.agents.max_turns * source.environment.reply_s
+            + self.budget(source.domain_name).max_turns * source.environment.reply_s
             for source in self.data.sources
             if source.environment.given
         ]

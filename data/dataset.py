@@ -92,7 +92,7 @@ def load_dataset(
     for split in splits:
         source = split.source
         kept = [item.prompt for item in split.train if item.question not in reserved]
-        if source.weight > 0 and not kept:
+        if config.weight_of(source) > 0 and not kept:
             raise ConfigError(
                 f"data.sources[{source.name}]: no prompt is left to train on "
                 f"({len(split.loaded.items)} read, {split.duplicates} repeated, {split.long} too "
@@ -108,7 +108,7 @@ def load_dataset(
             long=split.long,
             heldout=len(split.heldout),
             leaked=len(split.train) - len(kept),
-            train=len(kept) if source.weight > 0 else 0,
+            train=len(kept) if config.weight_of(source) > 0 else 0,
             skipped_reasons=split.loaded.skipped,
             rated_out=split.rated_out,
             unrated=split.unrated,
@@ -116,7 +116,7 @@ def load_dataset(
         )
     return Dataset(
         train=PromptStream(
-            train, weights={source.name: source.weight for source in config.sources}, seed=seed
+            train, weights={each.name: config.weight_of(each) for each in config.sources}, seed=seed
         ),
         heldout={
             split.source.name: tuple(item.prompt for item in split.heldout)
@@ -143,7 +143,7 @@ def _split(
     distinct = list({item.question: item for item in reversed(loaded.items)}.values())[::-1]
     short = _short_enough(distinct, source, config, count_tokens)
     spare = len(short) - source.holdout
-    if source.holdout and (spare < 0 or (source.weight > 0 and spare == 0)):
+    if source.holdout and (spare < 0 or (config.weight_of(source) > 0 and spare == 0)):
         raise ConfigError(
             f"data.sources[{source.name}].holdout = {source.holdout}: there are only {len(short)} "
             f"distinct questions of a usable length among {len(loaded.items)} prompts, and those "

@@ -26,7 +26,9 @@ from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 NAME = "keel_packed"
 """Name of this attention in transformers' registry."""
 
-SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
+"""transformers 5.19's and 5.17's name of what `keel.model.sparse` computes."""
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *SPARSE_LAYERS})
 FILL = 0.8
 """A padded block holds segments of at least this share of its longest one."""
 
@@ -106,7 +108,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
 
 
-def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Called from a compiled layer, not a part of its graph."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
@@ -192,7 +194,7 @@ def _varlen(
     return output
 
 
-@_uncompiled  # blocks differ from row to row
+@uncompiled  # blocks differ from row to row
 def _padded(
     query: Tensor,
     key: Tensor,
@@ -231,7 +233,7 @@ def _padded(
 def _spread(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`operator` on all tokens and this rank's heads, for a row that is cut over ranks."""
 
-    @_uncompiled  # ranks exchange what they have
+    @uncompiled  # ranks exchange what they have
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
         assert segments.group is not None
         query, key, value = heads_for_tokens(query, key, value, segments.group)

@@ -19,6 +19,7 @@ from keel.model.head.module import install_support_head
 from keel.model.load import ModelFacts, facts_of
 from keel.model.routing.routers import router_modules
 from keel.model.source import hub_options
+from keel.model.sparse.attention import use_sparse_attention
 
 RENAMED = 0.01
 """Share of ids that two tokenizers of one family may call differently (reserved ids that an
@@ -54,6 +55,7 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config.get_text_config())
     try:
         router_modules(model)
+        use_sparse_attention(model)
         use_packed_attention(model)
         install_support_head(model)
         _try_packed(model)

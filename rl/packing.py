@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +37,8 @@ class MicroBatch:
     routes_NLK: NDArray[np.int16] | None = None
     """Input-aligned; rows of −1 use the live router."""
     kept: KeptSets | None = None
+    selected_NLk: NDArray[np.int32] | None = None
+    """Input-aligned; rows of −1 have the live selection of sparse attention."""
     split_S: NDArray[np.int64] | None = None
     """The number of a trajectory that has segments in other micro-batches too, among such ones of
     the step (0 … P−1); −1 for one that is all here. None: all are."""
@@ -46,7 +47,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids_N), len(self.sequence_tokens_S)
-        for name in (*PER_TOKEN, "routes_NLK", "kept"):
+        for name in (*PER_TOKEN, "routes_NLK", "kept", "selected_NLk"):
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise ValueError(
@@ -113,6 +114,9 @@ class TrainBatch:
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
     """Trajectories in the whole optimizer step, over all ranks: the denominator of Eq. 8."""
+    total_tokens: int = 0
+    """Tokens of all micro-batches in the whole optimizer step, those that are only padding left
+    out: the denominator of an indexer's loss (`keel.model.sparse`). 0: nobody has counted."""
     split_sequences: int = 0
     """P, those of them whose segments lie in several micro-batches, over all ranks."""
     scored_first: tuple[MicroBatch, ...] = ()
@@ -138,20 +142,6 @@ class TrainBatch:
                 f"train batch: split_sequences = {self.split_sequences}, but split_S goes up to "
                 f"{max(split)}"
             )
-
-
-def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """The groups of `updates` optimizer steps, in order, with equally many each (±1).
-
-    Groups without completions are left out, so that no step is empty; where fewer than `updates`
-    have any, there are fewer steps. Raises `ValueError` for `updates` below 1.
-    """
-    if updates < 1:
-        raise ValueError(f"updates = {updates}: must be at least 1")
-    sampled = [group for group in groups if group.group.trajectories]
-    updates = min(updates, len(sampled))
-    edges = [len(sampled) * step // max(1, updates) for step in range(updates + 1)]
-    return [sampled[a:b] for a, b in pairwise(edges)]
 
 
 def pack(
@@ -223,6 +213,7 @@ def pack(
         TrainBatch(
             micro_batches=micro_batches,
             total_sequences=total_sequences,
+            total_tokens=sum(item.tokens for item in work),
             split_sequences=split,
             scored_first=first,
         )
@@ -313,6 +304,8 @@ class _Layout:
     routes: tuple[int, int] | None
     """Layers and experts a token, where routes were recorded."""
     kept: bool
+    selected: tuple[int, int] | None
+    """Layers and positions a token, where any selection of sparse attention was recorded."""
     watched: Mapping[int, int]
     """The `id` of a segment that is watched → its number."""
 
@@ -333,11 +326,11 @@ class _Layout:
                     f"segment of the batch has {routes}; record all, or none"
                 )
         kept = any(segment.kept is not None for segment in segments)
-        return _Layout(
-            routes=None if routes is None else (routes[0], routes[1]),
-            kept=kept,
-            watched={id(segment): number for number, segment in enumerate(watched)},
-        )
+        chosen = [s.selected_TLk.shape[1:] for s in segments if s.selected_TLk is not None]
+        selected = (chosen[0][0], max(width for _, width in chosen)) if chosen else None
+        numbers = {id(segment): number for number, segment in enumerate(watched)}
+        routes = None if routes is None else (routes[0], routes[1])
+        return _Layout(routes=routes, kept=kept, selected=selected, watched=numbers)
 
 
 def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
@@ -371,6 +364,9 @@ def _join(work: Sequence[_Work], layout: _Layout) -> MicroBatch:
         if layout.routes is None
         else np.concatenate([_routes(segment, layout.routes) for segment in segments]),
         kept=KeptSets.concat([_kept(segment) for segment in segments]) if layout.kept else None,
+        selected_NLk=None
+        if layout.selected is None
+        else np.concatenate([segment.selection(*layout.selected) for segment in segments]),
         split_S=np.asarray([item.split for item in work], np.int64)
         if any(item.split >= 0 for item in work)
         else None,

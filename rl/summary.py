@@ -39,7 +39,7 @@ def summarize(
     are over completions, so that a group that lost some weighs less in them than in the loss. A
     part of the reward is averaged over the completions that have it, `sampling/kept_mean` over the
     tokens that truncated sampling drew. The latter is there with truncation only, and
-    `domain/<name>/…` with several domains only.
+    `domain/<name>/…` with several domains only (`calls_mean` with an environment).
 
     Raises `ValueError` for a reward part named `mean`, whose metric would be `reward/mean`.
     """
@@ -76,6 +76,8 @@ def summarize(
         metrics[f"domain/{name}/length_mean"] = _length(
             [t for group in members for t in group.group.trajectories]
         )
+        if any(group.group.prompt.environment for group in members):
+            metrics[f"domain/{name}/calls_mean"] = _calls(members)
     return metrics
 
 
@@ -114,6 +116,12 @@ def _parts(groups: Sequence[ScoredGroup]) -> dict[str, Mean]:
 
 def _length(trajectories: Sequence[Trajectory]) -> Mean:
     return mean_of(t.sampled_tokens for t in trajectories)
+
+
+def _calls(groups: Sequence[ScoredGroup]) -> Mean:
+    """Tool calls of a trajectory."""
+    used = (t.usage for group in groups for t in group.group.trajectories)
+    return mean_of(usage.calls for usage in used if usage is not None)
 
 
 def _staleness(trajectories: Sequence[Trajectory], version: int) -> Mean:

@@ -135,6 +135,9 @@ class KeptSets:
         )
 
 
+PER_TOKEN = ("trainable_T", "logp_old_T", "version_T", "routes_TLK", "kept", "selected_TLk")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """One contiguous context the policy was run on. See the module's note on alignment."""
@@ -153,10 +156,13 @@ class Segment:
     kept: KeptSets | None = None
     """Sampling mask of each sampled token, spans empty elsewhere. None: sampling was not
     truncated."""
+    selected_TLk: NDArray[np.int32] | None = None
+    """[T, L, k] positions in this segment that sparse attention selected for each token in each
+    layer, input-aligned; −1 where fewer were. Rows of −1 were not recorded. None: none was."""
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids_T)
-        for name in ("trainable_T", "logp_old_T", "version_T", "routes_TLK", "kept"):
+        for name in PER_TOKEN:
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise ValueError(
@@ -173,11 +179,27 @@ class Segment:
             raise ValueError(
                 f"segment of {self.prompt_id}: logp_old_T of sampled tokens must be finite and <= 0"
             )
-        if self.routes_TLK is not None and self.routes_TLK.ndim != 3:
-            raise ValueError(
-                f"segment of {self.prompt_id}: routes_TLK must be [T, L, K], has shape "
-                f"{self.routes_TLK.shape}"
-            )
+        for name in ("routes_TLK", "selected_TLk"):
+            value = getattr(self, name)
+            if value is not None and value.ndim != 3:
+                raise ValueError(
+                    f"segment of {self.prompt_id}: {name} must be [T, L, {name[-1]}], has shape "
+                    f"{value.shape}"
+                )
+
+    def selection(self, layers: int, width: int) -> NDArray[np.int32]:
+        """`selected_TLk` as [T, layers, width]; −1 where nothing was recorded. Raises ValueError if
+        it is of another number of layers."""
+        tokens, known = len(self.token_ids_T), self.selected_TLk
+        whole = np.full((tokens, layers, width), -1, np.int32)
+        if known is not None:
+            if known.shape[1] != layers or known.shape[2] > width:
+                raise ValueError(
+                    f"segment of {self.prompt_id}: selected_TLk has (L, k) = {known.shape[1:]}, "
+                    f"others have {(layers, width)}"
+                )
+            whole[..., : known.shape[2]] = known
+        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

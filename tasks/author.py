@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,10 @@ CONNECT_S = 10.0
 CHARACTERS_PER_TOKEN = 3
 """At least, for the bound that a call is held to before its usage is known."""
 MOST_SAID = 300
+TOO_LONG = re.compile(
+    r"context.?(length|window|size)|max(imum)?[ _]model[ _]len|prompt is too long", re.IGNORECASE
+)
+"""In what OpenAI, vLLM, SGLang and llama.cpp say where their context has no room."""
 
 
 class AuthorLost(RuntimeError):
@@ -55,7 +60,8 @@ class Said:
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
     cut: bool = False
-    """It was longer than `max_tokens`. Its calls are not to be run."""
+    """It was longer than `max_tokens`, or the conversation has outgrown the model's context. Its
+    calls are not to be run."""
 
     def message(self) -> Message:
         """As the next request has it."""
@@ -73,7 +79,8 @@ class Author(Protocol):
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> Said:
-        """purpose: what the tokens are counted under. Raises AuthorLost, BudgetSpent."""
+        """purpose: what the tokens are counted under. A conversation for which the model's context
+        has become too short gets an empty reply, cut off. Raises AuthorLost, BudgetSpent."""
         ...
 
 
@@ -170,8 +177,16 @@ class EndpointAuthor:
                         f"{self.name}: no reply within author.deadline_s = {config.deadline_s:g}"
                     ) from error
                 except openai.APIStatusError as error:
-                    said = f"HTTP {error.status_code}: {error.message}"
-                    raise AuthorLost(f"{self.name}: {self._public(said)}") from error
+                    cure = ""
+                    if _too_long(error):
+                        if any(message.get("role") == "assistant" for message in messages):
+                            return Said(content="", cut=True)
+                        cure = (
+                            "; no room for the first reply: lower author.max_tokens = "
+                            f"{config.max_tokens}, or give the model a longer context"
+                        )
+                    said = self._public(f"HTTP {error.status_code}: {error.message}")
+                    raise AuthorLost(f"{self.name}: {said}{cure}") from error
                 except openai.APIError as error:
                     why = self._public(str(error.__cause__ or error))
                     raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
@@ -237,6 +252,12 @@ def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
     )
 
 
+def _too_long(error: openai.APIStatusError) -> bool:
+    """Whether a request was refused since the model's context has no room for it."""
+    said = f"{error.message} {error.code}"
+    return error.status_code in (400, 413) and TOO_LONG.search(said) is not None
+
+
 def _count(said: Any, bound: int) -> int:
     """What an endpoint says, where that is a number of tokens."""
     return said if type(said) is int and said > 0 else bound
@@ -250,7 +271,7 @@ def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
         arguments = _encodable(json.loads(text))
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second: brackets in brackets
         return Malformed(call_id=number, text=f"{name}({text})"[:MOST_SAID], why=str(error))
     return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
 

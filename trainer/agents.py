@@ -23,7 +23,7 @@ from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.host.room import make_room
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
-from keel.agents.runner import PURPOSES, EpisodeRunner, Turns, environment_seed
+from keel.agents.runner import PURPOSES, EpisodeRunner, Limits, Turns, environment_seed
 from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import Environment, NoEnvironment
 from keel.configs.paths import data_path
@@ -104,7 +104,7 @@ async def _looked_at(
             task=task,
             seed=seed,
             chat=chat,
-            window=config.window,
+            window=config.budget(source.domain_name).window,
             thinking=source.thinking,
             prompt=system_prompt_of(config, source),
         )
@@ -125,7 +125,7 @@ async def _looked_at(
             seed=seed,
             chat=chat,
             speak=partial(spoken_ids, chat, thinking=source.thinking),
-            budget=budget(config),
+            budget=budget(config, source),
         )
         notes[f"{source.name}, its program"] = (
             f"asked a model by script for {tried.turns} turns, the first after "
@@ -161,6 +161,15 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     given = [source for source in config.data.sources if source.environment.given]
     programs = {source.name: agent_program(config, source) for source in given}
     parents: list[Parent] = []
+
+    def context(source: SourceConfig) -> ContextManager:
+        return ContextManager(
+            method=agents.context,
+            window=config.budget(source.domain_name).window,
+            most=agents.max_rewrites,
+            summary_tokens=agents.summary_tokens,
+        )
+
     environments = {source.name: maker(config, source, starting, parents) for source in given}
     return EpisodeRunner(
         environments,
@@ -168,13 +177,7 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
         closing=[parent.close for parent in parents],
         chat=chat,
         turns=turns,
-        budget=budget(config),
-        context=ContextManager(
-            method=agents.context,
-            window=config.window,
-            most=agents.max_rewrites,
-            summary_tokens=agents.summary_tokens,
-        ),
+        limits={source.name: Limits(budget(config, source), context(source)) for source in given},
         seed=config.run.seed,
         most_open=agents.max_open,
         crash_is_failure={
@@ -183,14 +186,15 @@ def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeR
     )
 
 
-def budget(config: Config) -> Budget:
+def budget(config: Config, source: SourceConfig) -> Budget:
+    own = config.budget(source.domain_name)
     return Budget(
-        turns=config.agents.max_turns,
-        turn_tokens=config.rollout.sampling.max_tokens,
-        tokens=config.agents.max_sampled_tokens or sys.maxsize,
-        window=config.window,
+        turns=own.max_turns,
+        turn_tokens=own.max_tokens,
+        tokens=own.max_sampled_tokens or sys.maxsize,
+        window=own.window,
         deadline_s=config.rollout.deadline_s,
-        call_s=config.agents.call_s,
+        call_s=own.call_s,
         calls=config.agents.max_thinking_calls if config.agents.tools_in_thinking else math.inf,
     )
 
@@ -234,7 +238,7 @@ def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
         source.system_template,
         tools=tools,
         calls=config.agents.max_thinking_calls,
-        seconds=min(cell_s, config.agents.call_s),
+        seconds=min(cell_s, config.budget(source.domain_name).call_s),
     )
 
 

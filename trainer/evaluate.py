@@ -66,7 +66,7 @@ class Remote:
     scorer: Scorer
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
-        how = self.config.sampling(purpose)
+        how = self.config.sampling(purpose, prompt.domain)
         return self.completions.submit(prompt, group_size=size, sampling=how)
 
 
@@ -306,8 +306,7 @@ def _in(given: Config, system: System | Remote, variant: EvalVariant) -> Iterato
     """The system, to sample as the variant has it."""
     config = given
     if variant.max_tokens:
-        sampling = replace(config.rollout.sampling, max_tokens=variant.max_tokens)
-        config = replace(config, rollout=replace(config.rollout, sampling=sampling))
+        config = config.with_max_tokens(variant.max_tokens)
     if variant.context != "as-in-training":
         config = replace(config, agents=replace(config.agents, context=variant.context))
     if config is given:

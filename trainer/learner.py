@@ -17,9 +17,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from keel.configs.schema import Config
 from keel.model.weight_transfer.receiver import Outcome, Receiver
+from keel.rl.buffer import split_updates
 from keel.rl.futures import done
 from keel.rl.metrics import merge
-from keel.rl.packing import TrainBatch, pack, split_updates
+from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.manifest import Entry

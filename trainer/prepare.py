@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.data.dataset import Dataset, load_dataset
 from keel.model.embedded.build import model_config
 from keel.model.embedded.tokenizer import build_tokenizer
@@ -32,7 +32,7 @@ from keel.rollout.chat.render import name_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here
-from keel.trainer.planning.families import check_engine_dtype
+from keel.trainer.planning.families import check_engine_attention, check_engine_dtype
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe, plan_on
 from keel.trainer.planning.unusual import unusual
@@ -105,7 +105,7 @@ def prepare(
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
         check_exported(Path(config.model.path), cure)
     if config.model.path == EMBEDDED:
-        tokenizer = build_tokenizer()
+        tokenizer = build_tokenizer(config.model.embedded.phrases)
         facts = facts_of(model_config(config.model.embedded, tokenizer))
     else:
         name = config.model.tokenizer or config.model.path
@@ -115,6 +115,12 @@ def prepare(
         check_engine_dtype(config, model.model_type)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
+    check_engine_attention(
+        config,
+        architecture=facts.architecture,
+        kv_width=facts.kv_width,
+        gpu=machine.gpu,
+    )
     plan = plan_on(config, facts, machine)
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:
@@ -187,12 +193,12 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 def length_rules(config: Config) -> dict[str, LengthRule]:
     """Domain → its rule. Raises ValueError naming the domain."""
     rules: dict[str, LengthRule] = {}
-    several = config.agents.max_sampled_tokens or config.window
-    longest = dict.fromkeys(config.data.lengths_by_domain, config.rollout.sampling.max_tokens)
-    longest |= dict.fromkeys(config.data.domains_with_environments, several)
+    several = config.data.domains_with_environments
     for domain, length in config.data.lengths_by_domain.items():
+        own = config.budget(domain)
+        most = (own.max_sampled_tokens or own.window) if domain in several else own.max_tokens
         try:
-            rules[domain] = LengthRule.from_knobs(asdict(length), limit=longest[domain])
+            rules[domain] = LengthRule.from_knobs(asdict(length), limit=most)
         except ValueError as error:
             raise ValueError(f"domain {domain!r}: {error}") from error
     return rules
@@ -224,10 +230,17 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
         if environment.program:
             what = ", driven by ".join(filter(None, [what, environment.program]))
         lines.append(
-            f"{source.name} ({what}): {', '.join(notes)}; weight {source.weight:g}, domain "
-            f"{source.domain_name}, β {source.kl_coef:g}"
+            f"{source.name} ({what}): {', '.join(notes)}; weight "
+            f"{config.data.weight_of(source):g}, domain {source.domain_name}, β "
+            f"{source.kl_coef:g}{_budget_said(source)}"
         )
         lines += [f"  skipped: {reason}" for reason in report.skipped_reasons[:3]]
         lines += [f"  without a pass rate: {name}" for name in report.unrated[:3]]
         lines += [f"  in pass_rates and not in the source: {name}" for name in report.unknown[:3]]
     return lines
+
+
+def _budget_said(source: SourceConfig) -> str:
+    """Where it has one of its own."""
+    own = {name: value for name, value in asdict(source.budget).items() if value}
+    return "".join(f", {name} {value:g}" for name, value in own.items())

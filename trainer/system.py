@@ -51,7 +51,7 @@ class System:
         if prompt.environment:
             assert self.agents is not None
             return self.agents.submit(prompt, group_size=size, purpose=purpose)
-        how = config.sampling(purpose)
+        how = config.sampling(purpose, prompt.domain)
         return self.pool.submit(prompt, group_size=size, sampling=how, purpose=purpose)
 
     def update(self, version: int, weights: Any) -> Future[None]:

@@ -25,7 +25,7 @@ FAR = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A task and two conversations about it, which end with the policy's last call."""
+    """A task and two conversations about it, which end with the policy's last call or words."""
 
     tools: tuple[ToolSpec, ...]
     worked: tuple[Message, ...]
@@ -46,9 +46,9 @@ def trip_demonstrations(
         world, task = make_task(number, LEVELS[level])
         given = {"messages": prompt.messages, "reward": prompt.reward}
 
-        def played(calls: Calls, given: Mapping[str, Any] = given) -> _Conversation:
+        def played(calls: Calls, given: Mapping[str, Any] = given) -> Conversation:
             trip = Trip()
-            return _play(kinds.Object(trip, kinds.methods_of(trip)), given, 0, calls)
+            return play(kinds.Object(trip, kinds.methods_of(trip)), given, 0, calls)
 
         worked = played(solve(task))
         hasty = played(_submit(_wrong_plan(world, task, random.Random(f"hasty {number}"))))
@@ -72,9 +72,9 @@ def guess_demonstrations(
             draw = random.Random(f"guess {seed} {number}")
             game_seed = draw.randrange(1 << 31)
 
-            def played(calls: Calls, game_seed: int = game_seed) -> _Conversation:
+            def played(calls: Calls, game_seed: int = game_seed) -> Conversation:
                 game = games.Game(Game("GuessTheNumber-v0", dict(options), brief=True))
-                return _play(game, {}, game_seed, calls)
+                return play(game, {}, game_seed, calls)
 
             worked = played(_bisect(low, high))
             hasty = played(_draw_numbers(low, high, draw))
@@ -83,31 +83,37 @@ def guess_demonstrations(
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
+class Conversation:
+    """What was said, the opening with it."""
+
     tools: tuple[ToolSpec, ...]
     said: tuple[Message, ...]
 
 
-def _play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> _Conversation:
-    """A conversation of `calls` with an environment of this process."""
+def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> Conversation:
+    """A conversation of `calls` with an environment of this process, until that ends it or they
+    return the policy's last words."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])
-    name, arguments = next(calls)
-    turn = 0
+    turn, seen = 0, ""
     while True:
+        try:
+            name, arguments = calls.send(seen) if turn else next(calls)
+        except StopIteration as end:
+            said.append({"role": "assistant", "content": end.value})
+            return Conversation(tools, tuple(said))
         call_id = f"call_{turn}_0"
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         said.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = environment.call(name, arguments)
         if result["done"]:
-            return _Conversation(tools, tuple(said))
+            return Conversation(tools, tuple(said))
         said.append(
             {"role": "tool", "content": result["text"], "tool_call_id": call_id, "name": name}
         )
-        turn += 1
-        name, arguments = calls.send(result["text"])
+        turn, seen = turn + 1, result["text"]
 
 
 def _submit(answer: str) -> Calls:

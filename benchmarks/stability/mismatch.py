@@ -157,7 +157,7 @@ def scores(
     for micro_batch in batch.micro_batches:
         inputs = Inputs.of(micro_batch, device)
         with torch.no_grad():
-            logp, _ = network(inputs=inputs)
+            logp, *_ = network(inputs=inputs)
         parts.append(
             (
                 logp.double().cpu().numpy(),

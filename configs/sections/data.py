@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -55,6 +55,28 @@ class LengthConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """What a completion, or a trajectory in an environment, may take in this domain. 0: what the
+    run's own knob says, which is the most that engines have room for."""
+
+    max_tokens: int = 0
+    """Tokens of a completion, or of a turn; at most rollout.sampling.max_tokens."""
+    window: int = 0
+    """Environment: tokens of a context with what is sampled after it; at most agents.window."""
+    max_turns: int = 0
+    """Environment: as agents.max_turns, more or fewer."""
+    max_sampled_tokens: int = 0
+    """Environment: as agents.max_sampled_tokens, more or fewer."""
+    call_s: float = 0.0
+    """Environment: as agents.call_s, longer or shorter."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "window", "max_turns", "max_sampled_tokens", "call_s"):
+            value = getattr(self, name)
+            require(value >= 0, f"data.sources[].budget.{name}", value, "must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
     """One source of prompts."""
 
@@ -103,6 +125,7 @@ class SourceConfig:
     """Reward parts and their weights: `correct`, `format` and the others of docs/rewards.md, or
     functions of your own by dotted name."""
     length: LengthConfig = field(default_factory=LengthConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
 
     def __post_init__(self) -> None:
         knob = f"data.sources[{self.name or '?'}]"
@@ -181,6 +204,13 @@ class SourceConfig:
         )
         require(self.weight >= 0, f"{knob}.weight", self.weight, "must not be negative")
         require(self.kl_coef >= 0, f"{knob}.kl_coef", self.kl_coef, "must not be negative")
+        for name in ("window", "max_turns", "max_sampled_tokens", "call_s"):
+            require(
+                self.environment.given or not getattr(self.budget, name),
+                f"{knob}.budget.{name}",
+                getattr(self.budget, name),
+                "belongs to a source with an environment; budget.max_tokens is a completion's",
+            )
         require(bool(self.rewards), f"{knob}.rewards", dict(self.rewards), "name at least one")
         for name, weight in self.rewards.items():
             require(math.isfinite(weight), f"{knob}.rewards.{name}", weight, "must be finite")
@@ -196,6 +226,9 @@ class DataConfig:
     only: tuple[str, ...] = ()
     """Names of the sources to train on, as in a specialist's recipe; the others are left out as if
     they were not there. Empty: all."""
+    train_on: tuple[str, ...] = ()
+    """Names of the sources to train on; of the others the held-out sets alone are asked, which says
+    what carries over to them. The embedded model's cold start teaches all. Empty: all."""
     max_prompt_tokens: int = 256
     """Longest prompt, chat template included, in tokens."""
     long_prompts: Literal["error", "drop"] = "error"
@@ -211,20 +244,26 @@ class DataConfig:
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         require(not repeated, "data.sources", repeated, "each source needs a name of its own")
-        for name in self.only:
-            nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            require(
-                name in names, "data.only", name, f"no source of that name; the nearest: {nearest}"
-            )
+        self._require_known("data.only", self.only, names)
         if self.only:
             chosen = tuple(source for source in self.sources if source.name in self.only)
             object.__setattr__(self, "sources", chosen)
             names = [source.name for source in chosen]
+        self._require_known("data.train_on", self.train_on, names)
+        for source in self.sources:
+            require(
+                not self.train_on or source.name in self.train_on or source.holdout > 0,
+                f"data.sources[{source.name}].holdout",
+                source.holdout,
+                "must be above 0: data.train_on leaves the source out, so all that could be asked "
+                "are held-out prompts (or name it there, or leave it out by data.only)",
+            )
         require(
-            any(source.weight > 0 for source in self.sources),
+            any(self.weight_of(source) > 0 for source in self.sources),
             "data.sources",
             names,
-            "at least one source needs a weight above 0",
+            "at least one source needs a weight above 0"
+            + " among those of data.train_on" * bool(self.train_on),
         )
         for source in self.sources:
             first = self.rewards_by_domain[source.domain_name]
@@ -235,19 +274,33 @@ class DataConfig:
                 f"domain {source.domain_name!r} has {dict(first)} already; give this source a "
                 "domain of its own, or the same rewards",
             )
-            require(
-                source.length == self.lengths_by_domain[source.domain_name],
-                f"data.sources[{source.name}].length",
-                source.length,
-                f"domain {source.domain_name!r} has another; give this source a domain of its own, "
-                "or the same length",
-            )
+            for name, others in (
+                ("length", self.lengths_by_domain),
+                ("budget", self.budgets_by_domain),
+            ):
+                require(
+                    getattr(source, name) == others[source.domain_name],
+                    f"data.sources[{source.name}].{name}",
+                    getattr(source, name),
+                    f"domain {source.domain_name!r} has another; give this source a domain of its "
+                    f"own, or the same {name}",
+                )
         require(
             self.max_prompt_tokens >= 1,
             "data.max_prompt_tokens",
             self.max_prompt_tokens,
             "must be at least 1",
         )
+
+    @staticmethod
+    def _require_known(knob: str, chosen: Sequence[str], names: Sequence[str]) -> None:
+        for name in chosen:
+            nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+            require(name in names, knob, name, f"no source of that name; the nearest: {nearest}")
+
+    def weight_of(self, source: SourceConfig) -> float:
+        """Its share in training: 0 where `train_on` leaves it out."""
+        return source.weight if not self.train_on or source.name in self.train_on else 0.0
 
     @property
     def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
@@ -261,3 +314,7 @@ class DataConfig:
     @property
     def lengths_by_domain(self) -> dict[str, LengthConfig]:
         return {source.domain_name: source.length for source in reversed(self.sources)}
+
+    @property
+    def budgets_by_domain(self) -> dict[str, BudgetConfig]:
+        return {source.domain_name: source.budget for source in reversed(self.sources)}

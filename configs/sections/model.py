@@ -42,21 +42,48 @@ class ColdStartConfig:
         require(self.lr > 0, f"{knob}.lr", self.lr, "must be positive")
 
 
+COUNTS = (
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "latent_size",
+    "index_heads",
+    "index_top_k",
+    "experts",
+    "experts_per_token",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig:
-    """Shape of the small Qwen3-MoE that is built from the run's seed."""
+    """Shape of the small mixture of experts that is built from the run's seed."""
 
+    family: Literal["qwen3_moe", "deepseek_v32"] = "qwen3_moe"
+    """deepseek_v32: latent and sparse attention. No engine serves it at this size, so it is for the
+    trainer's side alone (docs/sparse-attention.md)."""
     hidden_size: int = 64
     layers: int = 3
     heads: int = 4
     kv_heads: int = 2
+    """qwen3_moe"""
     head_dim: int = 32
+    latent_size: int = 64
+    """deepseek_v32: numbers of the latent that queries are made from, and of that of keys and
+    values; a half head of rotary embedding comes beside it."""
+    index_heads: int = 4
+    """deepseek_v32: heads of the indexer, of `head_dim` each."""
+    index_top_k: int = 64
+    """deepseek_v32: tokens that are attended to."""
     experts: int = 8
     experts_per_token: int = 2
     expert_size: int = 64
     """Intermediate size of one expert; the CPU kernel wants multiples of 32."""
     initializer_range: float = 0.05
     """Standard deviation of the random weights; about 0.02 suits a hidden size of 512 and more."""
+    phrases: tuple[str, ...] = ()
+    """Texts that are one token each, such as a tool's description or the fixed words of a task,
+    where all else is a token a byte: conversations become short enough for so small a model."""
     max_context: int = 512
     cache_dir: str = ""
     """Where cold-started models are kept; empty: `keel` under the user's cache folder."""
@@ -72,8 +99,21 @@ class EmbeddedConfig:
                 value,
                 "must be a multiple of 32 (the CPU expert kernel works in blocks of 32)",
             )
-        for name in ("layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token"):
+        for name in COUNTS:
             require(getattr(self, name) >= 1, f"{knob}.{name}", getattr(self, name), "must be >= 1")
+        for phrase in self.phrases:
+            require(
+                bool(phrase) and phrase.isascii(),
+                f"{knob}.phrases",
+                phrase,
+                "must be text, and ASCII: a byte beyond that is part of a character",
+            )
+        require(
+            self.family == "qwen3_moe" or self.head_dim % 4 == 0,
+            f"{knob}.head_dim",
+            self.head_dim,
+            "must be a multiple of 4 for deepseek_v32: half of it is turned in pairs",
+        )
         require(
             self.heads % self.kv_heads == 0,
             f"{knob}.kv_heads",

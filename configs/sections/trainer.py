@@ -35,6 +35,13 @@ class TrainerConfig:
     eps: float = 1e-8
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
+    attention: Literal["sparse", "warm-up", "dense"] = "sparse"
+    """How a model with sparse attention is trained (docs/sparse-attention.md). warm-up: its
+    indexers alone, from dense attention. dense: everything but its indexers, with dense attention.
+    Engines attend as sparse says, so rollouts need that. Without meaning for other models."""
+    indexer_loss: float = 1.0
+    """Weight of the indexers' own loss (DeepSeek-V3.2, Eq. 3 and 4): the sum over layers, the mean
+    over a step's tokens. It reaches the indexers alone; 0: they stay as they are."""
     activation_checkpointing: bool = False
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2)."""
@@ -71,6 +78,12 @@ class TrainerConfig:
                 f"must divide trainer.ranks = {self.ranks}",
             )
         require(
+            self.attention != "warm-up" or self.indexer_loss > 0,
+            "trainer.indexer_loss",
+            self.indexer_loss,
+            "must be above 0 with trainer.attention: warm-up, which trains by nothing else",
+        )
+        require(
             self.zero_stage > 0 or not self.offload_optimizer,
             "trainer.offload_optimizer",
             self.offload_optimizer,
@@ -85,7 +98,7 @@ class TrainerConfig:
         )
         for name in ("lr", "eps", "deadline_s"):
             require(getattr(self, name) > 0, f"trainer.{name}", getattr(self, name), "must be > 0")
-        for name in ("warmup_steps", "min_lr", "weight_decay", "grad_clip"):
+        for name in ("warmup_steps", "min_lr", "weight_decay", "grad_clip", "indexer_loss"):
             require(
                 getattr(self, name) >= 0,
                 f"trainer.{name}",

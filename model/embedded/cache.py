@@ -82,7 +82,7 @@ def make_folder(
     progress: Progress | None = None,
 ) -> None:
     """Build the model, teach it on `device` and write it to `folder`."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(config.phrases)
     # Drawn on the CPU, so that the weights to begin with are the same everywhere.
     model = build_model(config, tokenizer, seed=seed)
     if config.cold_start.steps:
@@ -126,6 +126,11 @@ def content_key(
     CPU."""
     model = asdict(config)
     del model["cache_dir"], model["cold_start"]["max_seconds"]
+    if config.family == "qwen3_moe":  # it came without a name, and without another's knobs
+        for name in ("family", "latent_size", "index_heads", "index_top_k"):
+            del model[name]
+    if not config.phrases:
+        del model["phrases"]
     content: dict[str, Any] = {
         "version": CODE_VERSION,
         "model": model,

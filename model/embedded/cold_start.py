@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import reasoning_gym
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
 from keel.model.embedded.conversations import Demonstration, conversation_ids, demonstrated
@@ -109,7 +110,7 @@ def make_examples(
 
 
 def train(
-    model: Qwen3MoeForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     examples: Sequence[Example],
     config: ColdStartConfig,
@@ -134,7 +135,7 @@ def train(
     )
     start, value = time.monotonic(), math.nan
     model.train()
-    with _one_thread():
+    with _one_thread(), _dense(model):
         for step, (inputs, targets) in enumerate(
             _batches(examples, tokenizer, config, random.Random(seed))
         ):
@@ -171,6 +172,20 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _dense(model: PreTrainedModel) -> Iterator[None]:
+    """Attention to all earlier tokens: an indexer knows nothing yet of what to select."""
+    own: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
+    kept = [indexer.index_topk for indexer in own]
+    for indexer in own:
+        indexer.index_topk = model.config.max_position_embeddings
+    try:
+        yield
+    finally:
+        for indexer, top_k in zip(own, kept, strict=True):
+            indexer.index_topk = top_k
 
 
 def _source_examples(

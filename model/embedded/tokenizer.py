@@ -9,6 +9,7 @@ tokens instead of hundreds.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -128,16 +129,18 @@ where a letter is a token: each is listed as `@name argument, argument: descript
 a line `@name 1, "two"` with the arguments as JSON in that order."""
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The same tokenizer every time: it depends on nothing but this file."""
+def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """The same tokenizer every time: it depends on nothing but this file, and on the texts (ASCII)
+    that are one token each beside `PHRASES`: model.embedded.phrases."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    phrases = ["".join(piece for piece, _ in to_bytes.pre_tokenize_str(text)) for text in PHRASES]
+    texts = tuple(dict.fromkeys((*PHRASES, *more)))
+    phrases = ["".join(piece for piece, _ in to_bytes.pre_tokenize_str(text)) for text in texts]
     vocab = {token: index for index, token in enumerate((*MARKS, *alphabet, *phrases))}
 
     # No merges: a piece is in the vocabulary as a whole (a phrase) or falls into its bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
-    longest_first = sorted(PHRASES, key=len, reverse=True)
+    longest_first = sorted(texts, key=len, reverse=True)
     pieces = Regex("|".join(re.escape(text) for text in longest_first) + r"|[\s\S]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(pieces, behavior="isolated"), to_bytes]

@@ -30,6 +30,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from io import TextIOWrapper
+from types import FrameType
 from typing import Any, cast
 
 from keel.rewards.code.verifier import CodeSettings
@@ -83,11 +84,15 @@ def serve(connection: socket.socket) -> None:
                 send(reply)
 
 
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
 def main() -> None:
     # Theirs to handle is the parent's. A handler, as programs under test would inherit it if these
     # were ignored, or blocked as they are when this starts.
     for number in (signal.SIGINT, *PREEMPTION):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.enable(all_threads=False)

@@ -124,7 +124,10 @@ class Making:
                     purpose="database",
                 )
         if not kind:
-            ended = {"turns": "general.max_turns", "length": "author.max_tokens"}.get(worked.ended)
+            ended = {
+                "turns": "general.max_turns",
+                "length": "author.max_tokens or the context",
+            }.get(worked.ended)
             raise Refused("database", f"none was handed over{f' within {ended}' if ended else ''}")
         return kind
 

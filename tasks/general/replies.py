@@ -18,7 +18,7 @@ def sections(said: Said, wanted: Sequence[str], optional: Sequence[str] = ()) ->
 
     Raises Refused for a reply that lacks one."""
     if said.cut:
-        raise Refused(GATE, "the reply was longer than author.max_tokens; be brief")
+        raise Refused(GATE, "the reply was cut off, by author.max_tokens or the context; be brief")
     text = _outside_blocks(said.content)
     heads = [found for found in _HEADING.finditer(text) if found[1] in (*wanted, *optional)]
     found: dict[str, str] = {}

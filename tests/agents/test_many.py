@@ -15,7 +15,7 @@ import pytest
 
 from keel.agents.host.children import below
 from keel.agents.host.client import Hosted, parent_of
-from keel.agents.runner import EpisodeRunner
+from keel.agents.runner import EpisodeRunner, Limits
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose
 from tests.agents.episodes import TASK as HOSTED_TASK
@@ -53,8 +53,7 @@ def test_in_this_process() -> None:
         {"sums": Sums},
         chat=chat(),
         turns=turns,
-        budget=BUDGET,
-        context=NO_CONTEXT,
+        limits={"sums": Limits(BUDGET, NO_CONTEXT)},
         seed=1,
         most_open=MANY,
     ) as runner:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from keel.agents.runner import EpisodeRunner
+from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import Unscored
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose
@@ -46,8 +46,7 @@ def running(
         {"sums": world or World()},
         chat=chat(),
         turns=policy.turns(),
-        budget=BUDGET,
-        context=NO_CONTEXT,
+        limits={"sums": Limits(BUDGET, NO_CONTEXT)},
         seed=1,
         most_open=most_open,
         crash_is_failure=crash_is_failure,

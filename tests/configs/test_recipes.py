@@ -51,3 +51,26 @@ def test_only_leaves_the_other_sources_out(tmp_path: Path) -> None:
     assert load_config(path) == config
     with pytest.raises(ConfigError, match=r"data\.only = 'cod': .*the nearest: code"):
         load_config("mixed", ["data.only=[cod]"])
+
+
+def test_the_mixed_stage_has_every_family_and_both_modes() -> None:
+    config = shipped("mixed-agents")
+    sources = {source.name: source for source in config.data.sources}
+    families = {"general": "General", "search": "Search", "code": "Repository"}
+    families |= {"interpreter": "Interpreter"}
+    for name, kind in families.items():
+        given = sources[name].environment
+        assert given.target.endswith(f":{kind}") and given.demonstrations and sources[name].holdout
+    assert {s.name for s in sources.values() if s.thinking} >= {"spelling", "search", "interpreter"}
+    assert not any(sources[name].thinking for name in ("general", "code", "chat"))
+    assert len({(s.kl_coef, s.weight, s.length, s.budget) for s in sources.values()}) > 5
+    # Every step has every domain, since each has come to its whole share by then.
+    assert sum(s.weight for s in sources.values()) == config.algorithm.prompts_per_step
+
+
+def test_what_carries_over_is_measured_on_families_that_never_train() -> None:
+    config = shipped("transfer")
+    trained = {s.name for s in config.data.sources if config.data.weight_of(s) > 0}
+    held = {source.name for source in config.data.sources if source.holdout}
+    assert trained == {"general"} and held == {"general", "search", "code", "interpreter"}
+    assert all(s in shipped("mixed-agents").data.sources for s in config.data.sources)

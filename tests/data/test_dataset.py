@@ -70,6 +70,13 @@ def test_heldout_questions_never_train() -> None:
     assert report.train == len(dataset.train)
 
 
+def test_a_source_that_is_left_out_of_training_keeps_its_held_out_set() -> None:
+    part = load(gym(holdout=8), gym("trained", "gcd"), train_on=("trained",))
+    assert set(part.train.sources) == {"trained"}
+    assert held(part) == held(load(gym(holdout=8))), "the same questions as where it trains"
+    assert (part.report["sums"].train, part.report["sums"].heldout) == (0, 8)
+
+
 def test_a_question_held_out_by_one_source_trains_in_none() -> None:
     train = gym("train", size=200, params=SMALL, system="Other words.")
     dataset = load(train, gym("test", size=30, holdout=20, weight=0, params=SMALL | {"seed": 6}))

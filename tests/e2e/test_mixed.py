@@ -1,4 +1,4 @@
-"""The mixed recipe from end to end, with a judge on this machine."""
+"""The mixed recipes from end to end, with a judge on this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.tasks.small.__main__ import make
 from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
@@ -16,17 +17,17 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.e2e
 
 
-def words(command: str, folder: Path, *overrides: str) -> list[str]:
+HELD = ("general", "search", "interpreter")
+AGENTS = (*HELD, "code")
+DOMAINS = ("spelling", "spiral", "programs", "chat", *AGENTS)
+
+
+def words(command: str, recipe: str, folder: Path, *overrides: str) -> list[str]:
     return [
         command,
-        "mixed",
+        recipe,
         f"run.dir={folder / 'run'}",
         f"model.embedded.cache_dir={folder / 'cache'}",
-        "model.embedded.cold_start.steps=20",
-        "run.steps=2",
-        "data.sources[spelling].size=1000",  # thousands of puzzles take seconds
-        "data.sources[spiral].size=1000",
-        "rollout.engines=1",
         "rewards.judge.model=m",
         f"rewards.judge.deadline_s={PATIENCE_S}",
         f"rewards.deadline_s={PATIENCE_S}",  # of the machine's time, which may be busy
@@ -36,29 +37,53 @@ def words(command: str, folder: Path, *overrides: str) -> list[str]:
     ]
 
 
-def test_four_domains_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_domains_train_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reasoning, the four families of agents, and alignment."""
     try:
         open_sandbox("bubblewrap")
     except IsolationError as error:
         pytest.skip(str(error))
+    tmp_path.chmod(0o755)  # environments run in it, and as a user of their own
+    monkeypatch.chdir(tmp_path)
+    assert make(tmp_path / "small-tasks", general=6, search=6, code=1, seed=0) == 0
+    overrides = [
+        "model.embedded.cold_start.steps=60",
+        "model.embedded.cold_start.batch_size=32",
+        "run.steps=2",
+        "run.eval_every=2",
+        "rollout.engines=1",
+        "algorithm.group_size=2",
+        "data.sources[general].size=6",
+        *(f"data.sources[{name}].size=200" for name in ("spelling", "spiral", "interpreter")),
+        *(f"data.sources[{name}].holdout=1" for name in ("spelling", "spiral", *HELD)),
+        "data.sources[code].holdout=0",
+        "data.sources[chat].budget.max_tokens=5",
+    ]
     with running(good) as server:
-        status = main(words("train", tmp_path, f"rewards.judge.base_url={server.url}"))
+        url = f"rewards.judge.base_url={server.url}"
+        status = main(words("train", "mixed-agents", tmp_path, url, *overrides))
     said = capsys.readouterr()
     assert status == 0, said.out + said.err
-    assert "code: 12 of 12 reference solutions run, all pass" in said.out
+    assert "programs: 12 of 12 reference solutions run, all pass" in said.out
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    assert last["step"] == 2
-    # The engine sampled with exactly the trainer's weights, which a step has changed.
-    assert last["staleness/mean"] == 0 and last["mismatch/logp_abs"] <= 1e-4
-    assert last["routing/fallback_fraction"] == 0 and last["sampling/kept_mean"] >= 1
-    for domain in ("spelling", "spiral", "code", "chat"):
-        assert f"domain/{domain}/reward_mean" in last
-    # Of 12 prompts one sixth is for the judge, and of those asked instead of filtered groups.
-    assert last["judge/completions"] >= 16 and last["judge/completions"] % 8 == 0
-    assert sum(value for name, value in last.items() if name.startswith("rollout/filtered")) > 0
-    assert last["judge/failures"] == last["reward/error"] == 0
-    assert "reward/length_cost" in last
+    _, *steps = map(json.loads, lines)
+    assert [one["step"] for one in steps] == [1, 2]
+    for step in steps:
+        # The engine sampled with exactly the trainer's weights, which a step has changed.
+        assert step["staleness/mean"] == 0 and step["mismatch/logp_abs"] <= 1e-4
+        assert step["routing/fallback_fraction"] == 0 and step["sampling/kept_mean"] >= 1
+        assert step["judge/completions"] >= 2 and step["judge/failures"] == 0
+        assert step["reward/error"] == step["rollout/dropped_completions"] == 0
+        # The weights add up to the prompts of a step, so none has to wait for the next one.
+        assert all(f"domain/{domain}/reward_mean" in step for domain in DOMAINS)
+        assert all(f"domain/{domain}/calls_mean" in step for domain in AGENTS)
+        assert step["domain/chat/length_mean"] <= 5, "its own budget"
+        assert "reward/share" in step and "reward/rubric" in step and "reward/length_cost" in step
+    assert max(step["domain/spelling/length_mean"] for step in steps) > 5
+    assert max(step["agents/calls_mean"] for step in steps) > 0, "the cold start has taught no call"
+    assert all(f"eval/{name}/pass@1" in steps[-1] for name in HELD)
 
 
 def test_a_judge_that_cannot_be_reached_is_named_before_anything_starts(
@@ -69,7 +94,7 @@ def test_a_judge_that_cannot_be_reached_is_named_before_anything_starts(
     except IsolationError as error:
         pytest.skip(str(error))
     overrides = ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0"]
-    assert main(words("train", tmp_path, *overrides)) == 1
+    assert main(words("train", "mixed", tmp_path, *overrides)) == 1
     said = capsys.readouterr()
     assert "rewards.judge.base_url = 'http://127.0.0.1:9/v1'" in said.err
     assert "cold start" not in said.out and not ray.is_initialized()

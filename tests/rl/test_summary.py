@@ -152,6 +152,12 @@ def test_domains_stand_apart_where_there_are_several() -> None:
     assert several["domain/code/reward_mean"] == Mean(0.0, 1)
     assert several["domain/sums/length_mean"] == Mean(2, 1)
     assert several["domain/code/length_mean"] == Mean(4, 1)
+    assert "domain/sums/calls_mean" not in several, "no environment"
+    shop = scored([replace(trajectory(segment(0, 3)), usage=Usage(calls=3))], [0.0], domain="shop")
+    prompt = replace(shop.group.prompt, environment="shop")
+    shop = replace(shop, group=replace(shop.group, prompt=prompt))
+    agents = summarize([group("sums", 1.0, 3), shop], version=0)
+    assert agents["domain/shop/calls_mean"] == Mean(3, 1)
     one = summarize([group("sums", 1.0, 3), group("sums", 0.0, 5)], version=0)
     assert not [name for name in one if name.startswith("domain/")]
 

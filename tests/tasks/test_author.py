@@ -159,6 +159,33 @@ def test_a_lost_author_says_why_and_not_its_key(
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"message": "This model\'s maximum context length is 2048 tokens. However, …"}',
+        '{"message": "max_tokens=512 cannot be greater than max_model_len=256."}',
+        '{"message": "…", "code": "context_length_exceeded"}',
+        '{"message": "the request exceeds the available context size, try increasing it"}',
+    ],
+)
+def test_a_conversation_that_outgrows_the_context_is_cut_off(endpoint: Server, said: str) -> None:
+    """That is the task's fault; a context without room for the first reply is the recipe's."""
+    endpoint.behave = lambda _: Reply(f'{{"error": {said}}}', status=400)
+
+    async def both() -> list[Any]:
+        author, _ = author_of(endpoint)
+        try:
+            later = [*ASK, {"role": "assistant", "content": "…"}, *ASK]
+            work = (author.ask(asked, purpose="test") for asked in (ASK, later))
+            return await asyncio.gather(*work, return_exceptions=True)
+        finally:
+            await author.close()
+
+    first, later = asyncio.run(both())
+    assert isinstance(first, AuthorLost) and "lower author.max_tokens = 8192" in str(first)
+    assert later == Said(content="", cut=True)
+
+
 def test_a_key_that_is_not_there(endpoint: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTHORS_KEY", raising=False)
     with pytest.raises(ValueError, match="no such environment variable"):

@@ -89,7 +89,7 @@ def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
     assert tokens > fewer + 50
     runner = episode_runner(recipe, chat, lambda request, purpose: Future())
     with runner:
-        assert runner._budget.calls == 7
+        assert runner._limits["shop"].budget.calls == 7
     told = system_prompt_of(recipe, asked)(["python"])
     assert "Up to 7 calls" in told and "60 seconds" in told, "agents.call_s ends a cell"
 

@@ -43,6 +43,7 @@ from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
     Reference,
+    indexer_weight,
     recorded_routes,
     seen_tokens,
     whole_sequences,
@@ -202,7 +203,7 @@ class TrainerEngine:
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == last)
-            seen.append(self._accumulate(micro_batch, batch.total_sequences, split))
+            seen.append(self._accumulate(micro_batch, batch, split))
         norm = self._apply_gradients()
         parts = [metrics() for metrics in seen]
         if self._config.algorithm.mask_delta is not None:
@@ -222,34 +223,30 @@ class TrainerEngine:
     def _examine(self, batch: TrainBatch) -> None:
         """Compute a skipped step again, with a look at what it goes through; weights are as they
         were, and no gradient stays."""
-        split, total = SplitGaps.begun(batch, self._device, self._scored), batch.total_sequences
+        split = SplitGaps.begun(batch, self._device, self._scored)
         look = Look(self._layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
             with look.at(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
-                self._accumulate(micro_batch, total, split, look)
+                self._accumulate(micro_batch, batch, split, look)
         # All ranks drop it as they dropped the step itself, with what their optimizers hold of it.
         self._engine.set_gradient_accumulation_boundary(True)
-        self._accumulate(batch.micro_batches[0], total, split, look.spoiling())
+        self._accumulate(batch.micro_batches[0], batch, split, look.spoiling())
         self._apply_gradients()
         self.findings += look.found
 
     def _accumulate(
-        self,
-        batch: MicroBatch,
-        total_sequences: int,
-        split: SplitGaps,
-        look: Look | None = None,
+        self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, look: Look | None = None
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
         the device: meanwhile the host prepares the next micro-batch."""
         inputs = Inputs.of(batch, self._device, self._part)
         reference = self._reference_logp(inputs)
         with self._replayed(self._network, inputs) as replay:
-            logp, entropy = self._engine(inputs=inputs)
+            logp, entropy, indexers = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
-                self._engine.backward(logp.sum())
+                self._engine.backward(logp.sum() + 0 * indexers)
                 return dict
             logp, reference = whole_sequences(inputs, logp, reference)
             used = reference is not None or batch.kl_coef_N.any()
@@ -259,7 +256,7 @@ class TrainerEngine:
                 inputs.advantage_R,
                 inputs.sequence_R,
                 sequence_tokens=inputs.sequence_tokens_S,
-                total_sequences=total_sequences,
+                total_sequences=step.total_sequences,
                 logp_ref=reference,
                 # Coefficients on a GPU would be looked at there if there is no reference.
                 kl_coef=inputs.kl_coef_R if used else 0.0,
@@ -271,20 +268,21 @@ class TrainerEngine:
                 sequence_gap=split.of(inputs),
             )
             split.add(inputs, logp)
-            factor = sound(share.loss)
+            loss = share.loss + indexers * indexer_weight(self._network, self._config, step)
+            factor = sound(loss)
             if look:
                 factor = look.saw(logp, reference, inputs.kl_coef_R, share.loss)
-            self._engine.backward(share.loss * (factor * self._world_size))
+            self._engine.backward(loss * (factor * self._world_size))
         # Lets go of the graph.
         share, logp = replace(share, loss=share.loss.detach()), logp.detach()
-        total, count = entropy.sum(), len(entropy)
+        total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
         tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
 
         def metrics() -> dict[str, Metric]:
-            found: dict[str, Metric] = {
-                "entropy/kept": Mean(float(total), count),
-                "train/tokens": Sum(tokens),
-            }
+            found: dict[str, Metric] = {"entropy/kept": Mean(float(total), count)}
+            found["train/tokens"] = Sum(tokens)
+            if layers := self._network.learning_indexers:
+                found["indexer/kl"] = Mean(float(indexers), tokens * layers)
             if self._part.rank == 0:  # every rank of its group has computed the same
                 found |= share.metrics
             if replay is not None:
@@ -298,7 +296,7 @@ class TrainerEngine:
         """[R] log-probabilities under the weights as they are, without gradient."""
         inputs = Inputs.of(batch, self._device, self._part)
         with torch.no_grad(), self._replayed(self._network, inputs):
-            logp, _ = self._engine(inputs=inputs)
+            logp, *_ = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0]
 
     def _apply_gradients(self) -> float:
@@ -397,4 +395,6 @@ class TrainerEngine:
             load_policy(model_path, dtype),
             temperature=self._config.rollout.sampling.temperature,
             context=context_tokens(self._config),
+            attention=self._config.trainer.attention,
+            indexer_loss=self._config.trainer.indexer_loss > 0,
         )

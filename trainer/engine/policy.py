@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from keel.configs.schema import Config
 from keel.model.attention import Segments, use_packed_attention
 from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
@@ -21,10 +22,15 @@ from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, traina
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import Replay, replay_routes, router_modules
+from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
+from keel.model.sparse.contract import check_sparse_attention
+from keel.model.sparse.replay import recorded_selection
 from keel.model.ulysses import WHOLE, Slice
-from keel.rl.packing import MicroBatch
+from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE, TokenNumbers
 from keel.trainer.engine.zero import initialize
+
+Attention = Literal["sparse", "warm-up", "dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class Inputs:
     sequence_weight_S: Tensor
     split_S: Tensor | None
     routes_NLK: Tensor | None
+    selected_NLk: NDArray[np.int32] | None
+    position_N: NDArray[np.int32]
     watched: bool = False
     """Whether any segment is watched: see `seen_tokens`."""
 
@@ -102,6 +110,8 @@ class Inputs:
             sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
             split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
+            selected_NLk=batch.selected_NLk,
+            position_N=batch.position_N,
             watched=batch.watched is not None,
         )
 
@@ -113,14 +123,36 @@ class PolicyNetwork(nn.Module):
     each submodule's parameters as they are used.
     """
 
+    learning_indexers: int = 0
+    """Layers whose indexer learns what to select."""
+    replays: bool = True
+    """Attends to what engines selected, where that was recorded."""
+
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, context: int | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        context: int | None = None,
+        attention: Attention = "sparse",
+        indexer_loss: bool = True,
     ) -> None:
         """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
-        for a model to which it makes no difference."""
+        for a model to which it makes no difference. `attention` and `indexer_loss` are about a
+        model with sparse attention: as in `trainer.attention`, and whether its indexers learn."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
+        own = indexers(model)
+        if own:
+            check_sparse_attention()
+            learning = indexer_loss and attention != "dense"
+            model.requires_grad_(attention != "warm-up")
+            for indexer in own:
+                indexer.requires_grad_(learning)
+            self.learning_indexers = len(own) if learning else 0
+        use_sparse_attention(model)
+        self._sparse, self._dense = bool(own), attention != "sparse"
         use_packed_attention(model)
         use_fused_layers(model)
         install_support_head(model)
@@ -129,18 +161,28 @@ class PolicyNetwork(nn.Module):
         self.config = model.config  # where DeepSpeed looks for facts about the experts
         self.temperature = temperature
 
-    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Log-probability [R] (float32) of each sampled token over its mask, and entropy [R]
-        of that distribution, without gradient. R: of this rank's part of the row."""
+    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability [R] (float32) of each sampled token over its mask, entropy [R] of that
+        distribution, without gradient, and the indexers' loss, summed over layers and tokens (0
+        without gradient where none is computed). R: of this rank's part of the row."""
+        learning = self.learning_indexers > 0 and torch.is_grad_enabled()
+        sparse = SparsePass(dense=self._dense, loss=learning)
+        if self._sparse and self.replays and inputs.selected_NLk is not None:
+            sparse.recorded_LNk = recorded_selection(
+                self.model, inputs.selected_NLk, inputs.position_N
+            )
+        options = {"sparse": sparse} if self._sparse else {}
         hidden = self.model.get_decoder()(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,
             use_cache=False,
             segments=inputs.segments,
+            **options,
         ).last_hidden_state
         head = self.model.get_output_embeddings()
         assert isinstance(head, SupportHead)
-        return policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
+        scores = policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
+        return *scores, sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
 
 
 class Reference:
@@ -154,15 +196,27 @@ class Reference:
         self, network: PolicyNetwork, device: torch.device, sharded: Mapping[str, Any] | None
     ) -> None:
         self.network = network.eval().requires_grad_(False)
-        self._forward: Callable[..., tuple[Tensor, Tensor]] = (
+        network.replays = False  # it selects by its own indexers, as it routes by its own routers
+        self._forward: Callable[..., tuple[Tensor, ...]] = (
             network.to(device) if sharded is None else initialize(network, sharded, device)
         )
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
         """[R] (of this rank's part) float32, over the same sampling masks as the policy's."""
-        logp, _ = self._forward(inputs=inputs)
+        logp, *_ = self._forward(inputs=inputs)
         return logp
+
+
+def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:
+    """What the indexers' loss of a micro-batch (Σ over its tokens) counts in that of the step.
+
+    Raises ValueError for a step whose tokens nobody has counted."""
+    if not network.learning_indexers:
+        return 0.0
+    if step.total_tokens < 1:
+        raise ValueError("train batch: total_tokens is 0, and the indexers' loss is a mean over it")
+    return config.trainer.indexer_loss / step.total_tokens
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:

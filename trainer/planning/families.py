@@ -14,6 +14,11 @@ EXPERT_PARALLEL = (
 )
 """Those that DeepSpeed AutoEP has a preset for and whose routes can be replayed."""
 
+SPARSE_ATTENTION = "DeepseekV32ForCausalLM"
+"""With an indexer that selects what is attended to."""
+SERVED_LATENTS = (512, 576)
+"""Numbers of a token's latent entry for which vLLM has kernels of sparse attention, on GPUs."""
+
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM refuses to run in float16: their activations outgrow it."""
 
@@ -27,6 +32,31 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
             f"{knob} = 'float16': vLLM refuses it for models of type {model_type}, which are "
             "numerically unstable in it. Set it to bfloat16"
         )
+
+
+def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
+    """Raise `ConfigError` for sparse attention that vLLM cannot serve on this machine, or that is
+    not trained as it is served. `kv_width`: numbers that an engine caches for each token and
+    layer."""
+    if architecture != SPARSE_ATTENTION:
+        return
+    if config.trainer.attention != "sparse":
+        raise ConfigError(
+            f"trainer.attention = {config.trainer.attention!r}: engines attend to what the "
+            "indexers select, and rollouts are learned from as they were sampled. Set it to sparse"
+        )
+    if gpu and kv_width in SERVED_LATENTS:
+        return
+    why = (
+        f"its kernels are for latent entries of {' and '.join(map(str, SERVED_LATENTS))} numbers "
+        f"(kv_lora_rank + qk_rope_head_dim), and this model's have {kv_width}"
+        if gpu
+        else "it has sparse attention on GPUs only"
+    )
+    raise ConfigError(
+        f"model.path = {config.model.path!r}: vLLM cannot serve the sparse attention of "
+        f"{architecture} here, so there is nothing to sample rollouts with: {why}"
+    )
 
 
 def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None:
@@ -48,6 +78,12 @@ def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None
 
 def check_sequence_parallel(size: int, *, architecture: str, heads: int) -> None:
     """Raise `ConfigError` unless the attention heads can be shared out to `size` ranks."""
+    if size > 1 and architecture == SPARSE_ATTENTION:
+        raise ConfigError(
+            f"trainer.sequence_parallel = {size}: the sparse attention of {architecture} needs all "
+            "tokens of a context on one rank. Set it to 1; trainer.activation_checkpointing saves "
+            "the most memory"
+        )
     if heads % size:
         raise ConfigError(
             f"trainer.sequence_parallel = {size}: must divide the {heads} attention heads of "

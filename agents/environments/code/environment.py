@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from keel.agents.environments.code import files, grading, processes
@@ -163,6 +164,21 @@ class Repository:
         if status == 0:
             return said
         raise ValueError(said.strip()[-1000:] or "it could not be done")
+
+
+def prepare(
+    arguments: Mapping[str, Any], without: Sequence[Path]
+) -> tuple[dict[str, Any], list[Path]]:
+    """Before a run, outside the sandbox: the arguments with a folder that is the same from
+    everywhere (an episode runs in it), and nothing more to read. without: files with answers, which
+    it does not see anyway. Raises ValueError."""
+    folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
+    if not (folder / "sealed").is_dir():
+        raise ValueError(
+            f"code: folder = {arguments.get('folder')}: has no folder `sealed`; name the folder "
+            "`environment` of what keel synthesize made"
+        )
+    return {**arguments, "folder": str(folder)}, []
 
 
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"

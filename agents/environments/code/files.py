@@ -26,7 +26,7 @@ def done(request: Mapping[str, Any]) -> str:
     if request["do"] == "view":
         if os.path.isdir(path):
             return "\n".join(sorted(one.name + "/" * one.is_dir() for one in os.scandir(path)))
-        return _viewed(_read(path), request["first"], request["last"])
+        return viewed(_read(path), request["first"], request["last"])
     old, new = request["old"], request["new"]
     if not old:
         if os.path.lexists(path):
@@ -35,17 +35,22 @@ def done(request: Mapping[str, Any]) -> str:
         _write(path, new)
         return f"{path} was made"
     text = _read(path)
+    text, said = edited(path, text, old, new)
+    _write(path, text)
+    return said
+
+
+def edited(path: str, text: str, old: str, new: str) -> tuple[str, str]:
+    """The file's new text, and what the policy is told. Raises ValueError."""
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")
-    before = text[: text.index(old)]
+    line = text[: text.index(old)].count("\n") + 1
     text = text.replace(old, new)
-    _write(path, text)
-    line = before.count("\n") + 1
-    return f"{path} now reads:\n" + _viewed(text, max(1, line - 3), line + new.count("\n") + 3)
+    return text, f"{path} now reads:\n" + viewed(text, max(1, line - 3), line + new.count("\n") + 3)
 
 
-def _viewed(text: str, first: int, last: int) -> str:
+def viewed(text: str, first: int, last: int) -> str:
     lines = text.splitlines()
     first = max(1, first)
     last = min(last or len(lines), len(lines), first + MOST_LINES - 1)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from keel.agents.endpoint.program import AgentProgram
-from keel.agents.runner import EpisodeRunner
+from keel.agents.runner import EpisodeRunner, Limits
 from keel.agents.types import NoEnvironment
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Trajectory, Verdict
@@ -98,8 +98,9 @@ def opened(
         },
         chat=chat(),
         turns=policy if callable(policy) else policy.turns(),
-        budget=replace(BUDGET, turns=4, deadline_s=seconds),
-        context=NO_CONTEXT,
+        limits=dict.fromkeys(
+            programs, Limits(replace(BUDGET, turns=4, deadline_s=seconds), NO_CONTEXT)
+        ),
         seed=1,
         most_open=64,
     ) as runner:
@@ -294,8 +295,7 @@ def test_a_close_that_takes_too_long_leaves_no_folder() -> None:
             programs={"asks": program},
             chat=chat(),
             turns=Policy(lambda *_: "").turns(),
-            budget=BUDGET,
-            context=NO_CONTEXT,
+            limits={"asks": Limits(BUDGET, NO_CONTEXT)},
             seed=1,
             most_open=1,
         )

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from keel.configs.schema import ConfigError, EmbeddedConfig
 from keel.model.embedded.tokenizer import (
     END_OF_TEXT,
     MARKS,
@@ -163,3 +164,15 @@ def test_questions_of_taught_tasks_are_short(task: str, limit: int) -> None:
     params = {"max_n": 3} if task == "spiral_matrix" else {}
     for entry in reasoning_gym.create_dataset(task, seed=1, size=50, **params):
         assert len(encode(entry["question"])) <= limit
+
+
+def test_texts_of_a_recipe_are_one_token_and_move_no_other() -> None:
+    more = build_tokenizer(("Who built ", "@search", PHRASES[0], "Who built "))
+    assert len(more) == len(TOKENIZER) + 2, "one that is there already counts once"
+    said = '@search "Bako"\nWho built Bako?'
+    ids = more.encode(said, add_special_tokens=False)
+    assert more.decode(ids) == said and len(ids) == len(encode(said)) - 6 - 9
+    assert more.encode("1 + 1 =") == TOKENIZER.encode("1 + 1 =")
+    for wrong in ("", "é"):
+        with pytest.raises(ConfigError, match=r"model\.embedded\.phrases"):
+            EmbeddedConfig(phrases=(wrong,))

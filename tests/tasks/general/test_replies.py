@@ -44,7 +44,7 @@ def test_sections_of_a_reply() -> None:
     assert renamed(found["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
     assert found["verify"].endswith("== [1]\n")
     for said, reason in (
-        (Said(content=REPLY, cut=True), "longer than author.max_tokens"),
+        (Said(content=REPLY, cut=True), "cut off, by author.max_tokens or the context"),
         (Said(content=REPLY.replace("verify:", "proof")), "no section under a heading `## verify`"),
     ):
         with pytest.raises(Refused, match=reason):

@@ -60,6 +60,38 @@ def write_dense(folder: Path) -> None:
     write_tokenizer(folder)
 
 
+def write_sparse(folder: Path) -> None:
+    """A model whose attention selects 4 tokens, with routers as `write_model`'s."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        mlp_layer_types=["dense" if layer == DENSE_LAYER else "sparse" for layer in range(LAYERS)],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        n_group=1,
+        topk_group=1,
+        index_n_heads=8,
+        index_head_dim=16,
+        index_topk=4,
+        initializer_range=0.1,
+    )
+    DeepseekV32ForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
 def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer  # noqa: PLC0415
     from tokenizers.models import WordLevel  # noqa: PLC0415

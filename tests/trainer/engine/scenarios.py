@@ -136,9 +136,25 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "compiled": training(0, tokens=TIGHT, compile=True),
         "plain tied": training(0, model="tied"),
         "plain dense": training(0, model="dense"),
+        "plain sparse": training(0, model="sparse"),
+        "recomputed sparse": training(0, model="sparse", activation_checkpointing=True),
+        "indexers alone": training(0, model="sparse", attention="warm-up"),
+        "indexers frozen": training(0, model="sparse", attention="dense"),
     },
     2: {
         **{f"stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
+        **{f"stage {s} sparse": training(s, tokens=TIGHT, model="sparse") for s in STAGES},
+        **{
+            f"indexers alone, stage {stage}": training(
+                stage,
+                tokens=TIGHT,
+                model="sparse",
+                attention="warm-up",
+                activation_checkpointing=stage == 3,
+            )
+            for stage in (1, 3)
+        },
+        "stage 3 sparse recomputed": training(3, model="sparse", activation_checkpointing=True),
         "stage 3 tied": training(3, tokens=TIGHT, model="tied"),
         **{f"stage {stage} sequence": training(stage, sequence_parallel=2) for stage in STAGES},
         **{

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from keel.rl.metrics import values
 from keel.rl.packing import pack
-from tests.trainer.engine.batches import Rollouts, write_dense, write_model
+from tests.trainer.engine.batches import Rollouts, write_dense, write_model, write_sparse
 from tests.trainer.engine.ranks import ROOMY, SAVED_AFTER, STAGES, STEPS
 from tests.trainer.engine.scenarios import (
     SCENARIOS,
@@ -24,6 +24,7 @@ from tests.trainer.engine.scenarios import (
 
 pytestmark = pytest.mark.e2e
 TWO_RANKS = [name for name in SCENARIOS[2] if name.startswith("stage")]
+SAME = [*TWO_RANKS, "accumulated", "recomputed", "recomputed sparse", "compiled"]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "untied")
     write_model(folder / "tied", tied=True)
     write_dense(folder / "dense")
+    write_sparse(folder / "sparse")
     run_all(run_rank, SCENARIOS, folder)
     return folder
 
@@ -51,16 +53,32 @@ def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any], name:
 
 
 def model_of(name: str) -> str:
-    return next((model for model in ("tied", "dense") if model in name), "untied")
+    return next((model for model in ("tied", "dense", "sparse") if model in name), "untied")
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, "accumulated", "recomputed", "compiled"])
+@pytest.mark.parametrize(
+    "name", [*TWO_RANKS, "accumulated", "recomputed", "recomputed sparse", "compiled"]
+)
 def test_ranks_stages_and_accumulation_do_not_matter(results: dict[str, Any], name: str) -> None:
     plain, other = results[f"plain {model_of(name)}".removesuffix(" untied")], results[name]
     same(other["after"], plain["after"], atol=1e-5)
     assert other["version"] == plain["version"] == STEPS
     for expected, actual in zip(plain["metrics"], other["metrics"], strict=True):
         assert values(actual) == pytest.approx(values(expected), rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_a_warm_up_trains_the_indexers_alone(results: dict[str, Any]) -> None:
+    plain = results["indexers alone"]
+    for name in ("indexers alone", "indexers alone, stage 1", "indexers alone, stage 3"):
+        before, after = results[name]["before"], results[name]["after"]
+        moved = {each for each in before if not torch.equal(before[each], after[each])}
+        assert moved == {each for each in before if ".indexer." in each}, name
+        same(after, plain["after"], atol=1e-5)
+    frozen = results["indexers frozen"]
+    kept = {n for n, tensor in frozen["before"].items() if torch.equal(tensor, frozen["after"][n])}
+    assert {each for each in plain["before"] if ".indexer." in each} <= kept
+    assert len(kept) < len(plain["before"]) / 2
+    assert "indexer/kl" not in values(frozen["metrics"][0])
 
 
 def test_the_border_of_sequence_parallel_slices_is_inside_an_answer(folder: Path) -> None:

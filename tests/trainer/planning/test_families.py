@@ -10,9 +10,21 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig
 
-from keel.configs.schema import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.trainer.planning.families import NOT_IN_FLOAT16, check_engine_dtype
+from keel.trainer.planning.families import (
+    NOT_IN_FLOAT16,
+    check_engine_attention,
+    check_engine_dtype,
+    check_sequence_parallel,
+)
 from keel.trainer.prepare import prepare
 from tests.trainer.planning.test_memory import SUMS
 
@@ -81,3 +93,21 @@ def test_a_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"model.dtype = 'float16': .*of type gemma3_text"):
         prepare(str(path), ["run.device=cpu"])
+
+
+def test_sparse_attention_is_refused_where_vllm_has_no_kernels_for_it() -> None:
+    sparse = "DeepseekV32ForCausalLM"
+    data = DataConfig(sources=(SUMS,))
+    config = Config(model=ModelConfig(path="m"), data=data)
+    check_engine_attention(config, architecture="Qwen3ForCausalLM", kv_width=128, gpu=False)
+    check_engine_attention(config, architecture=sparse, kv_width=576, gpu=True)
+    with pytest.raises(ConfigError, match=r"'m': vLLM cannot serve .* it has sparse attention on"):
+        check_engine_attention(config, architecture=sparse, kv_width=576, gpu=False)
+    with pytest.raises(ConfigError, match=r"of 512 and 576 numbers .* and this model's have 80"):
+        check_engine_attention(config, architecture=sparse, kv_width=80, gpu=True)
+    dense = Config(data=data, trainer=TrainerConfig(attention="dense"))
+    with pytest.raises(ConfigError, match=r"trainer\.attention = 'dense': engines attend to what"):
+        check_engine_attention(dense, architecture=sparse, kv_width=576, gpu=True)
+    check_sequence_parallel(1, architecture=sparse, heads=4)
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 2: the sparse attention"):
+        check_sequence_parallel(2, architecture=sparse, heads=4)

@@ -1,0 +1,1 @@
+"""Text to learn from as it is: documents, and the windows that they are cut into."""

@@ -1,0 +1,46 @@
+"""Made-up text in which something has to be found again, far back.
+
+    ..x7-,.,a0--.-. … ?a0,?x7?…
+
+Letters with a digit each lie in filler, each letter once; the last part asks for them in another
+order. The digit after an asked letter is all that can be known; filler is noise.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+
+KEYS = string.ascii_lowercase
+FILLER = ".,-~"
+ASK = "?"
+ASKED_PART = 0.25
+"""Share of the text that asks."""
+
+
+def retrieval_texts(count: int, *, length: int, seed: int) -> Iterator[str]:
+    """`count` texts of `length` characters each. Texts of one seed share no random draws with those
+    of another. Raises ValueError for a length in which nothing can be asked."""
+    if length < 16:
+        raise ValueError(f"length = {length}: too short to put something in and ask for it")
+    for number in range(count):
+        yield _text(random.Random(f"{seed} {number}"), length)
+
+
+def _text(draw: random.Random, length: int) -> str:
+    asking = max(3, int(length * ASKED_PART))
+    room = length - asking
+    pairs = min(len(KEYS), room // 4)
+    keys = draw.sample(KEYS, pairs)
+    values = {key: draw.choice(string.digits) for key in keys}
+    pieces = [key + values[key] for key in keys]
+    pieces += draw.choices(FILLER, k=room - 2 * pairs)
+    draw.shuffle(pieces)
+    asked = [f"{ASK}{key}{values[key]}" for key in draw.choices(keys, k=asking // 3)]
+    return ("".join(pieces) + "".join(asked)).ljust(length, ASK)
+
+
+def answers(text: str) -> list[int]:
+    """Where the asked digits stand."""
+    return [at + 2 for at, mark in enumerate(text[:-2]) if mark == ASK and text[at + 2] != ASK]

@@ -1,0 +1,22 @@
+"""A repository's environment before a run, outside the sandbox."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keel.agents.environments.code.environment import prepare
+
+
+def test_the_folder_is_the_same_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An episode runs in it, where a relative path would lead elsewhere."""
+    (tmp_path / "tasks/environment/sealed").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    arguments, paths = prepare({"folder": "tasks/environment"}, [])
+    assert arguments == {"folder": str(tmp_path / "tasks/environment")} and paths == []
+    for wrong in ({"folder": "tasks"}, {}):
+        with pytest.raises(ValueError, match="name the folder `environment` of what keel synth"):
+            prepare(wrong, [])

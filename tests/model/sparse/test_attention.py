@@ -1,0 +1,96 @@
+"""Sparse attention over packed rows: equal to transformers' on each segment, and the same however
+it is cut into chunks, packed or recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from keel.model.attention import UnsupportedAttention
+from keel.model.sparse import contract
+from keel.model.sparse.attention import SparsePass, use_sparse_attention
+from keel.model.sparse.contract import check_sparse_attention
+from keel.model.sparse.indexer import NONE, select
+from tests.model.families import build
+from tests.model.sparse.packed_rows import (
+    TOKENS,
+    TOP_K,
+    assert_same_gradients,
+    gradients,
+    ours,
+    run,
+    segments_of_ids,
+    theirs,
+)
+
+
+@pytest.mark.parametrize("top_k", [TOP_K, 64], ids=["sparse", "all selected"])
+def test_packed_equals_transformers_on_each_segment(top_k: int) -> None:
+    plain, ids = theirs(index_topk=top_k), segments_of_ids()
+    packed, weights = (
+        ours(plain),
+        torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(2)),
+    )
+    alone = torch.cat([plain.get_decoder()(x, use_cache=False).last_hidden_state[0] for x in ids])
+    (alone * weights).sum().backward()
+    together = run(packed, ids, SparsePass(chunk=5))
+    (together * weights).sum().backward()
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert_same_gradients(gradients(packed), gradients(plain))  # and none for an indexer in either
+    dense = run(packed, ids, SparsePass(dense=True))
+    assert torch.allclose(dense, together, atol=1e-4) == (top_k == 64)
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_chunks_recomputation_and_packing_change_nothing(dense: bool) -> None:
+    ids = segments_of_ids()
+    results = []
+    for way in ("whole", "chunks", "recomputed", "apart"):
+        model = ours(theirs()).train()
+        if way == "recomputed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        rows = [[part] for part in ids] if way == "apart" else [ids]
+        passes = [
+            SparsePass(dense=dense, loss=True, chunk=4 if way == "chunks" else None) for _ in rows
+        ]
+        hidden = torch.cat([run(model, row, one) for row, one in zip(rows, passes, strict=True)])
+        loss = torch.stack([one.loss_sum() for one in passes]).sum()
+        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
+        ((hidden * weights).sum() + loss).backward()
+        assert all(len(one.losses) == 2 for one in passes)  # a layer's is counted once
+        held = torch.stack([torch.stack(one.held).sum(0) for one in passes]).sum(0)
+        results.append((hidden.detach(), loss.detach(), held, gradients(model)))
+    hidden, loss, held, expected = results[0]
+    assert loss > 0.1
+    for other in results[1:]:
+        torch.testing.assert_close(other[:3], (hidden, loss, held), rtol=1e-5, atol=1e-5)
+        assert_same_gradients(other[3], expected)
+
+
+def test_of_equal_scores_the_later_ones_are_selected() -> None:
+    scores = torch.tensor([[[0.0, 3.0, -1.0, 0.0], [0.0, -0.0, 0.0, -2.0]]])
+    chosen = select(2, scores, 2)  # queries 2 and 3 of a segment
+    assert [sorted(row) for row in chosen[0].tolist()] == [[0, 1], [1, 2]]
+    assert sorted(select(39, torch.zeros(1, 1, 40), 5)[0, 0].tolist()) == [35, 36, 37, 38, 39]
+    assert sorted(select(0, scores[:, :1], 3)[0, 0].tolist()) == [NONE, NONE, 0]
+
+
+def test_a_family_that_is_not_known_is_refused() -> None:
+    model = build("deepseek_v32")
+    other = type("OtherAttention", (nn.Module,), {})()
+    other.indexer = nn.Linear(1, 1)
+    model.add_module("extra", other)
+    with pytest.raises(ValueError, match="OtherAttention"):
+        use_sparse_attention(model)
+    with pytest.raises(UnsupportedAttention, match="segments"):
+        ours(build("deepseek_v32")).get_decoder()(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_another_computation_in_transformers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sparse_attention()
+    monkeypatch.setattr(contract, "_difference", lambda: 0.1)
+    with pytest.raises(
+        RuntimeError, match=r"otherwise than 5\.17 to 5\.19 do.*differs by 1\.0e-01"
+    ):
+        contract.check_sparse_attention.__wrapped__()
