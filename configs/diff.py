@@ -22,6 +22,7 @@ RESUMABLE_KNOBS = frozenset(
         "run.keep_checkpoints",
         "run.save_trajectories",
         "run.save_all_trajectories",
+        "run.save_tokens",
         "run.startup_deadline_s",
         # how the same arithmetic is laid out on the machine
         "run.device",

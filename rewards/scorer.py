@@ -24,11 +24,12 @@ from keel.rewards.compose import (
 )
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.failures import Failures, is_function, to_standard_error
-from keel.rewards.judge.results import Counts, Failed, Judged
+from keel.rewards.judge.results import JUDGE_COUNTS, Counts, Failed, Judged
 from keel.rewards.judge.rubric import REFUSAL as DECLINING
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule
+from keel.rewards.notes import notes_of
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
 from keel.rewards.workers.pool import Verdict, WorkerPool
@@ -48,15 +49,6 @@ from keel.rl.types import (
 
 LENGTH, LENGTH_COST = "length", "length_cost"
 """Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
-JUDGE_COUNTS = {
-    "completions": "judged",
-    "skipped": "unasked",
-    "calls": "calls",
-    "cache_hits": "cached",
-    "prompt_tokens": "prompt_tokens",
-    "reply_tokens": "reply_tokens",
-}
-"""Metric (`judge/…`) → field of `Counts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +61,16 @@ class _Pending:
     refusals: Sequence[Future[Judged | Failed]]
     others: Mapping[str, Future[list[Verdict]]]
     """Parts about the whole trajectory, by name."""
+
+    def notes(self) -> list[dict[str, str]]:
+        """Once all is done."""
+        judged = {
+            "": [future.result() for future in self.judge],
+            f"{REFUSAL}: ": [future.result() for future in self.refusals],
+        }
+        verified = {name: future.result() for name, future in self.others.items()}
+        verified["correct"] = [verdict for future in self.rule for verdict in future.result()]
+        return notes_of(len(self.group.trajectories), judged, verified)
 
 
 class Scorer:
@@ -221,15 +223,16 @@ class Scorer:
     def _scored(self, pending: _Pending, purpose: Purpose) -> ScoredGroup:
         group = pending.group
         try:
-            parts = self._parts(pending)
+            parts, notes = self._parts(pending), pending.notes()
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
         length = self._lengths.get(group.prompt.domain, LengthRule())
         kept: list[Trajectory] = []
         scores: list[Score] = []
+        said: list[Mapping[str, str]] = []
         dropped: list[str] = []
         left_out: list[Trajectory] = []
-        for trajectory, found in zip(group.trajectories, parts, strict=True):
+        for trajectory, found, note in zip(group.trajectories, parts, notes, strict=True):
             cut = trajectory.cut and trajectory.finish_reason != "crash"
             out = cut and length.truncated == "drop" and purpose == "train"
             if isinstance(found, str) or out:
@@ -237,6 +240,7 @@ class Scorer:
                 left_out.append(trajectory)
             else:
                 kept.append(trajectory)
+                said.append(note)
                 scores.append(
                     Score(0.0, {**found, "correct": 0.0})
                     if cut and length.truncated == "zero"
@@ -255,6 +259,7 @@ class Scorer:
             parts_G=tuple(score.parts for score in scores),
             advantages_G=advantages.numpy(),
             left_out=tuple(left_out),
+            notes_G=tuple(said) if any(said) else (),
         )
 
     def _parts(self, pending: _Pending) -> list[dict[str, float] | str]:

@@ -7,8 +7,9 @@ No threads and no clocks: `keel.trainer.feed` brings those. All back-pressure is
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Literal
 
 from keel.rl.evaluation import FAIL, passed
@@ -213,3 +214,17 @@ def uninformative(
     if passed(min(correct)):
         return "all_correct"
     return "all_wrong" if max(correct) <= FAIL else "all_equal"
+
+
+def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
+    """The groups of `updates` optimizer steps, in order, with equally many each (±1).
+
+    Groups without completions are left out, so that no step is empty; where fewer than `updates`
+    have any, there are fewer steps. Raises `ValueError` for `updates` below 1.
+    """
+    if updates < 1:
+        raise ValueError(f"updates = {updates}: must be at least 1")
+    sampled = [group for group in groups if group.group.trajectories]
+    updates = min(updates, len(sampled))
+    edges = [len(sampled) * step // max(1, updates) for step in range(updates + 1)]
+    return [sampled[a:b] for a, b in pairwise(edges)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -47,6 +46,8 @@ class MicroBatch:
     split_S: NDArray[np.int64] | None = None
     """The number of a trajectory that has segments in other micro-batches too, among such ones of
     the step (0 … P−1); −1 for one that is all here. None: all are."""
+    watched: NDArray[np.int64] | None = None
+    """[segments] which of those that `pack` was asked to watch it is; −1: none. None: none are."""
     loss: Loss = "grpo"
 
     def __post_init__(self) -> None:
@@ -142,20 +143,6 @@ class TrainBatch:
             )
 
 
-def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """The groups of `updates` optimizer steps, in order, with equally many each (±1).
-
-    Groups without completions are left out, so that no step is empty; where fewer than `updates`
-    have any, there are fewer steps. Raises `ValueError` for `updates` below 1.
-    """
-    if updates < 1:
-        raise ValueError(f"updates = {updates}: must be at least 1")
-    sampled = [group for group in groups if group.group.trajectories]
-    updates = min(updates, len(sampled))
-    edges = [len(sampled) * step // max(1, updates) for step in range(updates + 1)]
-    return [sampled[a:b] for a, b in pairwise(edges)]
-
-
 def pack(
     groups: Sequence[ScoredGroup],
     *,
@@ -163,6 +150,7 @@ def pack(
     micro_batch_tokens: int,
     skip_uniform_groups: bool = False,
     sequence_mask: bool = True,
+    watched: Sequence[Segment] = (),
 ) -> list[TrainBatch]:
     """One `TrainBatch` a rank, for one optimizer step on all of `groups`.
 
@@ -186,6 +174,9 @@ def pack(
     `skip_uniform_groups` leaves out groups whose advantages and KL coefficient are all 0. They
     still count in `total_sequences` and n, so the gradient is the same.
 
+    `watched` segments are marked with their place in it (`MicroBatch.watched`). Those that are not
+    in `groups`, or left out, do no harm.
+
     Raises `ValueError` when there is no trajectory at all, for `ranks` or `micro_batch_tokens`
     below 1, and naming the prompt where recorded routes are missing or of another shape than the
     others: every token would silently use another router. A segment without sampling masks among
@@ -198,7 +189,7 @@ def pack(
     if total_sequences == 0:
         raise ValueError(f"groups: none of {len(groups)} has a trajectory to learn from")
     sampled = sum(bool(group.group.trajectories) for group in groups)
-    layout = Layout.of(groups)
+    layout = Layout.of(groups, watched)
     work = [
         Work(
             trajectory.segments,
@@ -315,9 +306,11 @@ class Layout:
     selected: tuple[int, int] | None = None
     """Layers and positions a token, where any selection of sparse attention was recorded."""
     loss: Loss = "grpo"
+    watched: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The `id` of a segment that is watched → its number."""
 
     @staticmethod
-    def of(groups: Sequence[ScoredGroup]) -> Layout:
+    def of(groups: Sequence[ScoredGroup], watched: Sequence[Segment]) -> Layout:
         segments = [
             segment
             for group in groups
@@ -335,9 +328,9 @@ class Layout:
         kept = any(segment.kept is not None for segment in segments)
         chosen = [s.selected_TLk.shape[1:] for s in segments if s.selected_TLk is not None]
         selected = (chosen[0][0], max(width for _, width in chosen)) if chosen else None
-        return Layout(
-            routes=None if routes is None else (routes[0], routes[1]), kept=kept, selected=selected
-        )
+        numbers = {id(segment): number for number, segment in enumerate(watched)}
+        routes = None if routes is None else (routes[0], routes[1])
+        return Layout(routes=routes, kept=kept, selected=selected, watched=numbers)
 
 
 def _join(work: Sequence[Work], layout: Layout) -> MicroBatch:
@@ -355,6 +348,7 @@ def _join(work: Sequence[Work], layout: Layout) -> MicroBatch:
     ] or [(PADDING, 0, 0.0, 0.0)]
     segments, sequences, advantages, kl_coefs = zip(*pieces, strict=True)
     lengths = [len(segment.token_ids_T) for segment in segments]
+    numbers = [layout.watched.get(id(segment), -1) for segment in segments]
     return MicroBatch(
         token_ids_N=np.concatenate([segment.token_ids_T for segment in segments]),
         position_N=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
@@ -376,6 +370,7 @@ def _join(work: Sequence[Work], layout: Layout) -> MicroBatch:
         split_S=np.asarray([item.split for item in work], np.int64)
         if any(item.split >= 0 for item in work)
         else None,
+        watched=np.asarray(numbers, np.int64) if max(numbers) >= 0 else None,
         loss=layout.loss,
     )
 

@@ -294,6 +294,9 @@ class ScoredGroup:
     advantages_G: NDArray[np.float32]
     left_out: tuple[Trajectory, ...] = ()
     """What was sampled too, and dropped for its score or for want of one (reasons: `dropped`)."""
+    notes_G: tuple[Mapping[str, str], ...] = ()
+    """What is said of each score, by part or criterion: a judge's reasons, a verifier's error.
+    Empty: nothing of any."""
 
     def __post_init__(self) -> None:
         count = len(self.group.trajectories)
@@ -303,6 +306,11 @@ class ScoredGroup:
                     f"group of {self.group.prompt.prompt_id}: {name} has "
                     f"{len(getattr(self, name))} entries for {count} trajectories"
                 )
+        if self.notes_G and len(self.notes_G) != count:
+            raise ValueError(
+                f"group of {self.group.prompt.prompt_id}: notes_G has {len(self.notes_G)} entries "
+                f"for {count} trajectories"
+            )
         for name in ("rewards_G", "advantages_G"):
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(
@@ -314,6 +322,25 @@ class ScoredGroup:
     def uniform(self) -> bool:
         """Whether the group has completions, but none better than another."""
         return len(self.advantages_G) > 0 and not self.advantages_G.any()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenNumbers:
+    """What the trainer saw of each token of a segment, for people to look at. NaN: nothing."""
+
+    logp_T: NDArray[np.float32]
+    """log π_θ of each sampled token, before the optimizer step."""
+    overlap_T: NDArray[np.float32]
+    """Share of the experts recorded for the token before it, which it was predicted from, that the
+    trainer's own router chooses too."""
+
+    @staticmethod
+    def merged(parts: Sequence[TokenNumbers]) -> TokenNumbers:
+        """Of one segment, from ranks that have seen parts of it."""
+        return TokenNumbers(
+            logp_T=np.fmax.reduce([part.logp_T for part in parts]),
+            overlap_T=np.fmax.reduce([part.overlap_T for part in parts]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,12 @@ MAY_IMPORT = {
     "rewards": {"rl"},
     "agents": {"rl", "configs"},
     "tasks": {"rl", "configs", "agents", "rewards"},
+    "report": {"rl", "configs", "data"},
     "model": {"rl", "configs"},
     "rollout": {"rl", "model", "configs"},
     "trainer": {"rl", "model", "configs"},
 }
-COMMANDS = {"trainer/cli.py": {"data", "tasks"}}
+COMMANDS = {"trainer/cli.py": {"data", "report", "tasks"}}
 """What starts neither engine nor trainer."""
 WIRING = tuple(
     f"trainer/{name}.py"

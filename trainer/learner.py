@@ -17,13 +17,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from keel.configs.schema import Config
 from keel.model.weight_transfer.receiver import Outcome, Receiver
+from keel.rl.buffer import split_updates
 from keel.rl.futures import done
 from keel.rl.metrics import Metric, merge
-from keel.rl.packing import TrainBatch, pack, split_updates
-from keel.rl.types import ScoredGroup, StepResult
+from keel.rl.packing import TrainBatch, pack
+from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.saved import saved
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
 
 GRACE_S = 5.0
@@ -82,6 +84,8 @@ class Learner:
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
+        self.tokens: Mapping[int, TokenNumbers] = {}
+        """What the ranks saw in the last step of the segments that `saved` chose, by number."""
 
     @property
     def version(self) -> int:
@@ -126,6 +130,7 @@ class Learner:
         they were packed, to name what was found in them."""
         reports: list[StepReport] = self._deal("step", shares, "an optimizer step")
         self._version = reports[0].version
+        self.tokens = joined_tokens([report.tokens for report in reports])
         metrics = merge(report.metrics for report in reports)
         return StepResult(
             version=self._version,
@@ -288,6 +293,7 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
     """What each group of ranks trains on: a batch for each optimizer step."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
+    watched = saved(groups, config.run).segments
     for part in split_updates(groups, algorithm.updates_per_batch):
         packed = pack(
             part,
@@ -295,10 +301,22 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
             micro_batch_tokens=trainer.micro_batch_tokens,
             skip_uniform_groups=algorithm.skip_uniform_groups,
             sequence_mask=algorithm.mask_delta is not None,
+            watched=watched,
         )
         for share, batch in zip(shares, packed, strict=True):
             share.append(batch)
     return shares
+
+
+def joined_tokens(
+    parts: Sequence[Mapping[int, TokenNumbers]],
+) -> dict[int, TokenNumbers]:
+    """Ranks that share a micro-batch have each seen a part of its tokens."""
+    numbers = sorted({number for part in parts for number in part})
+    return {
+        number: TokenNumbers.merged([part[number] for part in parts if number in part])
+        for number in numbers
+    }
 
 
 def _joined(parts: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from keel.trainer.replay import replay
 from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
+from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, save_checkpoint
 from keel.trainer.run.view import View
 from keel.trainer.supervised.wiring import SftTask, prepare_sft, run_lessons, teaching
@@ -189,9 +191,17 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
 
     with ExitStack() as stack:
         journal = open_journal(
-            stack, folder, view, config, start=start, tokenizer=system.task.tokenizer
+            stack,
+            folder,
+            view,
+            config,
+            start=start,
+            tokenizer=system.task.tokenizer_digest,
+            tokens=TokenFile(
+                config.run, TokenTexts(system.task.tokenizer), lambda: system.learner.tokens
+            ),
         )
-        system.pool.say = view.say
+        system.pool.say = partial(journal.say, "engine")
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)

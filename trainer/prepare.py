@@ -57,11 +57,13 @@ class Task:
     facts: ModelFacts
     plan: Plan
     hardware: Hardware
+    tokenizer: Any = None
+    """Of transformers."""
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
     """As `check_rewards`, and what environments and the chat format are like."""
     chat: TemplateChat | None = None
     """The model's format, where a source has an environment."""
-    tokenizer: str = ""
+    tokenizer_digest: str = ""
     """`keel.model.load.digest_of_tokenizer`."""
     warnings: Sequence[str] = ()
 
@@ -136,8 +138,9 @@ def prepare(
         facts=facts,
         plan=found.plan,
         hardware=found.hardware,
+        tokenizer=tokenizer,
         chat=chat,
-        tokenizer=digest_of_tokenizer(tokenizer),
+        tokenizer_digest=digest_of_tokenizer(tokenizer),
         warnings=warning_lines(config, facts, found.lacking),
         programs={
             "chats": chat_note(tokenizer, chat),

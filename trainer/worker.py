@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.metrics import Metric
 from keel.rl.packing import TrainBatch
+from keel.rl.types import TokenNumbers
 from keel.trainer.nonfinite import Finding
 from keel.trainer.run.manifest import Entry
 
@@ -44,6 +45,8 @@ class StepReport:
     version: int
     steps: int
     metrics: dict[str, Metric]
+    tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
+    """What this rank saw of the segments that are watched, by their numbers."""
     findings: tuple[Finding, ...] = ()
     """`TrainerEngine.findings`"""
     gave_up: str = ""
@@ -126,6 +129,7 @@ class TrainerWorker:
             metrics=metrics,
             findings=tuple(self.engine.findings),
             gave_up=self.engine.gave_up,
+            tokens=self.engine.tokens,
         )
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:

@@ -38,8 +38,9 @@ from benchmarks.stability.report import write_report
 from keel.configs.schema import Config
 from keel.model.weight_transfer.buckets import Bucket
 from keel.rewards.scorer import Scorer
+from keel.rl.buffer import split_updates
 from keel.rl.metrics import Metric, values
-from keel.rl.packing import pack, split_updates
+from keel.rl.packing import pack
 from keel.rl.types import ScoredGroup, StepResult
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from keel.rollout.spec import EngineSpec

@@ -38,9 +38,14 @@ class RunConfig:
     """A checkpoint after the step that ends so long after the last one; 0: by steps alone."""
     keep_checkpoints: int = 2
     save_trajectories: int = 4
-    """Trajectories written at each step, as readable text and as lines of JSON."""
+    """Trajectories written at each step, as readable text and as lines of JSON; 0: none, and
+    `keel report` has none to show."""
     save_all_trajectories: bool = False
     """Write every trajectory of a step as a line of JSON, to be learned from by `keel sft`."""
+    save_tokens: int = 32_768
+    """Tokens, contexts included, of the trajectories that are written at each step with the numbers
+    of every token, for `keel report`: those in the text and, as far as it goes, the others of their
+    groups. About 10 bytes a token. 0: none."""
     startup_deadline_s: float = 600.0
     """Longest wait for the engines and the trainer to start, in seconds."""
     max_skipped_steps: int = 3
@@ -97,6 +102,7 @@ class RunConfig:
             self.save_trajectories,
             "must not be negative",
         )
+        require(self.save_tokens >= 0, "run.save_tokens", self.save_tokens, "must not be negative")
         require(
             self.startup_deadline_s > 0,
             "run.startup_deadline_s",

@@ -44,7 +44,9 @@ _KNOWN_AS_OLD = 1024
 
 
 @contextmanager
-def replay_routes(module: nn.Module, routes: Tensor | NDArray[Any]) -> Iterator[Replay]:
+def replay_routes(
+    module: nn.Module, routes: Tensor | NDArray[Any], *, by_token: bool = False
+) -> Iterator[Replay]:
     """Within the block, forward passes of `module` use the recorded experts.
 
     Args:
@@ -53,6 +55,7 @@ def replay_routes(module: nn.Module, routes: Tensor | NDArray[Any]) -> Iterator[
             (batch × length, flattened); L counts MoE layers only, in layer order. A row of −1
             uses the live router. Host memory is checked and sent to the device once; routes that
             are on a device are taken as they are.
+        by_token: also count for `Replay.overlap_N`.
 
     Yields:
         A `Replay`, for its metrics.
@@ -73,7 +76,7 @@ def replay_routes(module: nn.Module, routes: Tensor | NDArray[Any]) -> Iterator[
     if any(_replaying(router) for router in routers):
         raise RuntimeError("replay_routes: a router of this module is already being replayed")
     _hook(routers)
-    replay = Replay(routers, torch.as_tensor(routes))
+    replay = Replay(routers, torch.as_tensor(routes), by_token=by_token)
     _open.append(replay)
     try:
         yield replay
@@ -99,7 +102,7 @@ def record_routes(module: nn.Module) -> Iterator[Recording]:
 class Replay:
     """One `replay_routes` context. Its metrics may be read inside it or after."""
 
-    def __init__(self, routers: list[nn.Module], routes: Tensor) -> None:
+    def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
         self._routes_LNK: Tensor | None = routes.transpose(0, 1).contiguous()
         self._on_device: Tensor | None = None
@@ -109,6 +112,18 @@ class Replay:
         self._experts = routes.shape[2]
         self._rows = 0
         self._counts: list[Tensor] = []
+        self._counts_tokens = by_token
+        self._by_token_2N: Tensor | None = None
+        """Recorded experts of each token that the live router chooses too, and layers that have any
+        recorded, so far."""
+
+    def overlap_N(self) -> Tensor | None:
+        """Share of each token's recorded experts, over all layers, that the live router chooses
+        too; NaN for a token without. On the device. None without `by_token`."""
+        if self._by_token_2N is None:
+            return None
+        same_N, layers_N = self._by_token_2N
+        return same_N / (layers_N * self._experts)
 
     def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
         """`routing/overlap`: share of recorded experts that the live router chooses too.
@@ -137,8 +152,12 @@ class Replay:
             )
         known = recorded[:, :1] != NO_ROUTE
         if not again:
-            same = (recorded.unsqueeze(-1) == live.unsqueeze(-2)).sum()
-            self._counts.append(torch.stack([same, known.sum()]))
+            same = recorded.unsqueeze(-1) == live.unsqueeze(-2)
+            self._counts.append(torch.stack([same.sum(), known.sum()]))
+            if self._counts_tokens:
+                here = torch.stack([same.sum((-2, -1), dtype=torch.int32), known[:, 0].int()])
+                so_far = self._by_token_2N
+                self._by_token_2N = here if so_far is None else so_far + here
             self._rows += len(live)
             self._calls[layer] += 1
         return family.replay(router, output, recorded.where(known, live))

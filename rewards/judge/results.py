@@ -77,6 +77,17 @@ class Counts:
     reply_tokens: int = 0
 
 
+JUDGE_COUNTS = {
+    "completions": "judged",
+    "skipped": "unasked",
+    "calls": "calls",
+    "cache_hits": "cached",
+    "prompt_tokens": "prompt_tokens",
+    "reply_tokens": "reply_tokens",
+}
+"""Metric (`judge/…`) → field of `Counts`."""
+
+
 class JudgeSettings(Protocol):
     """What a judge needs to know. `keel.configs.schema.JudgeConfig` is one, and says what they
     mean."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from keel.report.folders import read_folder
 from keel.trainer.cli import main
 from keel.trainer.run.interrupt import PREEMPTED
 from tests.waiting import PATIENCE_S, wait_for
@@ -24,6 +26,30 @@ ROOT = Path(__file__).parent.parent.parent
 KEEL = [sys.executable, "-m", "keel.trainer.cli"]
 DEADLINE_S = 2 * PATIENCE_S
 pytestmark = pytest.mark.e2e
+
+
+def read_back(folder: Path, *, resumed: int, steps: int) -> None:
+    """What the report is made of: the events, and each token's numbers in engine and trainer."""
+    run, chunks = read_folder(folder)
+    assert not run.notes
+    events = [(event["kind"], event["step"]) for event in run.events if event["kind"] != "alarm"]
+    assert events[0][0] == "engine" and events[-1] == ("resume", resumed)
+    assert {group.step for group in run.groups} == set(range(1, steps + 1))
+    first, fresh = (f"step_{step:06d}.jsonl.gz" for step in (1, resumed + 1))
+    for chunk in (first, fresh):  # steps whose engines had exactly the trainer's weights
+        groups = map(json.loads, gzip.decompress(chunks[chunk]).splitlines())
+        sampled = [
+            part
+            for group in groups
+            for trajectory in group["trajectories"]
+            for part in trajectory["contexts"][0]
+            if not isinstance(part, str)
+        ]
+        assert all({"logp", "kept", "version", "text"} <= part.keys() for part in sampled)
+        for part in (part for part in sampled if "ratio" in part):  # the trainer has looked at it
+            assert part["ratio"] == pytest.approx([1.0] * len(part["text"]), abs=2e-3)
+            assert None not in part["overlap"] and min(part["overlap"]) >= 0
+        assert any("ratio" in part for part in sampled)
 
 
 def small(folder: Path, cache: Path, steps: int) -> list[str]:
@@ -205,6 +231,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
         assert seen[step]["staleness/mean"] == 0
         assert seen[step]["mismatch/logp_abs"] <= 1e-4
     assert (folder / "trajectories" / f"step_{steps:06d}.txt").stat().st_size > 0
+    read_back(folder, resumed=int(before[-1].removeprefix("step_")), steps=steps)
     assert list((folder / "tensorboard").iterdir())
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

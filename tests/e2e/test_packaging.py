@@ -77,7 +77,7 @@ def python(
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A user's own project, whose folders are called as ours are."""
-    for name in ("configs", "data", "model", "rewards", "rl", "rollout", "trainer"):
+    for name in ("configs", "data", "model", "report", "rewards", "rl", "rollout", "trainer"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("mine = True\n")
     (tmp_path / "rewards" / "mine.py").write_text(
@@ -93,7 +93,8 @@ def test_the_wheel_holds_the_recipes_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "keel/configs/quickstart.yaml" in names
     data = [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*/*.jsonl")]
-    assert data and set(data) <= set(names)
+    data += [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("report/page/*")]
+    assert len(data) > 8 and set(data) <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"keel", "keel_rl"}
 
 

@@ -98,6 +98,10 @@ def test_rubrics_go_to_the_judge_and_failures_leave_the_group(server: Server) ->
         "error": 0.0,
     }
     assert [t.sibling for t in scored.group.trajectories] == [0, 1]
+    # The judge's words stay with those that it could judge, and a verifier has none.
+    assert [note.keys() for note in scored.notes_G] == [{"blue", "sky"}] * 2
+    assert scored.notes_G[1]["sky"].startswith("0: ")
+    assert other.notes_G == ()
     (reason,) = scored.group.dropped
     assert reason.startswith("the judge failed (server): ")
     np.testing.assert_allclose(other.rewards_G, [1.1])

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.packing import pack, split_updates
+from keel.rl.buffer import split_updates
+from keel.rl.packing import pack
 from keel.rl.types import NO_ROUTE, ScoredGroup
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle
 from tests.rl.rollouts import (

@@ -31,6 +31,7 @@ from keel.model.weight_transfer.buckets import Bucket, FlatBucket, in_host_memor
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
+from keel.rl.types import TokenNumbers
 from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
 from keel.trainer.engine.expert_parallel import ExpertLayers
@@ -45,6 +46,7 @@ from keel.trainer.engine.policy import (
     Reference,
     indexer_weight,
     recorded_routes,
+    seen_tokens,
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
@@ -167,6 +169,7 @@ class TrainerEngine:
         self._note(self._checkpoints.note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
         self._steps = self._version = 0
+        self.tokens: dict[int, TokenNumbers] = {}  # of the last step's watched segments
 
     @property
     def device(self) -> torch.device:
@@ -193,7 +196,7 @@ class TrainerEngine:
         """Train on one batch of rollouts: one optimizer step for each of `batches`, in order, or
         until `gave_up`. Metrics are those of `keel.rl.summary.of_updates`."""
         self._load_back()
-        self.findings = []
+        self.findings, self.tokens = [], {}
         trainer, total = self._config.trainer, self._config.run.steps
         lr = learning_rate(self._steps + 1, trainer, total_steps=total)
         for group in self._adam.param_groups:
@@ -243,8 +246,7 @@ class TrainerEngine:
         look = Look(self._layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
-            start, _ = self._part.bounds(len(micro_batch.token_ids_N))
-            with look.at(micro_batch, start):
+            with look.at(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
                 self._accumulate(micro_batch, batch, split, look)
         # All ranks drop it as they dropped the step itself, with what their optimizers hold of it.
         self._engine.set_gradient_accumulation_boundary(True)
@@ -275,21 +277,21 @@ class TrainerEngine:
             if look:
                 factor = look.saw(logp, reference, inputs.kl_coef_R, share.loss)
             self._engine.backward(loss * (factor * self._world_size))
-        share = replace(share, loss=share.loss.detach())  # lets go of the graph
+        # Lets go of the graph.
+        share, logp = replace(share, loss=share.loss.detach()), logp.detach()
         total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
         tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
 
         def metrics() -> dict[str, Metric]:
-            found: dict[str, Metric] = {
-                "entropy/kept": Mean(float(total), count),
-                "train/tokens": Sum(tokens),
-            }
+            found: dict[str, Metric] = {"entropy/kept": Mean(float(total), count)}
+            found["train/tokens"] = Sum(tokens)
             if layers := self._network.learning_indexers:
                 found["indexer/kl"] = Mean(float(indexers), tokens * layers)
             if self._part.rank == 0:  # every rank of its group has computed the same
                 found |= share.metrics
             if replay is not None:
                 found |= replay.metrics(ends=ends)
+            self.tokens |= seen_tokens(batch, inputs, logp, replay)
             return found
 
         return metrics

@@ -21,13 +21,13 @@ from keel.model.layers.fused import use_fused_layers
 from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
-from keel.model.routing.replay import replay_routes, router_modules
+from keel.model.routing.replay import Replay, replay_routes, router_modules
 from keel.model.sparse.attention import SparsePass, indexers, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
 from keel.model.sparse.replay import recorded_selection
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
-from keel.rl.types import NO_ROUTE
+from keel.rl.types import NO_ROUTE, TokenNumbers
 from keel.trainer.engine.zero import initialize
 
 Attention = Literal["sparse", "warm-up", "dense"]
@@ -69,6 +69,8 @@ class Inputs:
     routes_NLK: Tensor | None
     selected_NLk: NDArray[np.int32] | None
     position_N: NDArray[np.int32]
+    watched: bool = False
+    """Whether any segment is watched: see `seen_tokens`."""
 
     @property
     def padding(self) -> bool:
@@ -112,6 +114,7 @@ class Inputs:
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
             selected_NLk=batch.selected_NLk,
             position_N=batch.position_N,
+            watched=batch.watched is not None,
         )
 
 
@@ -235,7 +238,35 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
             "algorithm.keep_routing is on and the model has routers, but a micro-batch came "
             "without recorded routes"
         )
-    return replay_routes(network.model, routes)
+    return replay_routes(network.model, routes, by_token=inputs.watched)
+
+
+def seen_tokens(
+    batch: MicroBatch, inputs: Inputs, logp: Tensor, replay: Replay | None
+) -> dict[int, TokenNumbers]:
+    """What this rank sees of the watched segments, by their numbers. Waits for the device.
+
+    logp: [R], of the whole micro-batch; replay: of its forward pass, done.
+    """
+    if batch.watched is None:
+        return {}
+    count = len(batch.token_ids_N)
+    logp_N, overlap_N = np.full((2, count), np.nan, np.float32)
+    logp_N[trainable_rows(batch)] = logp.float().cpu().numpy()
+    if replay is not None and (overlap := replay.overlap_N()) is not None:
+        start, stop = inputs.part.bounds(count)
+        here = max(0, min(stop, count) - start)
+        overlap_N[start : start + here] = overlap[:here].float().cpu().numpy()
+    # Routes are about inputs: a token was predicted where the one before it went.
+    overlap_N = np.where(batch.position_N > 0, np.roll(overlap_N, 1), np.float32(np.nan))
+    return {
+        int(number): TokenNumbers(
+            logp_T=logp_N[batch.segment_N == segment],
+            overlap_T=overlap_N[batch.segment_N == segment],
+        )
+        for segment, number in enumerate(batch.watched)
+        if number >= 0
+    }
 
 
 def whole_sequences(

@@ -3,7 +3,8 @@
 config.yaml     every knob, resolved
 metrics.jsonl   one object a step
 tensorboard/    the same as curves
-trajectories/   readable samples of each step
+events.jsonl    what happened besides: resumed, an alarm, an engine started again
+trajectories/   readable samples of each step, and their tokens for `keel report`
 checkpoints/    what `run.resume: auto` continues from
 rewards/        what reward functions print, a file for each worker
 model/          the trained model, once the run has ended; model_60 that of an earlier end
@@ -26,7 +27,10 @@ from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import metric_lines
 from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, write_manifest
 
-WRITTEN = ("config.yaml", "metrics.jsonl", "tensorboard", "trajectories", "rewards", "model")
+WRITTEN = (
+    *("config.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "trajectories", "rewards"),
+    "model",
+)
 
 
 class RunFolder:

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from keel.rl.metrics import Metric, values
 from keel.rl.supervised.records import records_of
 from keel.rl.types import ScoredGroup, Trajectory
 from keel.trainer.run.alarms import Alarms
+from keel.trainer.run.saved import TokenFile, choose
 from keel.trainer.run.view import View
 
+EVENTS = "events.jsonl"
+"""What happened besides steps: `resume`, `alarm`, `engine` (one was started again). Nothing is
+taken out of it: what a resumed run does again has happened twice."""
 REPAIR = "repair the line or take it out"
 
 
@@ -35,28 +40,43 @@ class Journal:
         trajectories: int,
         every: bool = False,
         tokenizer: str = "",
+        tokens: TokenFile | None = None,
         alarms: Alarms | None = None,
         resumed_at: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`trajectories`: how many to write out a step; `every`: all of them, as JSON.
-        `tokenizer`: the digest of the policy's. `alarms`: looks at each step. `resumed_at`: the
-        last one to keep."""
+        `tokenizer`: the digest of the policy's. `tokens`: writes them with every token's numbers.
+        `alarms`: looks at each step. `resumed_at`: the last one to keep."""
         self._view, self._alarms = view, alarms
         self._every, self._tokenizer = every, tokenizer
         self._clock = clock
-        self._per_step = trajectories
-        self._metrics = folder / "metrics.jsonl"
+        self._per_step, self._tokens = trajectories, tokens
+        self._metrics, self._events = folder / "metrics.jsonl", folder / EVENTS
+        self._step = resumed_at
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
         keep_until(self._metrics, resumed_at)
-        for path in self._trajectories.glob("step_*.*"):
-            if int(path.stem.removeprefix("step_")) > resumed_at:
+        for path in self._trajectories.glob("step_*"):
+            if int(path.name.partition(".")[0].removeprefix("step_")) > resumed_at:
                 path.unlink()
+        if resumed_at:
+            self._note("resume", f"resumed after step {resumed_at}")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
 
     def begin(self, activity: str) -> None:
         self._view.begin(activity)
+
+    def say(self, kind: str, text: str) -> None:
+        """Tell people, and keep it in `events.jsonl`."""
+        self._note(kind, text)
+        self._view.say(text)
+
+    def _note(self, kind: str, text: str) -> None:
+        line = {"step": self._step, "time": round(self._clock(), 3), "kind": kind, "text": text}
+        # A disk that is full ends the run at the next step, with better words.
+        with suppress(OSError), self._events.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def record(
         self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
@@ -73,8 +93,9 @@ class Journal:
                 f"run.dir = {self._metrics.parent}: step {step} cannot be written ({error}). The "
                 "run can be resumed from its last checkpoint"
             ) from error
+        self._step = step
         for line in lines:
-            self._view.say(line)
+            self.say("alarm", line)
         self._view.record(step, numbers)
 
     def _write(
@@ -87,13 +108,15 @@ class Journal:
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
         self._board.flush()
-        if chosen:
+        if chosen := choose(sample, self._per_step):
             text = "\n".join(describe(group, index) for group, index in chosen)
             (self._trajectories / f"step_{step:06d}.txt").write_text(
                 text,
                 encoding="utf-8",
                 errors="replace",  # half a surrogate pair, say
             )
+        if chosen and self._tokens is not None:
+            self._tokens.write(self._trajectories / f"step_{step:06d}.jsonl.gz", sample)
         if self._every:
             chosen = [(group, i) for group in sample for i in range(len(group.rewards_G))]
         if chosen:
@@ -140,19 +163,6 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
             raise ValueError(f"{path}:{number}: not an object with a whole number `step`; {REPAIR}")
         found.append((step, text))
     return found
-
-
-def choose(groups: Sequence[ScoredGroup], count: int) -> list[tuple[ScoredGroup, int]]:
-    """The best and worst completions of the groups in turn: the pairs that the step learns from."""
-    chosen: list[tuple[ScoredGroup, int]] = []
-    for group in sorted(
-        groups, key=lambda g: -float(g.rewards_G.std()) if len(g.rewards_G) else 0.0
-    ):
-        if len(group.rewards_G):
-            chosen += [
-                (group, int(i)) for i in {group.rewards_G.argmax(), group.rewards_G.argmin()}
-            ]
-    return chosen[:count]
 
 
 def describe(scored: ScoredGroup, index: int) -> str:

@@ -13,6 +13,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import preempted, tell
 from keel.trainer.run.journal import Journal
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.saved import TokenFile
 from keel.trainer.run.view import View, open_view
 from keel.trainer.run.words import closing_words
 
@@ -84,7 +85,14 @@ def conduct(
 
 
 def open_journal(
-    stack: ExitStack, folder: RunFolder, view: View, config: Config, *, start: int, tokenizer: str
+    stack: ExitStack,
+    folder: RunFolder,
+    view: View,
+    config: Config,
+    *,
+    start: int,
+    tokenizer: str,
+    tokens: TokenFile | None = None,
 ) -> Journal:
     """As the recipe has it; closed with `stack`."""
     journal = Journal(
@@ -93,6 +101,7 @@ def open_journal(
         trajectories=config.run.save_trajectories,
         every=config.run.save_all_trajectories,
         tokenizer=tokenizer,
+        tokens=tokens,
         alarms=Alarms(config.alarms),
         resumed_at=start,
     )

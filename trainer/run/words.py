@@ -33,6 +33,7 @@ def closing_words(folder: RunFolder, config: Config, reached: int, command: Sequ
     else:
         lines.append(f"trained model   {folder.model}")
     lines += [
+        f"report          {shlex.join(['keel', 'report', str(path)])}",
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
     ]

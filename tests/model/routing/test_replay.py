@@ -157,6 +157,27 @@ def test_overlap_counts_experts_in_any_order(qwen):
         assert replay.metrics()["routing/overlap"].value < 0.75
 
 
+def test_overlap_of_each_token(qwen):
+    """A token with another expert in one of its layers, one without routes, and the others."""
+    routes = live_routes(qwen).to(torch.int16)
+    layers, experts = routes.shape[1:]
+    routes[2, 0, 0] = min(set(range(E)) - set(routes[2, 0].tolist()))
+    routes[4] = -1
+    with replay_routes(qwen, routes, by_token=True) as replay, torch.no_grad():
+        logits(qwen)
+    overlap_N = replay.overlap_N()
+    assert overlap_N is not None and len(overlap_N) == N
+    assert overlap_N[4].isnan() and overlap_N[:2].tolist() == [1, 1]
+    known_N = ~overlap_N.isnan()
+    of_all = replay.metrics()["routing/overlap"]
+    assert float(overlap_N[known_N].mean()) == pytest.approx(of_all.value)
+    # What comes after the other expert sees other hidden states, this layer does not.
+    assert 1 - overlap_N[2] >= 1 / (layers * experts) - 1e-6
+    with replay_routes(qwen, routes) as replay, torch.no_grad():
+        logits(qwen)
+    assert replay.overlap_N() is None
+
+
 def test_a_recording_sees_the_live_router_behind_a_replay(qwen):
     routes = other_routes(qwen)
     live_first_layer = live_routes(qwen)[:, 0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from keel.rl.packing import split_updates
+from keel.rl.buffer import split_updates
 from tests.trainer.engine import lesson_scenarios
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.scenarios import (

@@ -169,3 +169,14 @@ def test_trajectories_are_lines_to_be_learned_from(tmp_path: Path, every: bool, 
     for line in found:
         assert (line["step"], line["tokenizer"]) == (1, "t")
         assert line["messages"][0]["role"] == "user" and line["segments"][0]["said"]
+
+
+def test_what_happened_besides_steps_is_kept_over_a_resume(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, PlainView(3), trajectories=0)
+    journal.record(1, {"loss": Mean(1, 1)}, [])
+    journal.say("engine", "rollout engine 0 is started again: it died")
+    journal.close()
+    Journal(tmp_path, PlainView(3), trajectories=0, resumed_at=1).close()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["kind"]) for event in events] == [(1, "engine"), (1, "resume")]
+    assert "it died" in events[0]["text"]

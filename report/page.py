@@ -1,0 +1,138 @@
+"""One HTML file that opens without a network, and lets nothing that a policy wrote run.
+
+What a run has written stands in the page as JSON and base64 in elements that no browser executes,
+with every `<` escaped; `report.js` shows it by `textContent` alone; and a Content-Security-Policy
+names the digests of our own scripts, so that no other would run even if it got into the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import time
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from keel.configs.schema import ConfigError
+from keel.report.folders import Chunks, read_folder
+from keel.report.shape import RunData, as_json
+
+SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
+"""In `report/page`, in the order in which they run."""
+MOST_BYTES = 64 * 2**20
+"""Of compressed trajectories in one page."""
+SELF, NOBODY = "'self'", "'none'"
+CURE = "pip install plotly"
+
+
+@cache
+def library() -> str:
+    """plotly.js (MIT), as the package `plotly` brings it. Raises ConfigError without it."""
+    try:
+        # Without it, say how to get it.
+        from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"the page's curves are drawn by plotly.js: {CURE}") from error
+    return str(get_plotlyjs())
+
+
+def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
+    """live: chunks and news are fetched from where the page came from."""
+    parts = files("keel.report") / "page"
+    scripts = [library(), *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS)]
+    if not live:
+        runs = thinned(runs)
+    chunks = [
+        f'<script type="text/plain" data-run="{number}" data-chunk="{html.escape(name)}">'
+        f"{base64.b64encode(data).decode()}</script>"
+        for number, (_, some) in enumerate(runs)
+        for name, data in some.items()
+        if not live
+    ]
+    data = embedded(state(runs, live=live))
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts, live=live)}">',
+            '<meta name="referrer" content="no-referrer">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(', '.join(run.name for run, _ in runs))} · Keel</title>",
+            f"<style>{(parts / 'report.css').read_text(encoding='utf-8')}</style></head><body>",
+            (parts / "body.html").read_text(encoding="utf-8"),
+            f'<script type="application/json" id="data">{data}</script>',
+            *chunks,
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
+        ]
+    )
+
+
+def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
+    """JSON: what the page shows, but for the trajectories themselves."""
+    return as_json({"live": live, "written": time.time(), "runs": [run.plain() for run, _ in runs]})
+
+
+def embedded(text: str) -> str:
+    """JSON that cannot end the element it stands in."""
+    return text.replace("<", "\\u003c")
+
+
+def policy(scripts: Sequence[str], *, live: bool) -> str:
+    """The page's own scripts run and nothing else, and it speaks to nobody (but, `live`, to the
+    process that it came from). plotly.js writes styles of its own."""
+    digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
+    ours = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {ours}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"connect-src {SELF if live else NOBODY}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def thinned(runs: Sequence[tuple[RunData, Chunks]]) -> list[tuple[RunData, Chunks]]:
+    """Without some steps' trajectories, evenly, where a page would be too large for a browser."""
+    total = sum(len(data) for _, chunks in runs for data in chunks.values())
+    every = -(-total // MOST_BYTES)
+    if every <= 1:
+        return list(runs)
+    for run, chunks in runs:
+        names = list(chunks)
+        kept = {name for at, name in enumerate(reversed(names)) if at % every == 0}
+        for name in names:
+            if name not in kept:
+                del chunks[name]
+        run.groups = [group for group in run.groups if group.chunk in kept]
+        run.notes.append(
+            f"trajectories of {len(kept)} of {len(names)} steps are in this page, which would be "
+            f"too large with all of them; `keel watch {run.path}` shows every one"
+        )
+    return list(runs)
+
+
+def report(folders: Sequence[str], out: str | None) -> str:
+    """`keel report`: write the page, and say where. Raises ConfigError."""
+    runs = [read_folder(Path(folder)) for folder in folders]
+    name_apart([run for run, _ in runs])
+    path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
+    if path.is_dir():
+        raise ConfigError(f"--out {path}: is a folder; name a file")
+    text = page(runs)
+    fresh = path.with_name(f".{path.name}.tmp")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}); --out names another") from error
+    notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]
+    size = path.stat().st_size / 2**20
+    return "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])
+
+
+def name_apart(runs: Sequence[RunData]) -> None:
+    """Runs of the same name by their paths."""
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = run.path

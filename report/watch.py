@@ -1,0 +1,148 @@
+"""`keel watch`: the same page, served on this machine alone, which follows its runs."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from urllib.parse import parse_qs, urlsplit
+
+from keel.configs.schema import ConfigError
+from keel.report.folders import Chunks, read_folder
+from keel.report.page import name_apart, page, state
+from keel.report.shape import RunData
+
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")
+"""What a browser may call us. Another name is a page from elsewhere that had it point here."""
+TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
+
+
+class Follower:
+    """Folders, read again when something in them has changed."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        """Raises ConfigError for one that holds no run."""
+        self._folders = [Path(folder) for folder in folders]
+        self._lock = Lock()
+        self._mark = ""
+        self._runs: list[tuple[RunData, Chunks]] = []
+        self.runs()
+
+    def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
+        """As they are now, and a mark that is another after a change."""
+        with self._lock:
+            if (mark := self._stamp()) != self._mark:
+                self._runs = [read_folder(folder) for folder in self._folders]
+                name_apart([run for run, _ in self._runs])
+                self._mark = mark
+            return self._runs, self._mark
+
+    def _stamp(self) -> str:
+        found: list[str] = []
+        for folder in self._folders:
+            for path in (folder, *sorted(folder.glob("*")), folder / "trajectories"):
+                # A file may go while we look: the next look sees that.
+                with suppress(FileNotFoundError):
+                    of = path.stat()
+                    found.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
+        return str(hash(tuple(found)))
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, follower: Follower, port: int) -> None:
+        """port: 0 for any. Raises ConfigError where it is taken."""
+        self.follower = follower
+        self.token = secrets.token_urlsafe(24)
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {os.strerror(error.errno or 0)}") from error
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/?token={self.token}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET alone: `/` the page, `/data` its news, `/chunk` trajectories."""
+
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    timeout = 30
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        split = urlsplit(self.path)
+        asked = {name: values[-1] for name, values in parse_qs(split.query).items()}
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        token = asked.get("token", "").encode()
+        if host not in NAMES or not hmac.compare_digest(token, self.server.token.encode()):
+            self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` has printed.")
+            return
+        try:
+            self._answer(split.path.strip("/"), asked)
+        except ConfigError as error:  # the folder has gone meanwhile
+            self._send(HTTPStatus.NOT_FOUND, str(error).encode(errors="replace"))
+
+    def _answer(self, what: str, asked: dict[str, str]) -> None:
+        runs, mark = self.server.follower.runs()
+        if what == "":
+            self._send(HTTPStatus.OK, page(runs, live=True).encode(), TYPES[""])
+        elif what == "data" and self.headers.get("If-None-Match") == mark:
+            self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
+        elif what == "data":
+            text = state(runs, live=True)
+            self._send(HTTPStatus.OK, text.encode(), TYPES["data"], mark=mark)
+        elif what == "chunk" and (data := chunk(runs, asked)) is not None:
+            self._send(HTTPStatus.OK, data, "application/octet-stream")
+        else:
+            self._send(HTTPStatus.NOT_FOUND, b"There is nothing of this name.")
+
+    def _send(
+        self, status: HTTPStatus, body: bytes, kind: str = "text/plain", mark: str = ""
+    ) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("ETag", mark),
+        ):
+            if value:
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        pass
+
+
+def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> bytes | None:
+    number = asked.get("run", "")
+    if not number.isdecimal() or int(number) >= len(runs):
+        return None
+    return runs[int(number)][1].get(asked.get("chunk", ""))
+
+
+def watch(folders: Sequence[str], port: int) -> None:
+    """Serve until Ctrl-C. Raises ConfigError."""
+    with Server(Follower(folders), port) as server:
+        print(
+            f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "
+            f"{server.server_port}:{HOST}:{server.server_port} …",
+            flush=True,
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

@@ -1,0 +1,186 @@
+"""The page in a real browser: what it draws, and that nothing breaks out of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keel.report.folders import read_folder
+from keel.report.page import page, report
+from keel.report.watch import Follower, Server
+from tests.report.browser import BROWSER, Browser
+from tests.report.runs import (
+    ATTACKS,
+    BREAKS,
+    group_of,
+    write_evaluation,
+    write_run,
+    write_step,
+)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not BROWSER, reason="no Chromium to look at reports with"),
+]
+SAMPLED = '<think>Let me add.</think>I call.<tool_call>{"name": "add"}</tool_call>It is 3.'
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / f"a<b>&%{{x}} {BREAKS}")
+
+
+@pytest.fixture
+def opened(browser: Browser, folder: Path) -> Iterator[Browser]:
+    """With the report of `folder`; nothing in it may have run, or have become an element."""
+    report([str(folder)], str(folder.parent / "report.html"))
+    browser.errors.clear()
+    browser.open((folder.parent / "report.html").as_uri())
+    yield browser
+    unbroken(browser)
+
+
+def unbroken(browser: Browser) -> None:
+    assert browser.errors == []
+    assert browser.js("document.title").endswith("· Keel")
+    bad = "script, img, iframe, object, embed, svg a, [onerror], [onload], [onclick]"
+    assert browser.texts(f"#view :is({bad})") == []
+    links = browser.js("[...document.links].map((one) => one.protocol)")
+    assert set(links) <= {"file:", "http:"}
+
+
+def place(folder: Path, prompt: str) -> int:
+    groups = read_folder(folder)[0].groups
+    return next(at for at, group in enumerate(groups) if group.prompt.startswith(prompt))
+
+
+def test_curves_are_drawn_where_one_looks(opened: Browser) -> None:
+    opened.show(view="curves")
+    opened.wait("document.querySelectorAll('.plot .main-svg').length > 0")
+    assert {"held out", "reward", "by domain", "time"} <= set(opened.texts("h2"))
+    boxes = opened.js("[...document.querySelectorAll('.plot')].map((one) => one.dataset.plot)")
+    assert {"pass@1", "reward_mean", "reward/mean", "a step's seconds"} <= set(boxes)
+    assert ATTACKS[2] in opened.texts("td")  # an event's words
+    # Curves below are drawn when they are looked at, with a line for each kind of event.
+    sync = "document.querySelector('[data-plot=\"time/sync\"]')"
+    assert not opened.js(f"!!{sync}.querySelector('.main-svg')")
+    opened.js(f"{sync}.scrollIntoView(); 0")
+    opened.wait(f"!!{sync}.querySelector('.main-svg')")
+    assert opened.js(f"{sync}.layout.shapes.map((one) => one.x0)") == [2, 2, 2]
+    assert opened.js(f"[...{sync}.data[0].x]") == [1, 2, 3]  # step 0 has none
+    opened.show(view="curves", axis="hours")
+    opened.wait("!!document.querySelector('.plot .main-svg')")
+
+
+def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
+    sums = place(folder, "sums")
+    opened.show(view="read", group=sums)
+    assert [text.split(" ·")[0] for text in opened.texts(".member h3")] == ["reward 1", "reward 0"]
+    first = ".member:first-child"
+    folds = ["prompt, 25 characters", "thinking, 26 tokens", "calls: add"]
+    assert opened.texts(f"{first} summary") == [*folds, "results and context, 36 characters"]
+    assert "correct 1" in opened.texts(f"{first} .parts")[0]
+    assert opened.texts(f"{first} .note") == ["blue: 0.25: because x"]
+    # Folded: the tokens of thinking and calls are not even made.
+    assert "".join(opened.texts(f"{first} .said span")) == "I call.It is 3."
+    opened.show(view="read", group=sums, open=1)
+    assert "".join(opened.texts(f"{first} .said span")) == SAMPLED
+    tokens = f"[...document.querySelectorAll('{first} .said span')]"
+    for colour, neutral in (
+        *(("logp", False), ("advantage", False), ("ratio", False), ("overlap", False)),
+        *(("kept", True), ("version", True)),  # a mask of one id, one version
+    ):
+        opened.show(view="read", group=sums, open=1, colour=colour)
+        painted = opened.js(f"{tokens}.map((one) => one.style.backgroundColor)")
+        assert len(painted) == len(SAMPLED) and len(set(painted)) == 1
+        assert (painted[0] == "") == neutral, colour
+    opened.js(f"{tokens}[8].dispatchEvent(new MouseEvent('mouseover', {{bubbles: true}})); 0")
+    (tip,) = opened.texts("#tip:not([hidden])")
+    assert tip.splitlines()[0] == json.dumps(SAMPLED[8])
+    for line in ("log-probability  -0.5000", "ratio π_θ/π_old  1.105", "routing overlap  0.5000"):
+        assert line in tip
+    assert "version of the weights  7" in tip and "advantage  0.5000" in tip
+
+
+def test_a_trajectory_cannot_break_out(opened: Browser, folder: Path) -> None:
+    for attack in ATTACKS:
+        said = attack.encode(errors="replace").decode()
+        opened.show(view="read", group=place(folder, attack[:-1]), open=1)
+        assert "".join(opened.texts(".member:last-child .said span")) == said
+        assert any(attack[:-1] in text for text in opened.texts("h2"))
+        assert any(attack[:-1] in text for text in opened.texts(".list a"))
+        unbroken(opened)
+    # Had one got through, the page's policy would have stopped it.
+    opened.js(
+        "const made = document.createElement('script');"
+        f'made.textContent = "{BREAKS}"; document.body.append(made); made.remove(); 0'
+    )
+    assert any("Content Security Policy" in error for error in opened.errors)
+    opened.errors.clear()
+
+
+def test_runs_beside_one_another(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", "trainer.lr=1e-6", steps=1)
+    asked = write_evaluation(tmp_path / "eval")
+    out = tmp_path / "all.html"
+    out.write_text(page([read_folder(path) for path in (folder, other)] + [read_folder(asked)]))
+    browser.errors.clear()
+    browser.open(out.as_uri())
+    browser.show(view="runs")
+    assert "2 knobs differ" not in browser.texts("h2")  # the evaluation has other knobs altogether
+    assert {"trainer.lr", "policy"} <= set(browser.texts("tr.differs th"))
+    browser.show(view="read", run=2, group=1, open=1)
+    assert "missing: cut off" in browser.texts(".note")
+    assert browser.texts(".member details .said")[0] == "hm"
+    unbroken(browser)
+
+
+def test_of_ten_thousand_trajectories_only_those_shown_are_drawn(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder = tmp_path / "long"
+    one = group_of("one of many", ["some tokens " * 4] * 10, range(10))
+    for step in range(1, 11):
+        write_step(folder, step, [replace(one) for _ in range(100)])
+    report([str(folder)], str(tmp_path / "r.html"))
+    browser.open((tmp_path / "r.html").as_uri())
+    browser.show(view="read", group=500)
+    assert browser.texts(".list > div")[0] == "1000 groups, 10000 trajectories"
+    assert len(browser.texts(".list a")) == 100 and len(browser.texts(".member")) == 10
+    assert len(browser.texts("main *")) < 2_000 + 10 * len("some tokens " * 4)
+    browser.js("document.querySelector('.list button').click()")
+    assert len(browser.texts(".list a")) == 200
+    browser.show(view="read", group=500, step=6)
+    assert browser.texts(".list > div")[0] == "100 groups, 1000 trajectories"
+
+
+def test_the_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    browser.errors.clear()
+    with Server(Follower([str(folder)]), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            browser.open(server.url)
+            browser.show(view="read", group=place(folder, "sums"))
+            assert len(browser.texts(".member")) == 2
+            before = len(browser.texts(".list a"))
+            write_step(folder, 4, [group_of("the newest", ["a", "b"], [1, 0])])
+            browser.wait(f"document.querySelectorAll('.list a').length === {before + 1}")
+            assert "the newest" in browser.texts(".list a")[0]
+            unbroken(browser)
+        finally:
+            browser.call("Page.navigate", url="about:blank")
+            server.shutdown()
+            thread.join(60)

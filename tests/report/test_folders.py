@@ -1,0 +1,108 @@
+"""What a page shows is what the folder holds, at any moment of a run and after any end of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from keel.configs.schema import ConfigError
+from keel.report.folders import read_folder
+from tests.report.runs import ATTACKS, KINDS, write_evaluation, write_run, write_step
+
+
+def test_a_run_as_data(tmp_path: Path) -> None:
+    run, chunks = read_folder(write_run(tmp_path / "run"))
+    assert (run.name, run.kind, run.notes) == ("run", "run", [])
+    assert run.steps == [0, 1, 2, 3]
+    assert run.metrics["eval/sums/pass@1"] == [0.25, None, None, None]
+    assert run.metrics["time/rollout"] == [2.0] * 4
+    assert [event["kind"] for event in run.events] == list(KINDS)
+    assert run.knobs["algorithm.group_size"] == "8"
+    assert run.knobs["data.sources[spiral].kl_coef"] == "0.002"
+    assert run.summary["steps"] == "3 of 60"
+    assert len(run.groups) == 3 * (len(ATTACKS) + 1) and len(chunks) == 3
+    for group in run.groups:  # where the list says is what it says
+        line = json.loads(gzip.decompress(chunks[group.chunk]).splitlines()[group.line])
+        assert (line["prompt"], line["domain"]) == (group.prompt, group.domain)
+        assert [one["reward"] for one in line["trajectories"]] == group.rewards
+
+
+def test_a_run_that_is_being_written_or_was_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_step(folder, 1, [])
+    write_step(folder, 2, [], **{"eval/sums/pass@1": 0.5})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/mean": 0.')
+    (folder / "trajectories").mkdir()
+    (folder / "trajectories" / "step_000002.tmp").write_bytes(b"\x1f\x8b half of a file")
+    run, chunks = read_folder(folder)
+    assert run.steps == [1, 2] and not chunks
+    # It has no config.yaml, and no trajectories.
+    assert len(run.notes) == 2 and "config.yaml: no knobs" in run.notes[0]
+    assert "run.save_trajectories and run.save_tokens, both above 0" in run.notes[1]
+
+
+def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    run, _ = read_folder(tmp_path / "run")
+    assert run.steps == [] and "no step has ended so far" in run.notes
+
+
+def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([first, "[1]", '{"step": 1, "los', *rest, ""]))
+    packed = folder / "trajectories" / "step_000002.jsonl.gz"
+    packed.write_bytes(packed.read_bytes()[:-40])
+    (folder / "trajectories" / "step_000003.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n'))
+    (folder / "config.yaml").write_text("run: {dir: [")
+    run, chunks = read_folder(folder)
+    assert run.steps == [0, 1, 2, 3] and list(chunks) == ["step_000001.jsonl.gz"]
+    named = ("config.yaml", "metrics.jsonl:2", "metrics.jsonl:3", "step_000002", "step_000003")
+    assert len(run.notes) == len(named)
+    assert all(name in note for name, note in zip(named, run.notes, strict=True))
+
+
+def test_numbers_that_json_does_not_know_reach_no_browser(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_step(folder, 1, [])
+    group = {"prompt": "p", "domain": "d", "messages": [], "reference": "", "dropped": []}
+    one = {"sibling": 0, "reward": 1.0, "tokens": 1, "parts": {}, "facts": {"x": float("nan")}}
+    line = json.dumps({**group, "trajectories": [one]})
+    (folder / "trajectories").mkdir()
+    path = folder / "trajectories" / "step_000001.jsonl.gz"
+    path.write_bytes(gzip.compress(line.encode()))
+    _, chunks = read_folder(folder)
+    assert b"NaN" not in gzip.decompress(chunks[path.name])
+
+
+def test_an_evaluation_as_data(tmp_path: Path) -> None:
+    run, chunks = read_folder(write_evaluation(tmp_path / "eval", prompts=45))
+    assert (run.kind, len(run.groups), len(chunks)) == ("evaluation", 45, 3)
+    assert run.notes == ["the evaluation has not ended: this is what there is so far"]
+    assert run.summary["pass@1 sums"].startswith("0.333 (0.")
+    group = run.groups[44]
+    line = json.loads(gzip.decompress(chunks[group.chunk]).splitlines()[group.line])
+    assert line["prompt"] == group.prompt == "sums/44"
+    assert line["trajectories"][1]["messages"][0]["reasoning_content"] == "hm"
+    assert line["dropped"] == ["cut off"]
+
+
+def test_a_folder_that_is_no_run_is_named_with_the_cure(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a")
+    (tmp_path / "empty").mkdir()
+    file = tmp_path / "runs" / "a" / "metrics.jsonl"
+    for folder, said in (
+        (tmp_path / "nowhere", "does not exist"),
+        (file, "is a file; give the folder"),
+        (tmp_path / "empty", "holds no run .* run.dir, or eval.dir"),
+        (tmp_path / "runs", f"Those inside it do: {tmp_path / 'runs' / 'a'}$"),
+        (tmp_path / "runs" / "a" / "trajectories", f"It lies in the run {tmp_path}/runs/a"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_folder(folder)
