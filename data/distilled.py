@@ -1,0 +1,135 @@
+"""What specialists said, selected to be learned from: right, whole, different, balanced."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.configs.distillation import SelectConfig
+from keel.configs.schema import ConfigError
+from keel.data.evaluated import read_evaluation
+from keel.data.results import aligned
+
+Kind = tuple[str, bool]
+"""Domain, and whether it thinks."""
+LEFT_OUT = ("wrong", "not scored", "cut off", "said before", "longer ones", "for balance")
+"""Why, in the order in which it is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A completion that might be learned."""
+
+    kind: Kind
+    prompt: str
+    tokens: int
+    why_not: str
+    """Of LEFT_OUT; "" for one that is good in itself."""
+    line: Mapping[str, Any]
+    """As `keel sft` reads it (`source: trajectories`), with the specialist's name."""
+
+
+def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
+    """Writes the completions to learn to `out`, a line each. sampled: specialist → folder of
+    `keel eval` on the prompts to train on. Returns what came of it, for people.
+
+    Raises ConfigError where a folder cannot be read or nothing is left.
+    """
+    counts: defaultdict[Kind, Counter[str]] = defaultdict(Counter)
+    chosen: list[tuple[int, Candidate]] = []
+    seen: set[str] = set()
+    prompts: defaultdict[str, list[Candidate]] = defaultdict(list)
+    for candidate in candidates(sampled, config.least):
+        why, said = candidate.why_not, _said(candidate)
+        if not why and said in seen:
+            why = "said before"
+        seen.add(said)
+        counts[candidate.kind][why or "sampled"] += 1
+        if not why:
+            prompts[candidate.prompt].append(candidate)
+    for some in prompts.values():
+        some.sort(key=lambda one: one.tokens)
+        kept = some[: config.most_per_prompt or None]
+        counts[some[0].kind]["longer ones"] += len(some) - len(kept)
+        chosen += enumerate(kept)
+    chosen = _balanced(chosen, config.balance, counts)
+    if not chosen:
+        raise ConfigError(
+            f"nothing to learn is left of what the specialists said:\n{_text(counts, Counter())}"
+        )
+    lines = (json.dumps(one.line, ensure_ascii=False) + "\n" for _, one in chosen)
+    fresh = out.with_suffix(".tmp")
+    with fresh.open("wb") as file:
+        file.writelines(line.encode("utf-8", "surrogatepass") for line in lines)
+    fresh.replace(out)
+    learned = Counter(one.kind for _, one in chosen)
+    return [_text(counts, learned), f"to learn        {out}"]
+
+
+def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[Candidate]:
+    """All completions, in the order of specialists and their prompts. Raises ConfigError."""
+    for specialist, folder in sampled.items():
+        for asked in read_evaluation(folder):
+            for sample in asked.samples:
+                record = dict(sample["record"])
+                line = {
+                    **record,
+                    "messages": [*record.pop("asked"), *sample["messages"]],
+                    "reward": sample["correct"],
+                    "parts": {"correct": sample["correct"], **sample["parts"]},
+                    "source": asked.source,
+                    "specialist": specialist,
+                }
+                line.pop("asked")
+                why = "wrong" if sample["correct"] < least else ""
+                why = "cut off" if sample["finish_reason"] != "stop" else why
+                why = "not scored" if sample["error"] else why
+                yield Candidate(
+                    kind=(asked.domain, bool(record["thinking"])),
+                    prompt=asked.id,
+                    tokens=sample["tokens"],
+                    why_not=why,
+                    line=line,
+                )
+
+
+def _balanced(
+    chosen: Sequence[tuple[int, Candidate]],
+    balance: float,
+    counts: Mapping[Kind, Counter[str]],
+) -> list[tuple[int, Candidate]]:
+    """At most `balance` times as many of each kind as of the smallest; the first of each prompt
+    before the second of any."""
+    sizes = Counter(one.kind for _, one in chosen)
+    if not balance or not sizes:
+        return list(chosen)
+    most, taken = int(balance * min(sizes.values())), Counter[Kind]()
+    kept: list[tuple[int, Candidate]] = []
+    for place, one in sorted(chosen, key=lambda pair: pair[0]):
+        if taken[one.kind] < most:
+            taken[one.kind] += 1
+            kept.append((place, one))
+        else:
+            counts[one.kind]["for balance"] += 1
+    return kept
+
+
+def _said(candidate: Candidate) -> str:
+    """What was asked and all that was said, to know it again."""
+    messages: Sequence[Mapping[str, Any]] = candidate.line["messages"]
+    return json.dumps([candidate.kind[1], messages], sort_keys=True)
+
+
+def _text(counts: Mapping[Kind, Counter[str]], learned: Counter[Kind]) -> str:
+    rows = [["", "sampled", *LEFT_OUT, "to learn"]]
+    for kind, of in counts.items():
+        name = f"{kind[0]}, {'thinking' if kind[1] else 'not thinking'}"
+        before = ("sampled", "wrong", "not scored", "cut off", "said before")
+        total = sum(of[why] for why in before)
+        rows.append([name, f"{total:,}", *(f"{of[why]:,}" for why in LEFT_OUT)])
+        rows[-1].append(f"{learned[kind]:,}")
+    return "\n".join(aligned(rows))

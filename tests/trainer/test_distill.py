@@ -1,0 +1,205 @@
+"""The chain of `keel distill`, with commands that only say what they would do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
+from keel.configs.schema import ConfigError
+from keel.data.distilled import select
+from keel.trainer.distill import distill
+
+
+def sample(said: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:
+    record = {
+        "id": "p",
+        "domain": "d",
+        "finish_reason": "stop",
+        "thinking": more.pop("thinking", True),
+        "tools": [],
+        "asked": [{"role": "user", "content": more.pop("asked", "?")}],
+        "tokenizer": "t",
+        "segments": [{"ids": [1, 2], "said": [[1, 2]]}],
+    }
+    return {
+        "correct": correct,
+        "error": 0.0,
+        "tokens": tokens,
+        "finish_reason": "stop",
+        "parts": {"format": 1.0},
+        "messages": [{"role": "assistant", "content": said}],
+        "record": record,
+        **more,
+    }
+
+
+def evaluation(folder: Path, asked: dict[str, Sequence[dict[str, Any]]], domain: str) -> Path:
+    """As `keel eval` writes it: prompt → its completions."""
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "variant": "recipe",
+            "source": domain,
+            "domain": domain,
+            "id": f"{domain}/{name}",
+            "digest": "",
+            "samples": samples,
+            "missing": [],
+        }
+        for name, samples in asked.items()
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def learned(path: Path) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["specialist"], line["messages"][-1]["content"]) for line in lines]
+
+
+def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> None:
+    sums = evaluation(
+        tmp_path / "sums",
+        {
+            "1": [
+                sample("long", tokens=9),
+                sample("short", tokens=3),
+                sample("short", tokens=3),
+                sample("wrong", 0.9),
+                sample("late", finish_reason="length"),
+                sample("unknown", error=1.0),
+            ],
+            "2": [sample("no", 0.0)],
+        },
+        "sums",
+    )
+    out = tmp_path / "out.jsonl"
+    table, _ = select({"adder": sums}, SelectConfig(), out)
+    assert learned(out) == [("adder", "short")]
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert line["messages"][0] == {"role": "user", "content": "?"}
+    assert line["source"] == "sums" and line["parts"] == {"correct": 1.0, "format": 1.0}
+    assert line["segments"] and "asked" not in line
+    name, *counts = table.splitlines()[1].rsplit(maxsplit=8)
+    # sampled; wrong, not scored, cut off, said before, longer ones, for balance; to learn
+    assert (name, counts) == ("sums, thinking", ["7", "2", "1", "1", "1", "1", "0", "1"])
+    select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
+    assert learned(out) == [("adder", "short"), ("adder", "long")]
+
+
+def test_no_domain_and_mode_drowns_the_others(tmp_path: Path) -> None:
+    many = {str(n): [sample(f"{n}a", tokens=1), sample(f"{n}b", tokens=2)] for n in range(9)}
+    few = {"1": [sample("plain", thinking=False)], "2": [sample("deep")]}
+    folders = {
+        "a": evaluation(tmp_path / "a", many, "many"),
+        "b": evaluation(tmp_path / "b", few, "few"),
+    }
+    out = tmp_path / "out.jsonl"
+    select(folders, SelectConfig(balance=3, most_per_prompt=2), out)
+    # The first of each prompt before the second of any.
+    assert [said for _, said in learned(out)] == ["0a", "1a", "2a", "plain", "deep"]
+    select(folders, SelectConfig(balance=0, most_per_prompt=2), out)
+    assert len(learned(out)) == 20
+
+
+def test_nothing_left_is_said_with_the_reasons(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path / "a", {"1": [sample("no", 0.0)]}, "sums")
+    with pytest.raises(ConfigError, match=r"nothing to learn(.|\n)*sums, thinking +1 +1 "):
+        select({"a": folder}, SelectConfig(), tmp_path / "out.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read as an evaluation"):
+        select({"a": tmp_path / "none"}, SelectConfig(), tmp_path / "out.jsonl")
+
+
+class Keel:
+    """Commands that end as a test has them."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, dict[str, str]]] = []
+        self.fails = ""
+
+    def __call__(self, words: Sequence[str]) -> int:
+        command, _, *knobs = words
+        given = dict(knob.split("=", 1) for knob in knobs)
+        self.ran.append((command, given))
+        if self.fails and self.fails in given["run.dir"]:
+            return 143
+        if command == "eval" and given.get("eval.prompts") == "train":
+            (only,) = json.loads(given["data.only"])
+            evaluation(Path(given["eval.dir"]), {"1": [sample(only, asked=only)]}, only)
+        elif command == "eval":
+            folder = Path(given["eval.dir"])
+            folder.mkdir(parents=True)
+            of = {"pass@1": 0.5 + 0.01 * len(self.ran), "pass@1_interval": [0.4, 0.8]}
+            sets = dict.fromkeys(json.loads(given["data.only"]), of)
+            (folder / "results.json").write_text(json.dumps({"results": {"recipe": sets}}))
+        return 0
+
+
+def recipe(folder: Path, **changes: Any) -> DistillConfig:
+    known: dict[str, Any] = {
+        "dir": str(folder),
+        "recipe": "quickstart",
+        "specialists": (
+            SpecialistConfig(name="speller", sources=("spelling",), overrides=("run.steps=3",)),
+            SpecialistConfig(name="walker", sources=("spiral",)),
+        ),
+        "mixed_overrides": ("run.steps=5",),
+    }
+    return DistillConfig(**{**known, **changes})
+
+
+def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keel = Keel()
+    keel.fails = "specialists/walker"
+    assert distill(recipe(tmp_path), keel) == 143
+    assert "train walker ended with status 143" in capsys.readouterr().out
+    assert [command for command, _ in keel.ran] == ["train", "eval", "eval", "train"]
+    keel.fails = ""
+    assert distill(recipe(tmp_path), keel) == 0
+    said = capsys.readouterr().out
+    rest = [command for command, _ in keel.ran[4:]]
+    assert rest == ["train", "eval", "eval", "sft", "eval", "train", "eval"]
+    (_, speller), (_, taught), (_, measured) = keel.ran[:3]
+    assert speller["run.steps"] == "3" and speller["data.only"] == '["spelling"]'
+    assert taught["run.dir"] == speller["run.dir"] == measured["run.dir"]
+    assert taught["eval.samples"] == "4" and "eval.prompts" not in measured
+    _, sft = next(one for one in keel.ran if one[0] == "sft")
+    assert json.loads(sft["sft.sources"])[0]["path"] == str(tmp_path / "distilled.jsonl")
+    assert json.loads(sft["model.path"]) == "embedded"
+    assert sorted(who for who, _ in learned(tmp_path / "distilled.jsonl")) == ["speller", "walker"]
+    _, mixed = [one for one in keel.ran if one[0] == "train"][-1]
+    assert mixed["model.path"] == str(tmp_path / "distilled" / "model")
+    assert mixed["run.steps"] == "5" and json.loads(mixed["data.only"]) == ["spelling", "spiral"]
+    table = [line.split() for line in said.splitlines() if line.startswith(("spelling", "spiral"))]
+    assert [len(line) for line in table[-2:]] == [7, 7]
+    assert "0.530 (0.400–0.800)" in said and (tmp_path / "report.md").exists()
+    before = len(keel.ran)
+    assert distill(recipe(tmp_path), keel) == 0 and len(keel.ran) == before  # all is done
+    with pytest.raises(ConfigError, match=r"other settings(.|\n)*sample speller: keel eval"):
+        distill(recipe(tmp_path, samples=8), keel)
+
+
+def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
+    keel = Keel()
+    wrong = SpecialistConfig(name="a", sources=("speling",))
+    with pytest.raises(ConfigError, match=r"specialists\[a\].sources: .* no source 'speling'"):
+        distill(recipe(tmp_path, specialists=(wrong,)), keel)
+    wrong = SpecialistConfig(name="a", sources=("spelling",), overrides=("run.step=3",))
+    with pytest.raises(ConfigError, match=r"run.step"):
+        distill(recipe(tmp_path, specialists=(wrong,)), keel)
+    with pytest.raises(ConfigError, match="belongs to one specialist"):
+        recipe(
+            tmp_path,
+            specialists=(
+                SpecialistConfig(name="a", sources=("spelling",)),
+                SpecialistConfig(name="b", sources=("spelling",)),
+            ),
+        )
+    assert keel.ran == []
