@@ -77,7 +77,8 @@ def chain(config: DistillConfig, recipe: Config) -> list[Link]:
     add(
         "distill",
         "sft",
-        *(config.sft, *config.sft_overrides, *_model(recipe)),
+        *(config.sft, f"sft.max_context_tokens={recipe.max_context}"),
+        *(*config.sft_overrides, *_model(recipe)),
         *(f"run.dir={sft}", f"sft.sources={json.dumps([source])}"),
     )
     taught = sorted(source for each in config.specialists for source in each.sources)
