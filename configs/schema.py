@@ -83,6 +83,15 @@ class Config:
             [],
             "add one (source: reasoning_gym, jsonl or environment), or sft.sources for `keel sft`",
         )
+        held = [source.name for source in self.data.sources if source.holdout]
+        for name in self.alarms.stop_below:
+            require(
+                name in held and self.run.eval_every > 0,
+                "alarms.stop_below",
+                name,
+                "needs run.eval_every, and a source of this name with a holdout: "
+                + (", ".join(held) or "there is none"),
+            )
         sampling, unsound = self.rollout.sampling, self.algorithm.allow_unsound
         if sampling.truncated and not self.algorithm.keep_sampling_mask and not unsound:
             raise ConfigError(

@@ -214,8 +214,14 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
             journal=journal,
             heldout=dataset.heldout,
             save=save,
-            stop=interrupt,
+            stop=lambda: interrupt() or bool(journal.ends),
             keep=keep,
             hurry=interrupt.hurry,
         )
-        return loop.train(parts, config, start=start)
+        reached = loop.train(parts, config, start=start)
+    if journal.ends:
+        raise RuntimeError(
+            f"{journal.ends}. The run has ended with a checkpoint of step {reached}, and goes on "
+            "from there with another threshold; earlier ones are in its folder"
+        )
+    return reached

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from keel.configs.sections.base import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmsConfig:
-    """Thresholds of a step's metrics: beyond one, the run says so and goes on. 0 switches an alarm
-    off. What each means and what to do: docs/alarms.md."""
+    """Thresholds of a step's metrics: beyond one, the run says so and, but for `stop_below`, goes
+    on. 0 switches an alarm off. What each means and what to do: docs/alarms.md."""
 
     missing: float = 0.001
     """`rollout/dropped_completions`, as a share of the batch, above."""
@@ -35,9 +36,16 @@ class AlarmsConfig:
     """`train/skipped_steps`: optimizer steps without a finite gradient, above: any at all."""
     every: int = 20
     """Steps after which one that goes on, or returns, is said again."""
+    stop_below: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Source → least `eval/<source>/pass@1`. Below it the run saves a checkpoint and ends: what may
+    not be lost, such as refusals of what is harmful (docs/alarms.md)."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            require(value >= 0, f"alarms.{field.name}", value, "must not be negative (0: off)")
+        for name, least in self.stop_below.items():
+            require(0 < least <= 1, f"alarms.stop_below.{name}", least, "must be in (0, 1]")
+        for known in fields(self):
+            if known.name == "stop_below":
+                continue
+            value = getattr(self, known.name)
+            require(value >= 0, f"alarms.{known.name}", value, "must not be negative (0: off)")
         require(self.every >= 1, "alarms.every", self.every, "must be at least 1")

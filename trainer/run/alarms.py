@@ -57,6 +57,8 @@ class Alarms:
 
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
+        self.ends = ""
+        """Why the run has to end, if it has."""
         self._said: dict[str, int] = {}
         """Step at which each was said last."""
 
@@ -73,13 +75,25 @@ class Alarms:
         }
         if line := self._missing(numbers, groups):
             ringing[MISSING] = line
-        lines: list[str] = []
+        lines = [self.ends] if self._below(step, numbers) else []
         for knob, words in ringing.items():
             if step - self._said.get(knob, -self._config.every) >= self._config.every:
                 self._said[knob] = step
                 limit = getattr(self._config, knob)
                 lines.append(f"step {step}: {words} (alarms.{knob} = {limit:g})")
-        return len(ringing), lines
+        return len(ringing) + bool(self.ends), lines
+
+    def _below(self, step: int, numbers: Mapping[str, float]) -> bool:
+        """Whether a set that is held out has fallen too far, which `ends` then says."""
+        for name, least in self._config.stop_below.items():
+            found = numbers.get(f"eval/{name}/pass@1", least)
+            if found < least:
+                self.ends = (
+                    f"step {step}: held-out {name}/pass@1 is {found:.3f}, and may not fall below "
+                    f"{least:g} (alarms.stop_below)"
+                )
+                return True
+        return False
 
     def _missing(self, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]) -> str:
         missing = numbers.get("rollout/dropped_completions", 0)

@@ -72,6 +72,11 @@ class Journal:
         self._note(kind, text)
         self._view.say(text)
 
+    @property
+    def ends(self) -> str:
+        """Why the run has to end, if an alarm says so."""
+        return self._alarms.ends if self._alarms is not None else ""
+
     def _note(self, kind: str, text: str) -> None:
         line = {"step": self._step, "time": round(self._clock(), 3), "kind": kind, "text": text}
         # A disk that is full ends the run at the next step, with better words.
@@ -101,7 +106,6 @@ class Journal:
     def _write(
         self, step: int, numbers: Mapping[str, float], sample: Sequence[ScoredGroup]
     ) -> None:
-        chosen = choose(sample, self._per_step)
         line = {"step": step, "time": round(self._clock(), 3), **dict(sorted(numbers.items()))}
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from keel.configs.load import load_config
 from keel.configs.schema import AlarmsConfig, ConfigError
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup
@@ -39,6 +40,28 @@ def test_each_rings_beyond_its_threshold_alone(alarm: Any) -> None:
     assert number == 1 and f"alarms.{alarm.knob} = {limit:g}" in line and alarm.metric in line
     off = replace(config, **{alarm.knob: 0})
     assert Alarms(off).look(1, FINE | {alarm.metric: beyond}, []) == (0, [])
+
+
+def test_a_held_out_set_that_may_not_fall_ends_the_run() -> None:
+    alarms = Alarms(AlarmsConfig(stop_below={"harmful": 0.9}))
+    assert alarms.look(1, {"eval/harmful/pass@1": 0.9, "eval/other/pass@1": 0.1}, []) == (0, [])
+    assert alarms.look(2, {}, []) == (0, []) and not alarms.ends  # not evaluated
+    number, (line,) = alarms.look(3, {"eval/harmful/pass@1": 0.85}, [])
+    assert number == 1 and line == alarms.ends
+    assert "harmful/pass@1 is 0.850, and may not fall below 0.9" in line
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"alarms.stop_below": "{spelling: 0}"}, r"alarms.stop_below.spelling = 0.*in \(0, 1"),
+        ({"alarms.stop_below": "{speling: 0.5}"}, "'speling': needs run.eval_every, .* spelling"),
+        ({"alarms.stop_below": "{spelling: 0.5}", "run.eval_every": "0"}, "needs run.eval_every"),
+    ],
+)
+def test_what_cannot_end_a_run_is_refused(wrong: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_config("quickstart", [f"{knob}={value}" for knob, value in wrong.items()])
 
 
 def test_one_that_goes_on_or_returns_is_said_now_and_then() -> None:
