@@ -19,13 +19,15 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from keel.model.embedded.tokenizer import build_tokenizer
+from keel.rl.metrics import Mean
 from keel.trainer.cli import main
-from keel.trainer.main import COMMANDS
+from keel.trainer.main import COMMANDS, run_loop
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import MANIFEST, write_manifest
+from keel.trainer.run.view import PlainView
 from keel.trainer.run.words import closing_words
 from keel.trainer.system import model_folder
 from tests.rollout.chat.families import tokenizer_of
@@ -318,6 +320,36 @@ def test_an_exported_model_that_was_damaged_is_not_trained_on(
     code, _, err = run(capsys, "check", "quickstart", f"model.path={tmp_path}", *FEW)
     assert code == 2 and f"{tmp_path}: this model is not as it was exported" in err
     assert "model.safetensors: changed" in err and f"remove {MANIFEST} there" in err
+
+
+def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = ("run.eval_every=1", "alarms.stop_below={spelling: 0.5}")
+    words = (f"run.dir={tmp_path}", *below, *FEW)
+    task = prepare("quickstart", words)
+    system: Any = SimpleNamespace(
+        task=task,
+        learner=SimpleNamespace(tokens={}),
+        pool=SimpleNamespace(),
+        agents=None,
+        scorer=SimpleNamespace(tell=lambda say: None),
+    )
+
+    def two_steps(parts: Any, config: object, *, start: int) -> int:
+        parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
+        assert not parts.stop()
+        parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
+        assert parts.stop()
+        return 2
+
+    monkeypatch.setattr("keel.trainer.loop.train", two_steps)
+    with (
+        RunFolder(task.config) as folder,
+        pytest.raises(RuntimeError, match=r"spelling/pass@1 is 0.400.* checkpoint of step 2"),
+    ):
+        run_loop(system, folder, PlainView(60), 0)
+    assert '"kind": "alarm"' in (tmp_path / "events.jsonl").read_text()
 
 
 def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -> None:
