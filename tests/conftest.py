@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import secrets
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -24,6 +25,8 @@ settings.load_profile("suite")
 # (trainer/cluster/nodes.py).
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
+# `nohup` has it ignored, and what tests start would inherit that and not hear it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 WANTS = {
     "takes minutes": "time (TRITON_INTERPRET=1 runs them)",

@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers.sft_parity
 
-Needs TRL beside Keel (`pip install trl`). Both are given the same ids and the same marks of what is
-learned: TRL one conversation a row, padded, two rows at a time; Keel all of them packed. TRL's
-loss and gradient norm are those of one optimizer step of its own `train`.
+Needs TRL beside Keel (`requirements/peers.txt`). Both are given the same ids and the same marks of
+what is learned: TRL one conversation a row, padded, two rows at a time; Keel all of them packed.
+TRL's loss and gradient norm are those of one optimizer step of its own `train`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from keel.trainer.run.manifest import damage
 
@@ -79,8 +80,8 @@ def learned(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    (states,) = checkpoint.rglob("mp_rank_00_model_states.pt")
-    return torch.load(states, weights_only=False)["module"]
+    """Master weights and moments."""
+    return load_file(checkpoint / "optimizer" / "rank_0.safetensors")
 
 
 def test_a_run_is_interrupted_and_goes_on_bit_by_bit(tmp_path: Path) -> None:

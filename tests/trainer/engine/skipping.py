@@ -30,8 +30,9 @@ def skipping(stage: int, *, bfloat16: bool = False) -> Any:
 
     def run(ranks: Ranks) -> dict[str, Any]:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import objectives  # noqa: PLC0415
 
-        on_cpu, loss = module.compute_dtype, module.grpo_loss
+        on_cpu, loss = module.compute_dtype, objectives.grpo_loss
         if bfloat16:
             module.compute_dtype = lambda *_: torch.bfloat16
         config = make_config(ranks.world_size, stage, tokens=24, warmup_steps=0)
@@ -54,9 +55,9 @@ def skipping(stage: int, *, bfloat16: bool = False) -> Any:
             found.append(told(ranks, skipped.findings, groups))
 
         step([bad])
-        module.grpo_loss = infinite
+        objectives.grpo_loss = infinite
         step([good])
-        module.grpo_loss = loss
+        objectives.grpo_loss = loss
         kept = ranks.published(skipped)
         for _ in range(2):
             step([good])
