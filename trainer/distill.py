@@ -190,6 +190,7 @@ class Commands:
     def __init__(self) -> None:
         self.status = 0
         """Exit status that a signal asks for; 0: none has come."""
+        self.start = [sys.executable, "-m", "keel.trainer.cli"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -205,8 +206,7 @@ class Commands:
 
     def run(self, words: Sequence[str]) -> int:
         """Its exit status."""
-        command = [sys.executable, "-m", "keel.trainer.cli", *words]
-        with subprocess.Popen(command) as self._process:
+        with subprocess.Popen([*self.start, *words]) as self._process:
             status = self._process.wait()
         self._process = None
         return status if status >= 0 else 128 - status
