@@ -245,7 +245,7 @@ def group_of(asked: Asked) -> dict[str, Any]:
             {
                 "sibling": at,
                 "reward": sample["correct"],
-                "parts": {"correct": sample["correct"], **sample["parts"]},
+                "parts": {"correct": sample["correct"], **sample.get("parts", {})},
                 "finish": sample["finish_reason"],
                 "tokens": sample["tokens"],
                 "messages": sample["messages"],
