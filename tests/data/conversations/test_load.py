@@ -105,6 +105,26 @@ def test_a_question_held_out_anywhere_is_learned_nowhere(tmp_path: Path) -> None
     assert found.report["s"].left_out == {"held out by data.sources": 1}
 
 
+@pytest.mark.parametrize("ascii", [True, False])
+def test_half_a_surrogate_pair_in_a_trajectory_costs_no_other(tmp_path: Path, ascii: bool) -> None:
+    samples = [
+        {
+            "correct": 1.0,
+            "messages": [{"role": "assistant", "content": said}],
+            "record": {"id": "a/1", "asked": [{"role": "user", "content": "?"}]},
+        }
+        for said in ("\ud800 half", "whole \U0001f600")
+    ]
+    line = json.dumps({"samples": samples}, ensure_ascii=ascii) + "\n"
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogatepass"))
+    found = load(source(str(path), source="trajectories"))
+    assert said(found.train.sources["s"]) == {"\ufffd half", "whole \U0001f600"}
+    path.write_text(json.dumps(chat("?", "\ud800")) + "\n")
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):  # somebody wrote it
+        load(source(str(path)))
+
+
 def test_repeat_weighs_sources_by_how_often_each_conversation_is_seen(tmp_path: Path) -> None:
     one = write(tmp_path / "a.jsonl", *(chat(f"q{i}?", f"a{i}") for i in range(4)))
     two = write(tmp_path / "b.jsonl", *(chat(f"p{i}?", f"b{i}") for i in range(8)))
