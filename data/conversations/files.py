@@ -112,6 +112,7 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
         tools=tuple(tools_of(record)),
         thinking=thinking_of(record, messages, source.thinking),
         segments=segments,
+        prompt_id=str(record.get("id") or "") if source.source == "trajectories" else "",
         unread=unread_of(record, known),
     )
 

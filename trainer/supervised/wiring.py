@@ -126,6 +126,7 @@ def prepare_sft(
         solve=solved,
         tokenizer=digest,
         reserved=reserved_questions(given),
+        reserved_ids=reserved_ids(given),
     )
     seen_once = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
     batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
@@ -190,6 +191,14 @@ def reserved_questions(config: Config) -> set[str]:
         return set()
     heldout = load_dataset(config.data, seed=config.run.seed).heldout
     return {Item(prompt=p, origin="").question for prompts in heldout.values() for p in prompts}
+
+
+def reserved_ids(config: Config) -> set[str]:
+    """Names of the same prompts."""
+    if not config.data.sources:
+        return set()
+    heldout = load_dataset(config.data, seed=config.run.seed).heldout
+    return {p.prompt_id for prompts in heldout.values() for p in prompts}
 
 
 def report_lines(name: str, report: Report) -> Iterator[str]:
