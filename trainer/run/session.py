@@ -64,6 +64,7 @@ def conduct(
             print(f"warning: {line}")
         state, steps = folder.state(), config.run.steps
         start = state.step if state else 0
+        folder.check_heldout(start)
         if start >= steps and folder.model.exists():
             folder.check_model()
             print(f"{folder.path} has done its {start} steps. Raise run.steps to go on.")

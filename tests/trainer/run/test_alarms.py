@@ -58,6 +58,11 @@ def test_an_end_by_completions_that_nobody_judged_says_so() -> None:
     assert "(alarms.stop_below); 160 completions had no score: counted wrong" in line
 
 
+def test_what_ends_a_run_does_not_end_its_supervised_start() -> None:
+    below = ("run.eval_every=1", "alarms.stop_below={spelling: 0.5}")
+    assert not load_config("sft-quickstart", below).supervised(3).alarms.stop_below
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
