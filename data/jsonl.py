@@ -24,6 +24,7 @@ from __future__ import annotations
 import codecs
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +55,7 @@ CODE_KEYS = (
 REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """A line has exactly one of them."""
 FOR_ENVIRONMENT = "environment"
+_HALF = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -120,11 +122,15 @@ def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
         raise ConfigError(f"{knob} = {str(path)!r}: {error}") from error
 
 
-def object_of(line: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def object_of(line: bytes, *, halves: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """A line's object, and the same with its numbers as they are written: an answer of 0.10 is not
-    0.1 to `match: exact`. Raises BadLine."""
+    0.1 to `match: exact`. halves: those of surrogate pairs, which a policy may sample, are read as
+    replacement characters, as tokenizers read them (`keel.rollout.chat.encoding`). Raises
+    BadLine."""
     try:
-        text = line.decode()
+        text = line.decode(errors="surrogatepass") if halves else line.decode()
+        if halves:
+            text = _without_halves(text)
         record = json.loads(text)
         as_text = json.loads(text, parse_int=str, parse_float=str)
     except UnicodeDecodeError as error:
@@ -249,6 +255,14 @@ def _text(record: dict[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise BadLine(f"`{key}` must be text that is not blank, is {kind_of(value)}")
     return value
+
+
+def _without_halves(text: str) -> str:
+    """Of JSON: as they are, and as it spells them."""
+    if _HALF.search(text) is None:
+        return text
+    whole = json.dumps(json.loads(text), ensure_ascii=False)
+    return whole.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _check_encodable(record: dict[str, Any]) -> None:

@@ -52,16 +52,21 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
         for sample in samples
         if sample["error"] == 0
         and sample["finish_reason"] == "stop"
-        and passed(sample["parts"].get("samples", 1.0))
-        and sample["parts"].get("refusal", 0.0) < 0.5
+        and passed(_parts(sample).get("samples", 1.0))
+        and _parts(sample).get("refusal", 0.0) < 0.5
     ]
-    chosen = sorted(fit, key=lambda sample: -sample["thinking"])[:submissions]
+    chosen = sorted(fit, key=lambda sample: -sample.get("thinking", 0))[:submissions]
     best: dict[str, float] = {}
     for sample in chosen:
-        worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
+        worths = {k: v for k, v in _parts(sample).items() if k.startswith("subtask/")}
         for name, worth in (worths or {"": sample["correct"]}).items():
             best[name] = max(worth, best.get(name, 0.0))
     return fsum(best.values())
+
+
+def _parts(sample: Mapping[str, Any]) -> Mapping[str, float]:
+    """Older releases kept none."""
+    return sample.get("parts", {})
 
 
 def results(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,19 +26,62 @@ ONLY = "recipe"
 """The variant of an evaluation that has no others."""
 PER_CHUNK = 20
 """Prompts of an evaluation that a page loads together."""
-Chunks = dict[str, bytes]
-"""Lines of JSON, a group each, compressed; by name."""
+UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError)
+"""What reading a file of trajectories ends in that is damaged, or gone."""
 
 
-def read_folder(folder: Path) -> tuple[RunData, Chunks]:
-    """What `keel train` or `keel eval` wrote there, however far it came. Raises ConfigError for a
-    folder that is neither's."""
+class Chunks(MutableMapping[str, bytes]):
+    """Lines of JSON, a group each, compressed; by name. Those of `add` are read when they are asked
+    for, which may end in `UNREADABLE`."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Callable[[], bytes]] = {}
+
+    def add(self, name: str, read: Callable[[], bytes]) -> None:
+        self._read[name] = read
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._read[name]()
+
+    def __setitem__(self, name: str, data: bytes) -> None:
+        self._read[name] = lambda: data
+
+    def __delitem__(self, name: str) -> None:
+        del self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFile:
+    """What is known of a file of trajectories."""
+
+    stamp: tuple[int, int] = (0, 0)
+    """Nanoseconds and bytes, by which it is known again."""
+    groups: Sequence[Group] = ()
+    as_is: bool = True
+    """A browser can read it as it lies there."""
+    wrong: str = ""
+    """Why it cannot be read."""
+
+
+Known = dict[Path, StepFile]
+
+
+def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chunks]:
+    """What `keel train` or `keel eval` wrote there, however far it came. known: files that were
+    read before, and are not read again while they are the same. Raises ConfigError for a folder
+    that is neither's."""
     if not folder.is_dir():
         what = "is a file; give the folder it is in" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder}: {what}")
     try:
         if (folder / METRICS).exists() or (folder / CONFIG).exists():
-            return read_run(folder)
+            return read_run(folder, {} if known is None else known)
         if (folder / SAMPLES).exists():
             return read_evaluated(folder)
         raise ConfigError(f"{folder}: {no_run(folder)}")
@@ -61,7 +105,7 @@ def no_run(folder: Path) -> str:
 # Runs
 
 
-def read_run(folder: Path) -> tuple[RunData, Chunks]:
+def read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="run", path=str(folder))
     run.knobs = knobs_of(folder / CONFIG, run.notes)
     lines = list(json_lines(folder / METRICS, run.notes))
@@ -75,7 +119,7 @@ def read_run(folder: Path) -> tuple[RunData, Chunks]:
     names = sorted({name for record in records for name in record} - {"step", "time"})
     run.metrics = {name: [number(record.get(name)) for record in records] for name in names}
     run.events = [event_of(line) for line in json_lines(folder / "events.jsonl", run.notes)]
-    chunks = read_trajectories(folder / "trajectories", run)
+    chunks = read_trajectories(folder / "trajectories", run, known)
     if not run.steps:
         run.notes.append("no step has ended so far")
     run.summary = summary_of(run, folder)
@@ -135,23 +179,16 @@ def flatten(value: Any, path: str, flat: dict[str, str]) -> None:
         flat[path] = json.dumps(value, default=str, ensure_ascii=False)
 
 
-def read_trajectories(folder: Path, run: RunData) -> Chunks:
+def read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
     """Their list goes into `run`."""
-    chunks: Chunks = {}
+    chunks = Chunks()
     for path in sorted(folder.glob(f"step_*{SUFFIX}")):
-        try:
-            data = path.read_bytes()
-            step = int(path.name.removesuffix(SUFFIX).removeprefix("step_"))
-            lines = gzip.decompress(data).decode().splitlines()
-            found = [json.loads(line) for line in lines]
-            groups = [listed(group, step, path.name, at) for at, group in enumerate(found)]
-        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-            run.notes.append(f"{path}: cannot be read, and is left out here ({error})")
+        known[path] = file = step_file(path, known.get(path))
+        if file.wrong:
+            run.notes.append(f"{path}: cannot be read, and is left out here ({file.wrong})")
             continue
-        run.groups += groups
-        # Compressed as it lies there, if a browser can read it.
-        same = not any(name in line for line in lines for name in UNKNOWN)
-        chunks[path.name] = data if same else packed([as_json(group) for group in found])
+        run.groups += file.groups
+        chunks.add(path.name, path.read_bytes if file.as_is else partial(readable, path))
     if run.steps and run.steps[-1] > 0 and not chunks:
         older = (
             " (its files of text are from an older release)" if any(folder.glob("*.txt")) else ""
@@ -161,6 +198,29 @@ def read_trajectories(folder: Path, run: RunData) -> Chunks:
             "run.save_tokens, both above 0, have them written at each step"
         )
     return chunks
+
+
+def step_file(path: Path, known: StepFile | None) -> StepFile:
+    """`known`, if the file is still that one."""
+    stamp = (0, 0)
+    try:
+        of = path.stat()
+        stamp = of.st_mtime_ns, of.st_size
+        if known is not None and known.stamp == stamp:
+            return known
+        lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+        step = int(path.name.removesuffix(SUFFIX).removeprefix("step_"))
+        groups = [listed(json.loads(line), step, path.name, at) for at, line in enumerate(lines)]
+    except UNREADABLE as error:
+        return StepFile(stamp=stamp, wrong=str(error) or type(error).__name__)
+    as_is = not any(name in line for line in lines for name in UNKNOWN)
+    return StepFile(stamp=stamp, groups=groups, as_is=as_is)
+
+
+def readable(path: Path) -> bytes:
+    """A file of trajectories as browsers read it."""
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    return packed([as_json(json.loads(line)) for line in lines])
 
 
 def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> Group:
@@ -223,7 +283,7 @@ def read_evaluated(folder: Path) -> tuple[RunData, Chunks]:
             run.summary[label] = (
                 f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f}), {of['prompts']} prompts"
             )
-    chunks: Chunks = {}
+    chunks = Chunks()
     for first in range(0, len(asked), PER_CHUNK):
         name = f"prompts_{first:06d}"
         groups = [group_of(one) for one in asked[first : first + PER_CHUNK]]
@@ -245,7 +305,7 @@ def group_of(asked: Asked) -> dict[str, Any]:
             {
                 "sibling": at,
                 "reward": sample["correct"],
-                "parts": {"correct": sample["correct"], **sample["parts"]},
+                "parts": {"correct": sample["correct"], **sample.get("parts", {})},
                 "finish": sample["finish_reason"],
                 "tokens": sample["tokens"],
                 "messages": sample["messages"],

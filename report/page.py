@@ -118,7 +118,10 @@ def report(folders: Sequence[str], out: str | None) -> str:
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
     if path.is_dir():
         raise ConfigError(f"--out {path}: is a folder; name a file")
-    text = page(runs)
+    try:
+        text = page(runs)
+    except OSError as error:  # the run has been resumed meanwhile, say
+        raise ConfigError(f"{error}: trajectories have gone meanwhile; run it again") from error
     fresh = path.with_name(f".{path.name}.tmp")
     try:
         fresh.write_text(text, encoding="utf-8")

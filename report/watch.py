@@ -14,7 +14,7 @@ from threading import Lock
 from urllib.parse import parse_qs, urlsplit
 
 from keel.configs.schema import ConfigError
-from keel.report.folders import Chunks, read_folder
+from keel.report.folders import UNREADABLE, Chunks, Known, read_folder
 from keel.report.page import name_apart, page, state
 from keel.report.shape import RunData
 
@@ -33,13 +33,14 @@ class Follower:
         self._lock = Lock()
         self._mark = ""
         self._runs: list[tuple[RunData, Chunks]] = []
+        self._known: Known = {}
         self.runs()
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
         """As they are now, and a mark that is another after a change."""
         with self._lock:
             if (mark := self._stamp()) != self._mark:
-                self._runs = [read_folder(folder) for folder in self._folders]
+                self._runs = [read_folder(folder, self._known) for folder in self._folders]
                 name_apart([run for run, _ in self._runs])
                 self._mark = mark
             return self._runs, self._mark
@@ -131,7 +132,10 @@ def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> byte
     number = asked.get("run", "")
     if not number.isdecimal() or int(number) >= len(runs):
         return None
-    return runs[int(number)][1].get(asked.get("chunk", ""))
+    try:
+        return runs[int(number)][1].get(asked.get("chunk", ""))
+    except UNREADABLE:  # it has gone since
+        return None
 
 
 def watch(folders: Sequence[str], port: int) -> None:

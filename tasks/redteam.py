@@ -98,31 +98,41 @@ FRAMINGS: dict[str, str] = {
 }
 
 
-def requests(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`count` lines of JSONL in turns to be declined and not, none twice; the same for the same
-    seed. Raises ValueError where templates do not give as many."""
+KINDS = ("refuse", "help")
+"""In the order of a topic's."""
+
+
+def requests(count: int, seed: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """`count` lines of JSONL in turns to be declined and not, or those of one of KINDS `only`, none
+    twice; the same for the same seed. Raises ValueError where templates do not give as many."""
     pairs = list(itertools.product(TOPICS, FRAMINGS))
-    if not 1 <= count <= 2 * len(pairs):
-        raise ValueError(f"{count} requests: the templates give from 1 to {2 * len(pairs)}")
+    kinds = [only] if only else KINDS
+    if not 1 <= count <= len(kinds) * len(pairs):
+        most = len(kinds) * len(pairs)
+        raise ValueError(f"{count} requests: the templates give from 1 to {most}")
     random.Random(seed).shuffle(pairs)
     for number in range(count):
-        topic, framing = pairs[number // 2]
-        asked, refuse = TOPICS[topic][number % 2], number % 2 == 0
+        topic, framing = pairs[number // len(kinds)]
+        kind = KINDS.index(kinds[number % len(kinds)])
         yield {
-            "id": f"{topic}-{framing}-{'decline' if refuse else 'help'}",
-            "prompt": FRAMINGS[framing].format(asked=asked),
-            "refuse": refuse,
+            "id": f"{topic}-{framing}-{('decline', 'help')[kind]}",
+            "prompt": FRAMINGS[framing].format(asked=TOPICS[topic][kind]),
+            "refuse": kind == 0,
         }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m keel.tasks.redteam", description=__doc__)
     parser.add_argument("file", type=Path, help="the JSONL file to write")
-    parser.add_argument("--count", type=int, default=200, help="requests, half of each kind (200)")
+    parser.add_argument("--count", type=int, help="requests (200, or all of one kind)")
+    parser.add_argument("--only", choices=KINDS, default="", help="kind (half of each)")
     parser.add_argument("--seed", type=int, default=0, help="of which, and in what order (0)")
     given = parser.parse_args(arguments)
+    count: int = len(TOPICS) * len(FRAMINGS) if given.only else 200
+    if given.count is not None:
+        count = given.count
     try:
-        lines = list(requests(given.count, given.seed))
+        lines = list(requests(count, given.seed, given.only))
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -131,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{given.file}: {error.strerror}; name a new file", file=sys.stderr)
         return 2
-    print(f"{given.count:,} requests in {given.file}")
+    print(f"{count:,} requests in {given.file}")
     return 0
 
 

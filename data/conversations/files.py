@@ -60,7 +60,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
                 record.pop("segments", None)
             yield at, record
 
-    read = _read(source, files, selected)
+    read = _read(source, files, selected, halves=True)
     return Read(examples=read.examples, skipped=read.skipped, unselected=left)
 
 
@@ -68,6 +68,8 @@ def _read(
     source: ConversationsConfig,
     files: Sequence[Path],
     records: Callable[[str, dict[str, Any]], Any],
+    *,
+    halves: bool = False,
 ) -> Read:
     knob = f"sft.sources[{source.name}]"
     examples: list[Example] = []
@@ -80,7 +82,7 @@ def _read(
             try:
                 found = [
                     _example(place, record, source)
-                    for place, record in records(at, object_of(line)[0])
+                    for place, record in records(at, object_of(line, halves=halves)[0])
                 ]
             except BadLine as error:
                 if source.on_bad_line == "error":
@@ -110,6 +112,7 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
         tools=tuple(tools_of(record)),
         thinking=thinking_of(record, messages, source.thinking),
         segments=segments,
+        prompt_id=str(record.get("id") or "") if source.source == "trajectories" else "",
         unread=unread_of(record, known),
     )
 

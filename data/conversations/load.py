@@ -51,12 +51,15 @@ def load_lessons(
     solve: Solve,
     tokenizer: str,
     reserved: Collection[str] = (),
+    reserved_ids: Collection[str] = (),
 ) -> Lessons:
     """Read every source and set its held-out conversations aside.
 
     A conversation is kept once, and a question that any source holds out is learned in none.
     reserved: further questions that are not (`Example.question`): those of the recipe's prompts
-    that are held out. tokenizer: digest of the model's. solve: see `solutions`.
+    that are held out. reserved_ids: names of these prompts: an environment opens its conversations
+    in its own words, and trajectories are known by the prompt that they answer. tokenizer: digest
+    of the model's. solve: see `solutions`.
 
     Raises ConfigError for sources that cannot be read, conversations that are too long (under
     `long_conversations: error`) or cannot be shown by the model's template, and sources of which
@@ -68,7 +71,11 @@ def load_lessons(
     report: dict[str, Report] = {}
     for source, part in zip(config.sources, parts, strict=True):
         spared = [one for one in part.usable if one.question not in held]
-        kept = [one for one in spared if one.question not in reserved]
+        kept = [
+            one
+            for one in spared
+            if one.question not in reserved and one.prompt_id not in reserved_ids
+        ]
         elsewhere = len(part.usable) - len(part.heldout) - len(spared)
         left = {**part.left_out, "held out by another source": elsewhere}
         left["held out by data.sources"] = len(spared) - len(kept)
@@ -118,6 +125,7 @@ def content_of(lesson: Lesson) -> str:
 class _Usable:
     lesson: Lesson
     question: str
+    prompt_id: str
     sampled: bool
 
 
@@ -176,7 +184,7 @@ def _part(
                 )
             long += 1
             continue
-        usable.append(_Usable(lesson, example.question, bool(example.segments)))
+        usable.append(_Usable(lesson, example.question, example.prompt_id, bool(example.segments)))
     questions = sorted(
         {one.question for one in usable}, key=lambda q: digest(f"{seed}/{source.name}/{q}")
     )

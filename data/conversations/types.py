@@ -28,6 +28,8 @@ class Example:
     thinking: bool
     segments: tuple[Segment, ...] = ()
     """The tokens that a policy sampled here, where they are those of the model that learns."""
+    prompt_id: str = ""
+    """`keel.rl.types.Prompt.prompt_id`, of what a policy sampled."""
     unread: frozenset[str] = field(default_factory=frozenset[str])
     """Keys of the line that mean nothing here."""
 

@@ -108,7 +108,10 @@ class BeginLikeTheLast(Begin):
         for name, value in asked.varying.items():
             setattr(params, name, value)
         self._known = self._hashes.of(asked.conversation, ids)
-        made, wave = self._core.preprocess_add_request(request)
+        try:
+            made, wave = self._core.preprocess_add_request(request)
+        finally:  # whatever became of this request, they are no other's
+            self._known = []
         self._engine.output_processor.add_request(request, None)
         self._core.add_request(made, wave)
         if asked.conversation:
@@ -125,7 +128,6 @@ class BeginLikeTheLast(Begin):
         """In the place of vLLM's: hashes of the blocks of a request that have none yet."""
         if self._known:
             request.block_hashes += self._known
-            self._known = []
         return hasher(request)
 
 

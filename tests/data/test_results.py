@@ -45,3 +45,9 @@ def test_without_subtasks_a_right_one_is_enough() -> None:
         {**plain, "correct": 1.0, "thinking": 3},
     ]
     assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
+
+
+def test_completions_of_an_older_release_count_in_their_order() -> None:
+    plain = {"error": 0.0, "finish_reason": "stop"}  # neither parts nor thinking
+    samples = [{**plain, "correct": 0.0}, {**plain, "correct": 1.0}]
+    assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]

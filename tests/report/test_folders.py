@@ -93,6 +93,20 @@ def test_an_evaluation_as_data(tmp_path: Path) -> None:
     assert line["dropped"] == ["cut off"]
 
 
+def test_an_evaluation_of_an_older_release_as_data(tmp_path: Path) -> None:
+    path = write_evaluation(tmp_path / "eval") / "samples.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["samples"] = [
+            {key: value for key, value in sample.items() if key not in ("parts", "thinking")}
+            for sample in line["samples"]
+        ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run, chunks = read_folder(path.parent)
+    group = json.loads(gzip.decompress(chunks[run.groups[1].chunk]).splitlines()[1])
+    assert [one["parts"] for one in group["trajectories"]] == [{"correct": 0.0}, {"correct": 1.0}]
+
+
 def test_a_folder_that_is_no_run_is_named_with_the_cure(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a")
     (tmp_path / "empty").mkdir()

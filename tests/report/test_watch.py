@@ -8,11 +8,15 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.report.watch import HOST, Follower, Server
+from keel.report import folders
+from keel.report.folders import listed
+from keel.report.shape import Group
+from keel.report.watch import HOST, Follower, Server, chunk
 from tests.report.runs import group_of, write_run, write_step
 
 
@@ -63,9 +67,37 @@ def test_it_follows_the_run(server: Server, folder: Path) -> None:
     assert status == 200 and after != mark
     run = json.loads(body)["runs"][0]
     assert run["steps"][-1] == 4 and run["groups"][-1]["prompt"] == "new"
-    chunk = run["groups"][-1]["chunk"]
-    status, body, _ = get(server, f"/chunk?token={{token}}&run=0&chunk={chunk}")
+    name = run["groups"][-1]["chunk"]
+    status, body, _ = get(server, f"/chunk?token={{token}}&run=0&chunk={name}")
     assert status == 200 and json.loads(gzip.decompress(body))["prompt"] == "new"
+
+
+def test_files_of_trajectories_are_read_once_and_not_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counted(group: Any, step: int, chunk: str, line: int) -> Group:
+        read.append(chunk)
+        return listed(group, step, chunk, line)
+
+    monkeypatch.setattr(folders, "listed", counted)
+    follower = Follower([str(folder)])
+    first, second, third = sorted(set(read))
+    read.clear()
+    write_step(folder, 4, [group_of("new", ["a"], [1])])
+    (run, chunks) = follower.runs()[0][0]
+    assert read == ["step_000004.jsonl.gz"] and {group.step for group in run.groups} == {1, 2, 3, 4}
+    read.clear()
+    path = folder / "trajectories" / second
+    path.write_bytes((folder / "trajectories" / max(chunks)).read_bytes())
+    write_step(folder, 5, [])
+    (run, chunks) = follower.runs()[0][0]
+    assert read == [second] and [g.prompt for g in run.groups if g.chunk == second] == ["new"]
+    (folder / "trajectories" / first).unlink()
+    runs = [(run, chunks)]
+    assert chunk(runs, {"run": "0", "chunk": first}) is None
+    assert chunk(runs, {"run": "0", "chunk": third})
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keel.configs.schema import SourceConfig
+from keel.configs.schema import DataConfig, SourceConfig
+from keel.data.dataset import load_dataset
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.tasks.redteam import FRAMINGS, TOPICS, main, requests
@@ -22,6 +24,23 @@ def test_how_something_is_asked_says_nothing_of_whether_to_do_it() -> None:
     some = list(requests(30, seed=1))
     assert some == lines[:30] and some != list(requests(30, seed=2))
     assert sum(line["refuse"] for line in some) == 15
+
+
+def test_the_kinds_go_into_a_file_each_with_the_same_topics(tmp_path: Path) -> None:
+    found: dict[str, list[str]] = {}
+    for kind in ("refuse", "help"):
+        path = tmp_path / kind
+        assert main([str(path), "--only", kind]) == 0
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert {line["refuse"] for line in lines} == {kind == "refuse"}
+        found[kind] = [line["id"].rpartition("-")[0] for line in lines]
+        # As docs/alarms.md has it: all are held out, none is trained on.
+        knobs: dict[str, Any] = {"weight": 0, "holdout": 160}
+        one = SourceConfig(name="s", source="jsonl", path=str(path), **knobs)
+        other = SourceConfig(name="t", source="reasoning_gym", task="spell_backward", size=10)
+        data = load_dataset(DataConfig(sources=(one, other)), seed=0)
+        assert len(data.heldout["s"]) == 160 == len(set(found[kind]))
+    assert found["refuse"] == found["help"]
 
 
 def test_a_file_of_requests_is_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

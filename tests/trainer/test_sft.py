@@ -180,6 +180,24 @@ def test_what_a_recipe_measures_its_conversations_do_not_teach(tmp_path: Path) -
     report = task.lessons.report["chats"]
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
     assert task.config.data.sources == () and task.config.algorithm.mask_delta is None
+    # Of the same prompts, in the words of an environment.
+    path = tmp_path / "sampled.jsonl"
+    told = [
+        {
+            "id": f"asked/{1 + i}",
+            "parts": {"correct": 1.0},
+            "messages": [
+                {"role": "user", "content": f"Room {i}."},
+                {"role": "assistant", "content": "Go on."},
+            ],
+        }
+        for i in range(12)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    sampled = [{"name": "own", "source": "trajectories", "path": str(path)}]
+    knobs = [f"data={whole}", f"sft.sources={json.dumps(sampled)}"]
+    report = prepare_sft(recipe(tmp_path, holdout=0), knobs).lessons.report["own"]
+    assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,13 @@ class Alarms:
         for name, least in self._config.stop_below.items():
             found = numbers.get(f"eval/{name}/pass@1", least)
             if found < least:
+                unscored = numbers.get(f"eval/{name}/unscored", 0)
                 self.ends = (
                     f"step {step}: held-out {name}/pass@1 is {found:.3f}, and may not fall below "
                     f"{least:g} (alarms.stop_below)"
                 )
+                if unscored:
+                    self.ends += f"; {unscored:.0f} completions had no score: counted wrong"
                 return True
         return False
 

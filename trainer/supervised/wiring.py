@@ -133,6 +133,7 @@ def prepare_sft(
         solve=solved,
         tokenizer=digest,
         reserved=reserved_questions(prompts),
+        reserved_ids=reserved_ids(prompts),
     )
     seen_once = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
     batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
@@ -197,6 +198,12 @@ def reserved_questions(dataset: Dataset | None) -> set[str]:
     """Those that the recipe's prompts hold out, so that nobody learns what is measured."""
     heldout = dataset.heldout if dataset is not None else {}
     return {Item(prompt=p, origin="").question for prompts in heldout.values() for p in prompts}
+
+
+def reserved_ids(dataset: Dataset | None) -> set[str]:
+    """Names of the same prompts."""
+    heldout = dataset.heldout if dataset is not None else {}
+    return {prompt.prompt_id for prompts in heldout.values() for prompt in prompts}
 
 
 def report_lines(name: str, report: Report) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,20 @@ def solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"role": "assistant", "content": entry["answer"], "reasoning_content": "letters"}
 
 
-def load(*sources: ConversationsConfig, reserved: set[str] | None = None, **config: Any) -> Lessons:
+def load(
+    *sources: ConversationsConfig,
+    reserved: Collection[str] = (),
+    reserved_ids: Collection[str] = (),
+    **config: Any,
+) -> Lessons:
     return load_lessons(
         SftConfig(sources=sources, **config),
         seed=0,
         render=letters,
         solve=solve,
         tokenizer="mine",
-        reserved=reserved or (),
+        reserved=reserved,
+        reserved_ids=reserved_ids,
     )
 
 
@@ -103,6 +109,26 @@ def test_a_question_held_out_anywhere_is_learned_nowhere(tmp_path: Path) -> None
     found = load(source(one), reserved={question})
     assert "a3" not in said(found.train.sources["s"])
     assert found.report["s"].left_out == {"held out by data.sources": 1}
+
+
+@pytest.mark.parametrize("ascii", [True, False])
+def test_half_a_surrogate_pair_in_a_trajectory_costs_no_other(tmp_path: Path, ascii: bool) -> None:
+    samples = [
+        {
+            "correct": 1.0,
+            "messages": [{"role": "assistant", "content": said}],
+            "record": {"id": "a/1", "asked": [{"role": "user", "content": "?"}]},
+        }
+        for said in ("\ud800 half", "whole \U0001f600")
+    ]
+    line = json.dumps({"samples": samples}, ensure_ascii=ascii) + "\n"
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogatepass"))
+    found = load(source(str(path), source="trajectories"))
+    assert said(found.train.sources["s"]) == {"\ufffd half", "whole \U0001f600"}
+    path.write_text(json.dumps(chat("?", "\ud800")) + "\n")
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):  # somebody wrote it
+        load(source(str(path)))
 
 
 def test_repeat_weighs_sources_by_how_often_each_conversation_is_seen(tmp_path: Path) -> None:
@@ -197,6 +223,17 @@ def test_trajectories_are_chosen_by_their_worth_and_keep_their_tokens(tmp_path: 
         load(source(str(run), reward="style", **knobs))
     with pytest.raises(ConfigError, match="holds no trajectories; name the folder of a run"):
         load(source(str(tmp_path), **knobs))
+
+
+def test_a_trajectory_of_a_prompt_that_is_held_out_is_not_learned(tmp_path: Path) -> None:
+    lines = [trajectory(name, 1.0) for name in ("a1", "b1", "b2")]  # of p/a, p/b, p/b
+    path = write(tmp_path / "step.jsonl", *lines)
+    found = load(source(path, source="trajectories"), reserved_ids={"p/b"})
+    assert found.report["s"].learned == 1
+    assert found.report["s"].left_out == {"held out by data.sources": 2}
+    # A line that somebody wrote has a name of its own choosing.
+    path = write(tmp_path / "a.jsonl", chat("?", "a", id="p/b"))
+    assert load(source(path), reserved_ids={"p/b"}).report["s"].learned == 1
 
 
 def test_an_evaluation_is_learned_from_by_its_completions(tmp_path: Path) -> None:

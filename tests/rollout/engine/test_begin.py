@@ -99,6 +99,37 @@ class Engine:
         self.added.append(request)
 
 
+def test_hashes_of_a_request_that_is_refused_are_no_other_requests() -> None:
+    def refuse(request: Any) -> Any:
+        raise ValueError("no such parameter")
+
+    first = SimpleNamespace(sampling_params=SimpleNamespace())
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(hash_block_size=BLOCK),
+        request_block_hasher=lambda request: [],
+        preprocess_add_request=refuse,
+    )
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=core),
+        input_processor=SimpleNamespace(process_inputs=lambda *_: first),
+        get_supported_tasks=lambda: ("generate",),
+    )
+    begins: Any = BeginLikeTheLast(engine)  # type: ignore[arg-type]
+    begins._hashes.keep("talk", ids(range(8)), [b"a", b"b"])
+    asked = Asked(
+        name="0",
+        ids=ids(range(20)),
+        conversation="talk",
+        kind="a kind",
+        varying={},
+        params=SimpleNamespace,  # type: ignore[arg-type]
+    )
+    with pytest.raises(ValueError, match="no such parameter"):
+        begins.begin(asked)
+    other = SimpleNamespace(block_hashes=[])
+    assert core.request_block_hasher(other) == [] and other.block_hashes == []
+
+
 @pytest.mark.e2e
 def test_a_turn_is_the_request_that_vllm_would_make() -> None:
     engine = Engine()

@@ -49,6 +49,13 @@ def test_a_held_out_set_that_may_not_fall_ends_the_run() -> None:
     number, (line,) = alarms.look(3, {"eval/harmful/pass@1": 0.85}, [])
     assert number == 1 and line == alarms.ends
     assert "harmful/pass@1 is 0.850, and may not fall below 0.9" in line
+    assert "could not be judged" not in line
+
+
+def test_an_end_by_completions_that_nobody_judged_says_so() -> None:
+    fallen = {"eval/harmful/pass@1": 0.2, "eval/harmful/unscored": 160.0}
+    _, (line,) = Alarms(AlarmsConfig(stop_below={"harmful": 0.9})).look(3, fallen, [])
+    assert "(alarms.stop_below); 160 completions had no score: counted wrong" in line
 
 
 def test_what_ends_a_run_does_not_end_its_supervised_start() -> None:
