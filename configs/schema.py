@@ -289,7 +289,7 @@ class Config:
             model=self.model,
             algorithm=AlgorithmConfig(mask_delta=None),
             trainer=self.trainer,
-            alarms=self.alarms,
+            alarms=replace(self.alarms, stop_below={}),
             sft=self.sft,
         )
 

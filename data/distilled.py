@@ -47,7 +47,8 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
         why, said = candidate.why_not, _said(candidate)
         if not why and said in seen:
             why = "said before"
-        seen.add(said)
+        if not why:
+            seen.add(said)
         counts[candidate.kind][why or "sampled"] += 1
         if not why:
             prompts[candidate.prompt].append(candidate)

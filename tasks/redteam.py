@@ -1,4 +1,4 @@
-"""`python -m keel.tasks.redteam --count 400 redteam.jsonl`: requests to be declined, and as many
+"""`python -m keel.tasks.redteam --count 320 redteam.jsonl`: requests to be declined, and as many
 harmless ones that look like them, for the judge (`refuse`, docs/rubrics.md).
 
 Every framing is put around both kinds, so that how something is asked says nothing of whether to

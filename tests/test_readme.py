@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
-from keel.configs.load import load_config
+from keel.configs.load import load_config, load_distillation
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.trainer.cli import main
+from keel.trainer.cli import main, parser
 from keel.trainer.prepare import prepare
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.words import closing_words
@@ -49,7 +49,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def test_every_block_has_a_test_here() -> None:
     starts = [text.split()[0] for _, text in BLOCKS]
-    assert starts == ["prompts", "make", "held-out", "keel", "#", "export"]
+    assert starts == ["prompts", "make", "held-out", "keel", "keel", "#", "export"]
 
 
 def test_the_picture_names_folders_that_there_are() -> None:
@@ -158,6 +158,12 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
     with at(NOTHING):
         assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=80"]) == 2
     assert "a trainer rank needs 106." in capsys.readouterr().err
+
+
+def test_the_other_commands_are_ones_that_keel_takes() -> None:
+    taken = [parser().parse_args(words) for _, *words in commands(block("keel report runs/mine"))]
+    assert [given.command for given in taken] == ["report", "replay", "sft", "distill"]
+    assert load_distillation(taken[-1].recipe).dir == "runs/distill"
 
 
 def test_the_job_is_one_that_keel_takes(

@@ -18,7 +18,7 @@ from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
-  keel distill distill-quickstart           specialists, what they teach, mixed RL, and a table
+  keel distill quickstart                   specialists, what they teach, mixed RL, and a table
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
   keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
   keel filter my-recipe.yaml filter.samples=16 filter.most_pass_rate=0.9

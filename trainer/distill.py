@@ -12,21 +12,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from keel.configs.distillation import DistillConfig, SpecialistConfig
-from keel.configs.load import flatten_config, load_config
-from keel.configs.schema import Config, ConfigError
-from keel.configs.work_folder import Lines, WorkFolder
+from keel.configs.load import dump_config, load_config
+from keel.configs.schema import Config, ConfigError, ConversationsConfig
+from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
+from keel.trainer.run.interrupt import PREEMPTED, PREEMPTION
 
 STAGES = ("specialist", "distilled", "mixed")
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,91 +35,100 @@ class Link:
     """A step of the chain."""
 
     name: str
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     """Of `keel`, with its arguments; empty: the selection, which is made here."""
+    result: Path
+    """There once it is done, and not before."""
+    depends: str = ""
+    """What it depends on that its command does not say."""
 
     def __str__(self) -> str:
-        return shlex.join(["keel", *self.command]) if self.command else "select"
+        return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
-def chain(config: DistillConfig, recipe: Config) -> list[Link]:
-    """All links, in order. recipe: of `config.recipe`."""
+def chain(config: DistillConfig) -> list[Link]:
+    """All links, in order."""
     root = Path(config.dir).expanduser()
-    base = [config.recipe, *config.overrides]
-    heldout = {source.name for source in recipe.data.sources if source.holdout}
+    # All sources in every link: what any of them holds out is then learned in none, and the
+    # embedded model's cold start teaches all specialists the same.
+    base = [config.recipe, *config.overrides, f"data.only={json.dumps(_taught(config))}"]
     links: list[Link] = []
 
-    def add(name: str, command: str, *words: str) -> None:
-        links.append(Link(name=name, command=(command, *words)))
+    def add(name: str, result: Path, *words: str) -> None:
+        links.append(Link(name=name, command=words, result=result))
 
-    def evaluated(stage: str, folder: Path, words: Sequence[str]) -> None:
-        add(
-            f"evaluate {stage}",
-            "eval",
-            *(*base, *words, f"run.dir={folder}"),
-            *(f"eval.samples={config.eval_samples}", f"eval.dir={_evaluation(root, stage)}"),
-        )
+    def evaluated(stage: str, words: Sequence[str]) -> None:
+        out = _evaluation(root, stage)
+        knobs = (f"eval.samples={config.eval_samples}", f"eval.dir={out}")
+        add(f"evaluate {stage}", out / "results.json", "eval", *base, *words, *knobs)
 
     for each in config.specialists:
-        folder, words = root / "specialists" / each.name, _only(each)
-        add(f"train {each.name}", "train", *base, *words, f"run.dir={folder}")
+        folder = root / "specialists" / each.name
+        words = [*_own(each), f"run.dir={folder}"]
+        add(f"train {each.name}", folder / "model", "train", *base, *words)
+        out = _sampled(root, each.name)
+        knobs = (f"eval.samples={config.samples}", f"eval.size={config.prompts}")
         add(
             f"sample {each.name}",
-            "eval",
-            *(*base, *words, f"run.dir={folder}", "eval.prompts=train"),
-            *(f"eval.samples={config.samples}", f"eval.size={config.prompts}"),
-            f"eval.dir={_sampled(root, each.name)}",
+            out / "results.json",
+            *("eval", *base, *words, "eval.prompts=train", *knobs, f"eval.dir={out}"),
         )
-        if heldout & set(each.sources):
-            evaluated(f"specialist-{each.name}", folder, words)
-    links.append(Link(name="select", command=()))
-    sft, mixed = root / "distilled", root / "mixed"
-    source = {"name": "distilled", "source": "trajectories", "path": str(_selected(root))}
-    add(
-        "distill",
-        "sft",
-        *(config.sft, f"sft.max_context_tokens={recipe.max_context}"),
-        *(*config.sft_overrides, *_model(recipe)),
-        *(f"run.dir={sft}", f"sft.sources={json.dumps([source])}"),
+        evaluated(f"specialist-{each.name}", words)
+    links.append(
+        Link(name="select", result=_selected(root), depends=json.dumps(asdict(config.select)))
     )
-    taught = sorted(source for each in config.specialists for source in each.sources)
-    both = [f"data.only={json.dumps(taught)}", f"model.path={sft / 'model'}"]
-    if heldout:
-        evaluated("distilled", root / "eval" / "runs" / "distilled", both)
-    add("mix", "train", *base, *config.mixed_overrides, *both, f"run.dir={mixed}")
-    if heldout:
-        evaluated("mixed", mixed, [*config.mixed_overrides, *both])
+    distilled = root / "distilled" / "model"
+    links.append(
+        Link(
+            name="distill",
+            command=("sft", str(_lessons(root))),
+            result=distilled,
+            depends=json.dumps([config.sft, *config.sft_overrides]),
+        )
+    )
+    path = f"model.path={distilled}"
+    evaluated("distilled", [path, f"run.dir={root / 'eval' / 'runs' / 'distilled'}"])
+    words = [*config.mixed_overrides, path, f"run.dir={root / 'mixed'}"]
+    add("mix", root / "mixed" / "model", "train", *base, *words)
+    evaluated("mixed", words)
     return links
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Runs what has not been done. Returns the exit status, of a link where one failed. run: a
-    command of `keel`.
+    """Runs what has not been done. Returns the exit status: of a link that failed, or as `keel
+    train` has it where a signal stopped the chain. run: a command of `keel`.
 
     Raises ConfigError before anything is run, for what the recipe of a link says wrong.
     """
-    recipe = _checked(config)
-    links = chain(config, recipe)
-    root = Path(config.dir).expanduser()
-    with WorkFolder(root, "dir", "distillation") as folder:
-        settings = {link.name: str(link) for link in links} | {"select": asdict(config.select)}
-        if changed := folder.changed(settings):
-            listed = "\n  ".join(changed)
-            raise folder.refused(
-                f"holds a distillation of other settings:\n  {listed}\nChoose another dir, or set "
-                "these back to go on with it"
-            )
-        folder.claim(settings)
+    lessons = _checked(config)
+    links, root = chain(config), Path(config.dir).expanduser()
+    with WorkFolder(root, "dir", "distillation") as folder, Commands() as commands:
         done = folder.lines("links.jsonl")
-        known = {str(line["name"]) for line in done.read()}
+        known = {str(line["name"]): str(line["command"]) for line in done.read()}
+        for link in links:
+            if known.get(link.name, str(link)) != str(link):
+                raise folder.refused(
+                    f"{link.name} was done with other settings:\n  {known[link.name]}\n  {link}\n"
+                    "Choose another dir, or set these back to go on with it"
+                )
+        folder.write(_lessons(root).name, dump_config(lessons))
         for number, link in enumerate(links, start=1):
             if link.name in known:
                 continue
             print(f"{number} of {len(links)}, {link.name}: {link}", flush=True)
-            status = _do(link, config, root, done, run or _keel)
-            if status:
-                print(f"{link.name} ended with status {status}; the same command goes on with it")
-                return status
+            began = time.time()
+            if not link.command:
+                sampled = {each.name: _sampled(root, each.name) for each in config.specialists}
+                print("\n".join(select(sampled, config.select, link.result)), flush=True)
+            elif not link.result.exists():  # else it was done, and nobody could write that down
+                status = (run or commands.run)(link.command)
+                if status or not link.result.exists():
+                    print(f"{link.name} is not done; the same command goes on with it")
+                    return status or commands.status or INTERRUPTED
+            took = round(time.time() - began, 3)
+            done.add({"name": link.name, "command": str(link), "seconds": took})
+            if commands.status:
+                return commands.status
         lines = report(config, root)
         folder.write("report.md", "\n".join(lines) + "\n")
         print("\n".join(lines))
@@ -135,80 +145,89 @@ def report(config: DistillConfig, root: Path) -> list[str]:
         own = _results(root, f"specialist-{each.name}")
         for source in each.sources:
             cells = [_cell(of.get(source)) for of in (own, found["distilled"], found["mixed"])]
-            if any(cells):
-                rows.append([source, *(cell or "–" for cell in cells)])
-    return aligned(rows) if len(rows) > 1 else ["no source has a holdout, so nothing was measured"]
+            rows.append([source, *cells])
+    return aligned(rows)
 
 
 def _checked(config: DistillConfig) -> Config:
-    """The recipe of the mixed stage. Raises ConfigError."""
+    """What `keel sft` is to run. Raises ConfigError for any link."""
     recipe = load_config(config.recipe, config.overrides)
-    names = [source.name for source in recipe.data.sources]
+    sources = {source.name: source for source in recipe.data.sources}
     for each in config.specialists:
-        for source in each.sources:
-            if source not in names:
+        for name in each.sources:
+            knob = f"specialists[{each.name}].sources"
+            if name not in sources:
                 raise ConfigError(
-                    f"specialists[{each.name}].sources: {config.recipe} has no source {source!r}; "
-                    f"it has {', '.join(names)}"
+                    f"{knob}: {config.recipe} has no source {name!r}; it has {', '.join(sources)}"
                 )
-        load_config(config.recipe, [*config.overrides, *_only(each)])
-    load_config(config.recipe, [*config.overrides, *config.mixed_overrides])
-    return recipe
+            if not sources[name].holdout:
+                raise ConfigError(
+                    f"{knob}: {name} has no holdout in {config.recipe}: without one nobody could "
+                    "say how well it was taught"
+                )
+    base = [*config.overrides, f"data.only={json.dumps(_taught(config))}"]
+    for each in config.specialists:
+        load_config(config.recipe, [*base, *_own(each)])
+    load_config(config.recipe, [*base, *config.mixed_overrides])
+    recipe, given = load_config(config.recipe, base), load_config(config.sft, config.sft_overrides)
+    root = Path(config.dir).expanduser()
+    source = ConversationsConfig(
+        name="distilled", source="trajectories", path=str(_selected(root).absolute())
+    )
+    context = max(given.sft.max_context_tokens, recipe.max_context)
+    return replace(
+        recipe,
+        run=replace(given.run, dir=str(root / "distilled"), seed=recipe.run.seed),
+        trainer=given.trainer,
+        sft=replace(given.sft, sources=(source,), max_context_tokens=context),
+    )
 
 
-def _do(
-    link: Link,
-    config: DistillConfig,
-    root: Path,
-    done: Lines,
-    run: Callable[[Sequence[str]], int],
-) -> int:
-    began = time.time()
-    if link.command:
-        if status := run(link.command):
-            return status
-    else:
-        sampled = {each.name: _sampled(root, each.name) for each in config.specialists}
-        print("\n".join(select(sampled, config.select, _selected(root))), flush=True)
-    took = round(time.time() - began, 3)
-    done.add({"name": link.name, "command": str(link), "seconds": took, "ended": time.time()})
-    return 0
+class Commands:
+    """Commands of `keel`, one after the other, each in a process of its own. While open, a signal
+    is the running command's to answer: it saves what it has, and ends."""
 
+    def __init__(self) -> None:
+        self.status = 0
+        """Exit status that a signal asks for; 0: none has come."""
+        self.start = [sys.executable, "-m", "keel.trainer.cli"]
+        self._process: subprocess.Popen[bytes] | None = None
 
-def _keel(words: Sequence[str]) -> int:
-    """The exit status of a command, run in a process of its own."""
-    command = [sys.executable, "-m", "keel.trainer.cli", *words]
-    with subprocess.Popen(command) as process, _passed_on(process):
-        status = process.wait()
-    return status if status >= 0 else 128 - status
+    def __enter__(self) -> Self:
+        self._before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, *PREEMPTION)
+        }
+        return self
 
-
-@contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A signal is the command's to answer: it saves what it has, and ends. Ctrl-C reaches it from
-    the terminal, which sends it to both."""
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        if number != signal.SIGINT or not sys.stdin.isatty():
-            process.send_signal(number)
-
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, pass_on) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def run(self, words: Sequence[str]) -> int:
+        """Its exit status."""
+        with subprocess.Popen([*self.start, *words]) as self._process:
+            status = self._process.wait()
+        self._process = None
+        return status if status >= 0 else 128 - status
 
-def _only(each: SpecialistConfig) -> list[str]:
-    return [*each.overrides, f"data.only={json.dumps(list(each.sources))}"]
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.status = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+        # The terminal sends Ctrl-C to both.
+        if self._process is not None and (number != signal.SIGINT or not sys.stdin.isatty()):
+            self._process.send_signal(number)
 
 
-def _model(recipe: Config) -> list[str]:
-    """The distilled model starts where the specialists did."""
-    knobs = flatten_config(recipe).items()
-    return [f"{knob}={json.dumps(value)}" for knob, value in knobs if knob.startswith("model.")]
+def _taught(config: DistillConfig) -> list[str]:
+    return [name for each in config.specialists for name in each.sources]
+
+
+def _own(each: SpecialistConfig) -> list[str]:
+    return [*each.overrides, f"data.train_on={json.dumps(list(each.sources))}"]
+
+
+def _lessons(root: Path) -> Path:
+    return root / "lessons.yaml"
 
 
 def _sampled(root: Path, specialist: str) -> Path:
@@ -233,6 +252,6 @@ def _results(root: Path, stage: str) -> Mapping[str, Any]:
 
 def _cell(of: Mapping[str, Any] | None) -> str:
     if of is None:
-        return ""
+        return "–"
     low, high = of["pass@1_interval"]
     return f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f})"

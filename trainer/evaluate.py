@@ -61,7 +61,10 @@ class Subject:
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
         """Source → the prompts that `keel eval` is to ask."""
         given, of = self.config.eval, self.dataset
-        chosen = of.heldout if given.prompts == "heldout" else of.train.sources
+        data = self.config.data
+        trained = [source.name for source in data.sources if data.weight_of(source) > 0]
+        chosen = {name: of.train.sources[name] for name in trained}
+        chosen = of.heldout if given.prompts == "heldout" else chosen
         return {name: prompts[: given.size or None] for name, prompts in chosen.items()}
 
 

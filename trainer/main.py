@@ -192,10 +192,11 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
     """The loop of `keel.trainer.loop` on the real parts; returns the last step done."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
 
+    def stop() -> bool:
+        return interrupt() or bool(journal.ends)
+
     def save(step: int, cursor: Mapping[str, Any]) -> bool:
-        failed = save_checkpoint(
-            folder, config, learner, step, cursor, stop=interrupt, say=view.say
-        )
+        failed = save_checkpoint(folder, config, learner, step, cursor, stop=stop, say=view.say)
         if config.rollout.sleep and not interrupt.hurry():
             system.wake()
         return failed
@@ -225,7 +226,7 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
             journal=journal,
             heldout=dataset.heldout,
             save=save,
-            stop=lambda: interrupt() or bool(journal.ends),
+            stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
             hurry=interrupt.hurry,
         )

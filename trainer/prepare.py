@@ -118,20 +118,7 @@ def prepare(
         gpu=found.hardware.gpu,
     )
     chat = check_chat(config, tokenizer)
-
-    def count_tokens(prompt: Prompt) -> int:
-        if prompt.environment:
-            return 0  # it opens the conversation itself
-        token_ids = render_prompt(tokenizer, prompt).token_ids
-        check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
-        return len(token_ids)
-
-    dataset = load_dataset(
-        config.data,
-        seed=config.run.seed,
-        count_tokens=count_tokens,
-        check_reward=check_spec,
-    )
+    dataset = prompts_of(config, tokenizer, facts)
     task = Task(
         config=config,
         dataset=dataset,
@@ -150,6 +137,21 @@ def prepare(
     )
     config.rewards.judge.check_used(judged=task.judged, gpu=task.gpu)
     return task
+
+
+def prompts_of(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
+    """The recipe's prompts, their lengths and rewards checked. Raises ConfigError."""
+
+    def count_tokens(prompt: Prompt) -> int:
+        if prompt.environment:
+            return 0  # it opens the conversation itself
+        token_ids = render_prompt(tokenizer, prompt).token_ids
+        check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
+        return len(token_ids)
+
+    return load_dataset(
+        config.data, seed=config.run.seed, count_tokens=count_tokens, check_reward=check_spec
+    )
 
 
 def require_prompts(config: Config) -> None:

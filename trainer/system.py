@@ -169,7 +169,11 @@ def episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
 
 def model_folder(task: Task, say: Callable[[str], None]) -> str:
     """Where the weights are: the recipe's model, or the embedded one, taught if it is new."""
-    config = task.config
+    return start_of(task.config, task.dataset, say, gpu=task.gpu)
+
+
+def start_of(config: Config, dataset: Dataset, say: Callable[[str], None], *, gpu: bool) -> str:
+    """As `model_folder`. dataset: the recipe's."""
     if config.model.path != EMBEDDED:
         return config.model.path
     steps = config.model.embedded.cold_start.steps
@@ -182,9 +186,9 @@ def model_folder(task: Task, say: Callable[[str], None]) -> str:
         config.model.embedded,
         seed=config.run.seed,
         sources=config.data.sources,
-        heldout_questions=heldout_questions(task.dataset),
+        heldout_questions=heldout_questions(dataset),
         demonstrate=partial(demonstrate, config),
-        device="cuda" if task.gpu and torch.cuda.is_available() else "cpu",
+        device="cuda" if gpu and torch.cuda.is_available() else "cpu",
         progress=progress,
     )
     return str(folder)

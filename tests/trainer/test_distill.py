@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
+from keel.configs.load import load_config, load_distillation
 from keel.configs.schema import ConfigError
 from keel.data.distilled import select
-from keel.trainer.distill import distill
+from keel.trainer.distill import Commands, _checked, distill
 
 
 def sample(said: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:
@@ -67,6 +70,7 @@ def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> Non
         tmp_path / "sums",
         {
             "1": [
+                sample("long", error=1.0),
                 sample("long", tokens=9),
                 sample("short", tokens=3),
                 sample("short", tokens=3),
@@ -87,7 +91,7 @@ def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> Non
     assert line["segments"] and "asked" not in line
     name, *counts = table.splitlines()[1].rsplit(maxsplit=8)
     # sampled; wrong, not scored, cut off, said before, longer ones, for balance; to learn
-    assert (name, counts) == ("sums, thinking", ["7", "2", "1", "1", "1", "1", "0", "1"])
+    assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "1", "1", "0", "1"])
     select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
     assert learned(out) == [("adder", "short"), ("adder", "long")]
 
@@ -120,23 +124,26 @@ class Keel:
 
     def __init__(self) -> None:
         self.ran: list[tuple[str, dict[str, str]]] = []
-        self.fails = ""
+        self.fails, self.status = "", 0
 
     def __call__(self, words: Sequence[str]) -> int:
-        command, _, *knobs = words
+        command, path, *knobs = words
         given = dict(knob.split("=", 1) for knob in knobs)
+        if command == "sft":
+            given = {"run.dir": load_config(path).run.dir}
         self.ran.append((command, given))
         if self.fails and self.fails in given["run.dir"]:
-            return 143
-        if command == "eval" and given.get("eval.prompts") == "train":
-            (only,) = json.loads(given["data.only"])
-            evaluation(Path(given["eval.dir"]), {"1": [sample(only, asked=only)]}, only)
-        elif command == "eval":
-            folder = Path(given["eval.dir"])
-            folder.mkdir(parents=True)
-            of = {"pass@1": 0.5 + 0.01 * len(self.ran), "pass@1_interval": [0.4, 0.8]}
-            sets = dict.fromkeys(json.loads(given["data.only"]), of)
-            (folder / "results.json").write_text(json.dumps({"results": {"recipe": sets}}))
+            return self.status
+        if command != "eval":
+            (Path(given["run.dir"]) / "model").mkdir(parents=True)
+            return 0
+        folder, own = Path(given["eval.dir"]), json.loads(given.get("data.train_on", "[]"))
+        if given.get("eval.prompts") == "train":
+            evaluation(folder, {"1": [sample(own[0], asked=own[0])]}, own[0])
+        folder.mkdir(parents=True, exist_ok=True)
+        of = {"pass@1": 0.5 + 0.01 * len(self.ran), "pass@1_interval": [0.4, 0.8]}
+        sets = dict.fromkeys(json.loads(given["data.only"]), of)
+        (folder / "results.json").write_text(json.dumps({"results": {"recipe": sets}}))
         return 0
 
 
@@ -153,37 +160,62 @@ def recipe(folder: Path, **changes: Any) -> DistillConfig:
     return DistillConfig(**{**known, **changes})
 
 
+@pytest.mark.parametrize("status", [143, 0])  # 0: Ctrl-C has stopped it, with a checkpoint
 def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
     keel = Keel()
-    keel.fails = "specialists/walker"
-    assert distill(recipe(tmp_path), keel) == 143
-    assert "train walker ended with status 143" in capsys.readouterr().out
+    keel.fails, keel.status = "specialists/walker", status
+    assert distill(recipe(tmp_path), keel) == (status or 130)
+    assert "train walker is not done" in capsys.readouterr().out
     assert [command for command, _ in keel.ran] == ["train", "eval", "eval", "train"]
     keel.fails = ""
-    assert distill(recipe(tmp_path), keel) == 0
+    assert distill(recipe(tmp_path, select=SelectConfig(balance=2)), keel) == 0
     said = capsys.readouterr().out
     rest = [command for command, _ in keel.ran[4:]]
     assert rest == ["train", "eval", "eval", "sft", "eval", "train", "eval"]
     (_, speller), (_, taught), (_, measured) = keel.ran[:3]
-    assert speller["run.steps"] == "3" and speller["data.only"] == '["spelling"]'
+    assert speller["run.steps"] == "3" and speller["data.train_on"] == '["spelling"]'
     assert taught["run.dir"] == speller["run.dir"] == measured["run.dir"]
     assert taught["eval.samples"] == "4" and "eval.prompts" not in measured
-    _, sft = next(one for one in keel.ran if one[0] == "sft")
-    assert json.loads(sft["sft.sources"])[0]["path"] == str(tmp_path / "distilled.jsonl")
-    assert json.loads(sft["model.path"]) == "embedded"
+    # What one holds out, no other may learn: all links know the same sources.
+    assert {one.get("data.only") for _, one in keel.ran} == {'["spelling", "spiral"]', None}
+    lessons = load_config(tmp_path / "lessons.yaml")
+    assert lessons.sft.sources[0].path == str(tmp_path / "distilled.jsonl")
+    start, given = lessons.model, load_config("quickstart")
+    assert start == given.model and lessons.data.sources == given.data.sources
+    assert lessons.sft.max_context_tokens == max(512, given.max_context)
     assert sorted(who for who, _ in learned(tmp_path / "distilled.jsonl")) == ["speller", "walker"]
     _, mixed = [one for one in keel.ran if one[0] == "train"][-1]
     assert mixed["model.path"] == str(tmp_path / "distilled" / "model")
-    assert mixed["run.steps"] == "5" and json.loads(mixed["data.only"]) == ["spelling", "spiral"]
+    assert mixed["run.steps"] == "5" and "data.train_on" not in mixed
     table = [line.split() for line in said.splitlines() if line.startswith(("spelling", "spiral"))]
     assert [len(line) for line in table[-2:]] == [7, 7]
     assert "0.530 (0.400–0.800)" in said and (tmp_path / "report.md").exists()
     before = len(keel.ran)
-    assert distill(recipe(tmp_path), keel) == 0 and len(keel.ran) == before  # all is done
-    with pytest.raises(ConfigError, match=r"other settings(.|\n)*sample speller: keel eval"):
+    same = recipe(tmp_path, select=SelectConfig(balance=2))
+    assert distill(same, keel) == 0 and len(keel.ran) == before  # all is done
+    with pytest.raises(ConfigError, match=r"sample speller was done with other settings"):
         distill(recipe(tmp_path, samples=8), keel)
+
+
+def test_a_result_that_nobody_wrote_down_is_one(tmp_path: Path) -> None:
+    """Killed between a command's end and the line about it."""
+    keel = Keel()
+    assert distill(recipe(tmp_path), keel) == 0
+    lines = (tmp_path / "links.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "links.jsonl").write_text("".join(lines[:-1]))
+    before = len(keel.ran)
+    assert distill(recipe(tmp_path), keel) == 0 and len(keel.ran) == before
+
+
+def test_a_signal_is_the_commands_to_answer(tmp_path: Path) -> None:
+    with Commands() as commands:
+        wait = "import os, signal, sys; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+        commands.start = [sys.executable, "-c", wait]
+        assert commands.run(()) == 128 + signal.SIGTERM
+        assert commands.status == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
@@ -194,6 +226,10 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
     wrong = SpecialistConfig(name="a", sources=("spelling",), overrides=("run.step=3",))
     with pytest.raises(ConfigError, match=r"run.step"):
         distill(recipe(tmp_path, specialists=(wrong,)), keel)
+    with pytest.raises(ConfigError, match=r"sft.epoch"):
+        distill(recipe(tmp_path, sft_overrides=("sft.epoch=3",)), keel)
+    with pytest.raises(ConfigError, match="spelling has no holdout"):
+        distill(recipe(tmp_path, overrides=("data.sources[spelling].holdout=0",)), keel)
     with pytest.raises(ConfigError, match="belongs to one specialist"):
         recipe(
             tmp_path,
@@ -203,3 +239,7 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
             ),
         )
     assert keel.ran == []
+
+
+def test_the_shipped_chain_is_valid_by_its_bare_name() -> None:
+    _checked(load_distillation("quickstart"))

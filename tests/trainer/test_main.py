@@ -18,13 +18,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
+from keel.configs.schema import ConfigError
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean
 from keel.trainer.cli import main
 from keel.trainer.main import COMMANDS, keep_skipped, run_loop
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
-from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import MANIFEST, write_manifest
 from keel.trainer.run.view import PlainView
@@ -328,9 +329,13 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
     below = ("run.eval_every=1", "alarms.stop_below={spelling: 0.5}")
     words = (f"run.dir={tmp_path}", *below, *FEW)
     task = prepare("quickstart", words)
+
+    def full(folder: Path) -> object:
+        raise Unwritten(f"{folder}: no space")
+
     system: Any = SimpleNamespace(
         task=task,
-        learner=SimpleNamespace(tokens={}),
+        learner=SimpleNamespace(tokens={}, version=2, save=full),
         pool=SimpleNamespace(),
         agents=None,
         scorer=SimpleNamespace(tell=lambda say: None),
@@ -341,6 +346,8 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
         assert not parts.stop()
         parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
         assert parts.stop()
+        with pytest.raises(Unwritten):  # none would follow it
+            parts.save(2, {})
         return 2
 
     monkeypatch.setattr("keel.trainer.loop.train", two_steps)
@@ -350,6 +357,9 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
     ):
         run_loop(system, folder, PlainView(60), 0)
     assert '"kind": "alarm"' in (tmp_path / "events.jsonl").read_text()
+    folder.check_heldout(1)
+    with pytest.raises(ConfigError, match=r"spelling = 0.5: pass@1 was 0.400 at step 2"):
+        folder.check_heldout(2)
 
 
 def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:

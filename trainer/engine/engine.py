@@ -159,12 +159,7 @@ class TrainerEngine:
         )
         self._note(note)
         self._checkpoints = Checkpoints(
-            self._engine,
-            self._adam,
-            network.model,
-            experts,
-            stage=self._stage,
-            device=self._device,
+            self._engine, self._adam, network.model, experts, stage=self._stage, device=self._device
         )
         self._note(self._checkpoints.note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
@@ -214,10 +209,10 @@ class TrainerEngine:
         """`nll` of a batch of conversations (see `keel.rl.supervised.loss`) by the weights as they
         are, which stay."""
         self._load_back()
-        scored = [self._scored(micro_batch) for micro_batch in batch.micro_batches]
+        scored = [self._scored(micro_batch)[1] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # every rank of its group has computed the same
             return {}
-        return merge({"nll": Mean(-float(logp.double().sum()), len(logp))} for _, logp in scored)
+        return merge({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp in scored)
 
     def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
@@ -280,8 +275,9 @@ class TrainerEngine:
             if look:
                 factor = look.saw(logp, reference, inputs.kl_coef_R, loss)
             self._engine.backward(loss * (factor * self._world_size))
-        # Lets go of the graph.
-        share, logp = replace(share, loss=share.loss.detach()), logp.detach()
+        # Lets go of the graph; and of the inputs, which `metrics` must not hold on the device.
+        share, part = replace(share, loss=share.loss.detach()), inputs.part
+        seen = logp.detach() if batch.watched is not None else None
         total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
         tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
 
@@ -294,7 +290,8 @@ class TrainerEngine:
                 found |= share.metrics
             if replay is not None:
                 found |= replay.metrics(ends=ends)
-            self.tokens |= seen_tokens(batch, inputs, logp, replay)
+            if seen is not None:
+                self.tokens |= seen_tokens(batch, part, seen, replay)
             return found
 
         return metrics

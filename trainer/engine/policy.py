@@ -242,11 +242,11 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 
 
 def seen_tokens(
-    batch: MicroBatch, inputs: Inputs, logp: Tensor, replay: Replay | None
+    batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
     """What this rank sees of the watched segments, by their numbers. Waits for the device.
 
-    logp: [R], of the whole micro-batch; replay: of its forward pass, done.
+    part: this rank's; logp: [R], of the whole micro-batch; replay: of its forward pass, done.
     """
     if batch.watched is None:
         return {}
@@ -254,7 +254,7 @@ def seen_tokens(
     logp_N, overlap_N = np.full((2, count), np.nan, np.float32)
     logp_N[trainable_rows(batch)] = logp.float().cpu().numpy()
     if replay is not None and (overlap := replay.overlap_N()) is not None:
-        start, stop = inputs.part.bounds(count)
+        start, stop = part.bounds(count)
         here = max(0, min(stop, count) - start)
         overlap_N[start : start + here] = overlap[:here].float().cpu().numpy()
     # Routes are about inputs: a token was predicted where the one before it went.

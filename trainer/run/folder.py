@@ -269,6 +269,20 @@ class RunFolder:
                     points.append((step, value))
         return found
 
+    def check_heldout(self, step: int) -> None:
+        """Raises ConfigError where a held-out set had fallen below `alarms.stop_below` when it was
+        measured last, up to this step: the run has ended for that."""
+        found = self.evaluations() if self._config.alarms.stop_below else {}
+        for name, least in self._config.alarms.stop_below.items():
+            points = [p for p in found.get(f"{name}/pass@1", []) if 0 < p[0] <= step]
+            if points and points[-1][1] < least:
+                at, value = points[-1]
+                raise ConfigError(
+                    f"alarms.stop_below.{name} = {least:g}: pass@1 was {value:.3f} at step {at}, "
+                    f"which ended the run in {self.path}; lower it to go on from there all the "
+                    "same, or take away the later checkpoints"
+                )
+
     def save(self, state: State, write: Callable[[Path], Mapping[str, Entry]]) -> Path:
         keep = self._config.run.keep_checkpoints
         return checkpoint.save(self._checkpoints, state, write, keep=keep)

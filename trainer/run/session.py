@@ -64,6 +64,7 @@ def conduct(
             print(f"warning: {line}")
         state, steps = folder.state(), config.run.steps
         start = state.step if state else 0
+        folder.check_heldout(start)
         if start >= steps and folder.model.exists():
             folder.check_model()
             knob = "sft.epochs" if command[0] == "sft" and config.sft.epochs else "run.steps"

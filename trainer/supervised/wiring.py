@@ -17,7 +17,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.data.conversations.load import Lessons, Report, load_lessons
 from keel.data.conversations.types import Example, Render
-from keel.data.dataset import load_dataset
+from keel.data.dataset import Dataset
 from keel.data.items import Item
 from keel.model.embedded.cache import ensure_embedded
 from keel.model.embedded.solutions import TAUGHT
@@ -35,12 +35,13 @@ from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
 from keel.trainer.planning.unusual import unusual
-from keel.trainer.prepare import EMBEDDED, found_model
+from keel.trainer.prepare import EMBEDDED, found_model, prompts_of
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
 from keel.trainer.run.view import View
 from keel.trainer.supervised import loop as sft
+from keel.trainer.system import start_of
 
 PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
 
@@ -58,6 +59,11 @@ class SftTask:
     hardware: Hardware
     tokenizer: str
     """`keel.model.load.digest_of_tokenizer`."""
+    given: Config
+    """The whole recipe."""
+    prompts: Dataset | None
+    """Those of `data.sources`, where there are any: what they hold out is learned nowhere, and the
+    embedded model's cold start teaches what they ask."""
     format: str
     """Of the chats."""
     warnings: Sequence[str] = ()
@@ -116,6 +122,7 @@ def prepare_sft(
     config = given.supervised(given.run.steps)
     found = found_model(config, hardware)
     digest = digest_of_tokenizer(found.tokenizer)
+    prompts = prompts_of(given, found.tokenizer, found.facts) if given.data.sources else None
     try:
         chat = TemplateChat(found.tokenizer)
     except ValueError as error:
@@ -127,7 +134,7 @@ def prepare_sft(
         render=renderer(chat, found.facts.vocab_size),
         solve=solved,
         tokenizer=digest,
-        reserved=reserved_questions(given),
+        reserved=reserved_questions(prompts),
     )
     seen_once = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
     batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
@@ -144,6 +151,8 @@ def prepare_sft(
         plan=found.plan,
         hardware=found.hardware,
         tokenizer=digest,
+        given=given,
+        prompts=prompts,
         format=chat.format.name,
         warnings=warnings,
     )
@@ -186,11 +195,9 @@ def solved(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"role": "assistant", "content": str(entry["answer"]), "reasoning_content": working}
 
 
-def reserved_questions(config: Config) -> set[str]:
+def reserved_questions(dataset: Dataset | None) -> set[str]:
     """Those that the recipe's prompts hold out, so that nobody learns what is measured."""
-    if not config.data.sources:
-        return set()
-    heldout = load_dataset(config.data, seed=config.run.seed).heldout
+    heldout = dataset.heldout if dataset is not None else {}
     return {Item(prompt=p, origin="").question for prompts in heldout.values() for p in prompts}
 
 
@@ -225,7 +232,7 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
             for line in seats.placement.lines():
                 say(line)
         learner = Learner(
-            model_folder(config),
+            starting_model(task, say),
             config,
             gpu=task.gpu,
             actor_options=partial(seats.options, RANK) if seats else None,
@@ -238,11 +245,15 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
         yield Teaching(task=task, learner=learner)
 
 
-def model_folder(config: Config) -> str:
-    """Where the weights are. The embedded model begins with random ones: this is its cold start."""
+def starting_model(task: SftTask, say: Callable[[str], None]) -> str:
+    """Where the weights are. The embedded model begins as `keel train` would have it on the
+    recipe's `data.sources`; without these, or with no steps of its cold start, with random
+    weights: then this is its cold start."""
+    config, embedded = task.config, task.config.model.embedded
     if config.model.path != EMBEDDED:
         return config.model.path
-    embedded = config.model.embedded
+    if task.prompts is not None and embedded.cold_start.steps:
+        return start_of(task.given, task.prompts, say, gpu=task.gpu)
     untaught = replace(embedded, cold_start=replace(embedded.cold_start, steps=0))
     return str(ensure_embedded(untaught, seed=config.run.seed, sources=(), heldout_questions=()))
 

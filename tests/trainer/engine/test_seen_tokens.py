@@ -33,7 +33,7 @@ def seen_by(batch: MicroBatch, part: Slice) -> dict[int, TokenNumbers]:
     overlap = torch.tensor([overlap_of(int(token)) for token in part.cut(batch.token_ids_N, 0)])
     inputs: Any = SimpleNamespace(part=part)
     replay: Any = SimpleNamespace(overlap_N=lambda: overlap)
-    return seen_tokens(batch, inputs, logp, replay)
+    return seen_tokens(batch, inputs.part, logp, replay)
 
 
 @pytest.mark.parametrize("size", [1, 3], ids=["whole rows", "parts of rows"])

@@ -51,6 +51,11 @@ def test_a_held_out_set_that_may_not_fall_ends_the_run() -> None:
     assert "harmful/pass@1 is 0.850, and may not fall below 0.9" in line
 
 
+def test_what_ends_a_run_does_not_end_its_supervised_start() -> None:
+    below = ("run.eval_every=1", "alarms.stop_below={spelling: 0.5}")
+    assert not load_config("sft-quickstart", below).supervised(3).alarms.stop_below
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
