@@ -109,7 +109,7 @@ def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyP
         loss: Any
 
     inputs = SimpleNamespace(
-        padding=False, kl_coef_R=None, token_ids=torch.zeros(1, 3), filled=0, ends=None
+        padding=False, kl_coef_R=None, token_ids=torch.zeros(1, 3), filled=0, ends=None, part=None
     )
     logp, indexers = torch.zeros(2), torch.full((), math.nan, requires_grad=True)
     monkeypatch.setattr(module.Inputs, "of", lambda *_: inputs)
