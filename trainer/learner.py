@@ -21,6 +21,7 @@ from keel.rl.buffer import split_updates
 from keel.rl.futures import done
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch, pack
+from keel.rl.supervised.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
@@ -116,19 +117,24 @@ class Learner:
         (rendezvous,) = self._wait([self._ranks[0].listen.remote()], limit())
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit())[0]
 
-    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps."""
+    def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
+        """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps. examine:
+        `TrainerEngine.step`."""
         room = self._make_room()
         packed = shares(groups, self._config)
         room.result()
-        return self.train(packed, groups)
+        return self.train(packed, groups, examine=examine)
 
     def train(
-        self, shares: Sequence[Sequence[TrainBatch]], groups: Sequence[ScoredGroup] = ()
+        self,
+        shares: Sequence[Sequence[TrainBatch]],
+        groups: Sequence[ScoredGroup | Lesson] = (),
+        *,
+        examine: bool = False,
     ) -> StepResult:
         """An optimizer step on each batch of the share of each group of ranks. groups: of which
-        they were packed, to name what was found in them."""
-        reports: list[StepReport] = self._deal("step", shares, "an optimizer step")
+        they were packed, to name what was found in them. examine: `TrainerEngine.step`."""
+        reports: list[StepReport] = self._deal("step", shares, "an optimizer step", examine=examine)
         self._version = reports[0].version
         self.tokens = joined_tokens([report.tokens for report in reports])
         metrics = merge(report.metrics for report in reports)
@@ -143,14 +149,14 @@ class Learner:
         """`<name>/nll` of named batches of conversations, by the current weights."""
         return merge(self._deal("score", shares, "scoring conversations"))
 
-    def _deal(self, method: str, shares: Sequence[Any], what: str) -> list[Any]:
+    def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
         """Call a method of every rank with the share of its group."""
         # One object a group of ranks: each fetches its own share and nothing else.
         shipped = [ray.put(share) for share in shares]
         with self._order:
             refs = [
                 getattr(rank, method).remote(
-                    shipped[index // self._config.trainer.sequence_parallel]
+                    shipped[index // self._config.trainer.sequence_parallel], **options
                 )
                 for index, rank in enumerate(self._ranks)
             ]

@@ -25,6 +25,7 @@ from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
 from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
 from keel.trainer.evaluate import evaluate, filter_prompts
+from keel.trainer.nonfinite import SAID
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
 from keel.trainer.run.batches import keep_batch
@@ -37,8 +38,6 @@ from keel.trainer.supervised.wiring import SftTask, prepare_sft, run_lessons, te
 from keel.trainer.system import System, running
 
 FAILED, INTERRUPTED = 1, 130
-SAID = 3
-"""Findings about a step that are said."""
 KEPT = "what was saved is there, and the same command goes on"
 
 
@@ -170,6 +169,25 @@ def run(command: str, *arguments: Any) -> int:
     return said(f"stopped by {signal}; {KEPT}", PREEMPTED) if (signal := preempted()) else 0
 
 
+def keep_skipped(
+    run: Path,
+    say: Callable[[str], None],
+    step: int,
+    groups: Sequence[ScoredGroup],
+    findings: Sequence[str],
+) -> None:
+    """Keep the batch of a step without a finite gradient, and say why; a full disk ends no run."""
+    for line in findings[:SAID]:
+        say(f"step {step}: no finite gradient: {line}")
+    try:
+        path = keep_batch(run, step, groups, findings)
+    except OSError as error:
+        say(f"warning: step {step}: its batch could not be kept in {run} ({error})")
+        return
+    again = shlex.join(["keel", "replay", str(run), str(step)])
+    say(f"step {step}: its batch is kept as {path}; {again} trains on it again")
+
+
 def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
     """The loop of `keel.trainer.loop` on the real parts; returns the last step done."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
@@ -182,13 +200,6 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
         if config.rollout.sleep and not interrupt.hurry():
             system.wake()
         return failed
-
-    def keep(step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]) -> None:
-        path = keep_batch(folder.path, step, groups, findings)
-        for line in findings[:SAID]:
-            view.say(f"step {step}: no finite gradient: {line}")
-        again = shlex.join(["keel", "replay", str(folder.path), str(step)])
-        view.say(f"step {step}: its batch is kept as {path}; {again} trains on it again")
 
     with ExitStack() as stack:
         journal = open_journal(
@@ -216,7 +227,7 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
             heldout=dataset.heldout,
             save=save,
             stop=stop,
-            keep=keep,
+            keep=partial(keep_skipped, folder.path, view.say),
             hurry=interrupt.hurry,
         )
         reached = loop.train(parts, config, start=start)

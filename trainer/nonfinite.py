@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.packing import MicroBatch
-from keel.rl.types import ScoredGroup
+from keel.rl.supervised.lessons import Lesson
+from keel.rl.types import ScoredGroup, Segment
 
 if TYPE_CHECKING:  # the driver, which hands findings on, does without
     from torch import Tensor, nn
 
+SAID = 3
+"""Findings about a step that people are told."""
 MOST = 3
 """Findings of a micro-batch that are handed on: what follows the first has caught it from that."""
 
@@ -70,24 +73,32 @@ class Finding:
         return f"{name}, token {self.token} (id {self.token_ids_T[self.token]}): {self.what}"
 
 
-def said_of(findings: Sequence[Finding], groups: Sequence[ScoredGroup]) -> tuple[str, ...]:
+def said_of(findings: Sequence[Finding], groups: Sequence[ScoredGroup | Lesson]) -> tuple[str, ...]:
     """A line for each of the findings of all ranks that explain something."""
     names = names_of(groups)
     chosen = [finding for finding in findings if finding.certain] or findings
     return tuple(dict.fromkeys(finding.said(names) for finding in chosen))
 
 
-def names_of(groups: Sequence[ScoredGroup]) -> dict[bytes, str]:
+def names_of(groups: Sequence[ScoredGroup | Lesson]) -> dict[bytes, str]:
     """Contexts, by their tokens → whose they are."""
     return {
         np.ascontiguousarray(segment.token_ids_T, np.int32).tobytes(): (
-            f"{trajectory.prompt_id}, completion {trajectory.sibling + 1}"
-            + (f", context {index + 1}" if len(trajectory.segments) > 1 else "")
+            name + (f", context {index + 1}" if len(segments) > 1 else "")
         )
         for group in groups
-        for trajectory in group.group.trajectories
-        for index, segment in enumerate(trajectory.segments)
+        for name, segments in _named(group)
+        for index, segment in enumerate(segments)
     }
+
+
+def _named(group: ScoredGroup | Lesson) -> list[tuple[str, Sequence[Segment]]]:
+    if isinstance(group, Lesson):
+        return [(f"conversation {group.prompt_id}", group.segments)]
+    return [
+        (f"{trajectory.prompt_id}, completion {trajectory.sibling + 1}", trajectory.segments)
+        for trajectory in group.group.trajectories
+    ]
 
 
 class Look:
@@ -109,6 +120,8 @@ class Look:
         self._loss = 0.0
         self._values: list[tuple[str, Tensor]] = []
         """Name and [R] values about sampled tokens, in the order that they depend on each other."""
+        self._slope: Tensor | None = None
+        """[R]: the last of them, once it is known."""
 
     @contextmanager
     def at(self, batch: MicroBatch, start: int) -> Iterator[None]:
@@ -131,15 +144,18 @@ class Look:
         if reference_R is not None:
             used = reference_R.where(kl_coef_R > 0, 0.0)
             self._values.append(("the reference's log-probability", used))
-        logp_R.register_hook(
-            lambda gradient: self._values.append(("slope of the loss", gradient.detach()))
-        )
+        if logp_R.requires_grad:  # no loss that has it, else: `trainer.attention: warm-up`
+            logp_R.register_hook(self._sloped)
         return self._factor
 
     def spoiling(self) -> Self:
         """From now on no gradient is finite, whatever it was made of."""
         self._factor = math.nan
         return self
+
+    def _sloped(self, gradient: Tensor) -> None:
+        self._slope = gradient.detach()
+        self._values.append(("slope of the loss", self._slope))
 
     def _hook(self, index: int) -> Any:
         def seen(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -171,16 +187,17 @@ class Look:
             index, rows = self._bad_gradient
             what = f"its gradient is not finite behind layer {index}"
             return [_finding(batch, start + int(row), what) for row in rows]
-        if self._values and len(slope := self._values[-1][1]):
+        if not self._values or not len(sampled):
+            return []
+        row, what = 0, f"the loss of its micro-batch is {self._loss:.3g}"
+        if (slope := self._slope) is not None:
             row = int(slope.abs().argmax())
-            what = (
-                f"the loss of its micro-batch is {self._loss:.3g}, steepest here, with a slope of "
-                f"{float(slope[row]):.3g} and an advantage of "
+            what += (
+                f", steepest here, with a slope of {float(slope[row]):.3g} and an advantage of "
                 f"{float(batch.advantage_N[sampled[row]]):.3g}"
             )
-            certain = not math.isfinite(self._loss)
-            return [_finding(batch, int(sampled[row]), what, certain=certain)]
-        return []
+        certain = not math.isfinite(self._loss)
+        return [_finding(batch, int(sampled[row]), what, certain=certain)]
 
 
 def _bad_rows(values: Tensor) -> Tensor | None:

@@ -35,7 +35,9 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     with ExitStack() as stack:
         start_ray()
         stack.callback(end_ray)
-        seats = stack.enter_context(reserved(config, deadline_s=deadline)) if task.gpu else None
+        seats = None
+        if task.gpu:  # nothing is sampled: engines need none
+            seats = stack.enter_context(reserved(config, deadline_s=deadline, only=RANK))
         learner = Learner(
             str(model_folder(task, print)),
             config,
@@ -48,13 +50,16 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
             print(f"warning: {line}")
         if start:
             learner.load(start)
-        result = learner.step(groups)
-    for name, value in sorted(values(result.metrics).items()):
+        result = learner.step(groups, examine=True)
+    numbers = values(result.metrics)
+    for name, value in sorted(numbers.items()):
         print(f"{name:<32} {value:.6g}")
     for line in result.findings:
         print(f"now: {line}")
-    if not result.findings:
+    if not numbers["train/skipped_steps"]:
         print("now: the gradient is finite")
+    elif not result.findings:
+        print("now: the gradient is not finite, and nothing was found that made it so")
 
 
 def chosen(folder: Path, step: int | None) -> Path:

@@ -121,8 +121,8 @@ class TrainerWorker:
         self._sender = Sender(rendezvous, self._engine.device, deadline_s=deadline_s)
         return self._engine.notes
 
-    def step(self, batches: Sequence[TrainBatch]) -> StepReport:
-        metrics = self.engine.step(batches)
+    def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> StepReport:
+        metrics = self.engine.step(batches, examine=examine)
         return StepReport(
             version=self.engine.version,
             steps=self.engine.steps,

@@ -22,7 +22,7 @@ from keel.configs.schema import ConfigError
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean
 from keel.trainer.cli import main
-from keel.trainer.main import COMMANDS, run_loop
+from keel.trainer.main import COMMANDS, keep_skipped, run_loop
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import State, Unwritten, config_digest
@@ -360,6 +360,14 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
     folder.check_heldout(1)
     with pytest.raises(ConfigError, match=r"spelling = 0.5: pass@1 was 0.400 at step 2"):
         folder.check_heldout(2)
+
+
+def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "nonfinite").touch()
+    said: list[str] = []
+    keep_skipped(tmp_path, said.append, 3, [], ["p, token 3: nan"])
+    assert said[0] == "step 3: no finite gradient: p, token 3: nan"
+    assert said[1].startswith("warning: step 3: its batch could not be kept") and len(said) == 2
 
 
 def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.rl.packing import MicroBatch, pack
-from keel.trainer.nonfinite import Look, Skips, said_of, sound
+from keel.rl.supervised.lessons import Lesson, shown
+from keel.trainer.nonfinite import Finding, Look, Skips, said_of, sound
 from tests.rl.rollouts import scored, segment, trajectory
 
 
@@ -107,6 +108,25 @@ def test_where_nothing_is_infinite_the_steepest_is_named_and_gives_way_to_what_i
     vague, sure = (look.found for look in looks)
     assert said_of([*vague, *sure], GROUPS) == said_of(sure, GROUPS)
     assert said_of(vague, GROUPS)[0].startswith("p, completion 1, token ")
+
+
+def test_a_loss_without_a_gradient_through_log_probabilities() -> None:
+    """`trainer.attention: warm-up`: only indexers learn."""
+    for value, certain in ((math.nan, True), (2.0, False)):
+        look, indexers = Look([]), torch.ones((), requires_grad=True)
+        with look.at(BATCH, 0):
+            logp, loss = torch.zeros(len(SAMPLED)), indexers * value
+            (loss * look.saw(logp, None, torch.zeros(len(SAMPLED)), loss)).backward()
+        (found,) = look.found
+        assert found.what == f"the loss of its micro-batch is {value:.3g}"
+        assert found.certain is certain
+
+
+def test_a_conversation_is_named() -> None:
+    ids = np.array([4, 5], np.int32)
+    lesson = Lesson(prompt_id="chats/3", segments=(shown("c", ids, [False, True]),))
+    finding = Finding(what="nan", token=1, token_ids_T=ids)
+    assert said_of([finding], [lesson]) == ("conversation chats/3, token 1 (id 5): nan",)
 
 
 def test_a_loss_that_is_not_finite_spoils_every_gradient_and_one_that_is_leaves_it_as_it_was() -> (

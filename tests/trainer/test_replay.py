@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +40,8 @@ class FakeLearner:
     def load(self, folder: Path) -> None:
         self.events.append(folder.name)
 
-    def step(self, groups: Any) -> StepResult:
+    def step(self, groups: Any, *, examine: bool) -> StepResult:
+        assert examine
         (group,) = groups
         self.events.append(group.group.prompt.prompt_id)
         findings = () if len(FakeLearner.made) > 1 else ("p, token 3: nan",)
@@ -98,6 +101,30 @@ def test_the_newest_batch_from_the_newest_checkpoint_before_it(
     first, second = (learner.events for learner in FakeLearner.made)
     assert first == ["base", 1.0, "step_000006", "p", "end"]
     assert second == ["base", 2.0, "step_000002", "p", "end"]
+
+
+def test_an_overflow_that_nothing_explains_is_not_called_finite(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are GPUs reserved for engines that are not started."""
+    result = StepResult(version=1, metrics={"train/skipped_steps": Sum(1.0)})
+    monkeypatch.setattr(FakeLearner, "step", lambda self, groups, examine: result)
+    prepared, asked = module.prepare, []
+
+    @contextmanager
+    def reserved(config: Any, **options: Any) -> Iterator[Any]:
+        asked.append(options["only"])
+        yield SimpleNamespace(options=dict)
+
+    monkeypatch.setattr(
+        module, "prepare", lambda *given: SimpleNamespace(config=prepared(*given).config, gpu=True)
+    )
+    monkeypatch.setattr(module, "reserved", reserved)
+    keep_batch(run, 3, GROUPS, [])
+    assert main(["replay", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "now: the gradient is not finite, and nothing was found" in said
+    assert "gradient is finite" not in said and asked == [module.RANK]
 
 
 def test_what_lies_between_is_said_and_a_damaged_checkpoint_is_passed_over(

@@ -47,12 +47,17 @@ class Ranks:
         self.version = 0
         self.learned: list[list[int]] = []
         """Tokens of each step's conversations."""
+        self.named: list[list[str]] = []
+        self.found: tuple[str, ...] = ()
 
-    def train(self, shares: Sequence[Sequence[TrainBatch]]) -> StepResult:
+    def train(
+        self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[Lesson], /
+    ) -> StepResult:
+        self.named.append([lesson.prompt_id for lesson in lessons])
         rows = [row for share in shares for batch in share for row in batch.micro_batches]
         self.learned.append(sorted(int(n) + 1 for row in rows for n in row.sequence_tokens_S))
         self.version += 1
-        return StepResult(version=self.version, metrics={"loss": Sum(1.0)})
+        return StepResult(version=self.version, metrics={"loss": Sum(1.0)}, findings=self.found)
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
         return {f"{name}/nll": Mean(4.0 - self.version, 2) for name in shares[0]}
@@ -66,14 +71,22 @@ class Run:
         self.batches = sft.Batches(stream(given), config.sft, epoch=len(given))
         self.steps: dict[int, dict[str, float]] = {}
         self.saved: dict[int, Mapping[str, Any]] = {}
+        self.said: list[str] = []
+        self.failing: set[int] = set()
+        self.hurry_after = 99
 
     def begin(self, activity: str) -> None: ...
 
     def record(self, step: int, metrics: Mapping[str, Metric], sample: object) -> None:
         self.steps[step] = values(metrics)
 
-    def save(self, step: int, cursor: Mapping[str, Any]) -> None:
-        self.saved[step] = json.loads(json.dumps(cursor))
+    def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
+        if step not in self.failing:
+            self.saved[step] = json.loads(json.dumps(cursor))
+        return step in self.failing
+
+    def hurry(self) -> bool:
+        return self.ranks.version >= self.hurry_after
 
     def fit(self, heldout: Sequence[Lesson] = (), *, start: int = 0) -> int:
         parts = sft.Parts(
@@ -82,7 +95,9 @@ class Run:
             journal=self,
             heldout={"h": heldout} if heldout else {},
             save=self.save,
-            stop=lambda: len(self.steps) > self.stop_after,
+            stop=lambda: len(self.steps) > self.stop_after or self.hurry(),
+            say=self.said.append,
+            hurry=self.hurry,
         )
         return sft.fit(parts, self.config, start=start)
 
@@ -119,6 +134,30 @@ def test_a_stopped_run_goes_on_with_the_conversations_that_it_would_have_had(tok
     if tokens:
         fits = [sum(step) <= 25 or step == [40] for step in whole.ranks.learned]
         assert all(fits) and len({len(step) for step in whole.ranks.learned}) > 1
+
+
+def test_a_stop_during_a_save_that_fails_waits_for_one_that_does_not() -> None:
+    run = Run(lessons(*range(3, 13)), config_of(), stop_after=1)
+    run.failing = {2}
+    assert run.fit() == 3 and list(run.saved) == [3]
+
+
+def test_a_signal_leaves_time_for_a_checkpoint_alone() -> None:
+    run = Run(lessons(*range(3, 13)), config_of(**{"run.eval_every": 1}))
+    run.hurry_after = 2
+    assert run.fit(lessons(5)) == 2 and list(run.saved) == [2]
+    assert [step for step, found in run.steps.items() if "eval/loss" in found] == [0, 1]
+    run = Run(lessons(*range(3, 13)), config_of())
+    run.hurry_after = 0
+    assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps
+
+
+def test_what_made_a_gradient_infinite_is_said() -> None:
+    run = Run(lessons(*range(3, 13)), config_of(**{"run.steps": 1}))
+    run.ranks.found = tuple("abcd")
+    run.fit()
+    assert run.said[:3] == [f"step 1: no finite gradient: {line}" for line in "abc"]
+    assert [len(named) for named in run.ranks.named] == [len(s) for s in run.ranks.learned]
 
 
 @pytest.mark.parametrize(("knobs", "steps"), [((4, 0), 8), ((4, 25), 12)])

@@ -38,25 +38,26 @@ class Reservation:
 
 
 @contextmanager
-def reserved(config: Config, *, deadline_s: float) -> Iterator[Reservation]:
-    """All GPUs of a run, held until exit. The actors on them must be gone by then.
+def reserved(config: Config, *, deadline_s: float, only: str = "") -> Iterator[Reservation]:
+    """All GPUs of a run (only: of its actors of this kind), held until exit. The actors on them
+    must be gone by then.
 
     Raises ConfigError at once for what the cluster could not hold if it were idle, and TimeoutError
     when others did not free enough of it within `deadline_s`.
     """
-    reservation = _reserve(config, deadline_s)
+    reservation = _reserve(config, deadline_s, only)
     try:
         yield reservation
     finally:
         remove_placement_group(reservation.group)
 
 
-def _reserve(config: Config, deadline_s: float) -> Reservation:
-    place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)])
+def _reserve(config: Config, deadline_s: float, only: str) -> Reservation:
+    place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
     end = time.monotonic() + deadline_s
     while True:
         try:
-            placement = place(config, allowed(cluster_nodes(), config.run))
+            placement = place(config, allowed(cluster_nodes(), config.run), only=only)
         except ConfigError as error:
             lacking = str(error)
         else:

@@ -159,12 +159,7 @@ class TrainerEngine:
         )
         self._note(note)
         self._checkpoints = Checkpoints(
-            self._engine,
-            self._adam,
-            network.model,
-            experts,
-            stage=self._stage,
-            device=self._device,
+            self._engine, self._adam, network.model, experts, stage=self._stage, device=self._device
         )
         self._note(self._checkpoints.note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
@@ -192,16 +187,19 @@ class TrainerEngine:
 
     # Training
 
-    def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
+    def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> dict[str, Metric]:
         """Train on one batch of rollouts: one optimizer step for each of `batches`, in order, or
-        until `gave_up`. Metrics are those of `keel.rl.summary.of_updates`."""
+        until `gave_up`. Metrics are those of `keel.rl.summary.of_updates`. examine: look for what
+        made it skip a step also in float16."""
         self._load_back()
         self.findings, self.tokens = [], {}
         trainer, total = self._config.trainer, self._config.run.steps
         lr = learning_rate(self._steps + 1, trainer, total_steps=total)
         for group in self._adam.param_groups:
             group["lr"] = lr
-        metrics = of_updates([self._update(batch) for batch in batches if not self.gave_up])
+        metrics = of_updates(
+            [self._update(batch, examine) for batch in batches if not self.gave_up]
+        )
         self._steps += 1
         if self._rank == 0:
             metrics["lr"] = Mean(lr, 1)
@@ -216,7 +214,7 @@ class TrainerEngine:
             return {}
         return merge({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp in scored)
 
-    def _update(self, batch: TrainBatch) -> dict[str, Metric]:
+    def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
         split = SplitGaps.begun(batch, self._device, self._scored)
         last = len(batch.micro_batches) - 1
@@ -229,7 +227,7 @@ class TrainerEngine:
             parts.append(split.metrics())
         self._version += 1
         skipped = self._skips.count(norm, self._version)
-        if skipped and (self.gave_up or not self._scaled):
+        if skipped and (examine or self.gave_up or not self._scaled):
             self._examine(batch)
         if self._rank == 0:
             parts.append({"train/skipped_steps": Sum(float(skipped))})
@@ -275,7 +273,7 @@ class TrainerEngine:
             loss = share.loss + indexers * indexer_weight(self._network, self._config, step)
             factor = sound(loss)
             if look:
-                factor = look.saw(logp, reference, inputs.kl_coef_R, share.loss)
+                factor = look.saw(logp, reference, inputs.kl_coef_R, loss)
             self._engine.backward(loss * (factor * self._world_size))
         # Lets go of the graph; and of the inputs, which `metrics` must not hold on the device.
         share, part = replace(share, loss=share.loss.detach()), inputs.part

@@ -174,17 +174,19 @@ class Placement:
             yield f"{name}: {'; '.join(parts)}"
 
 
-def place(config: Config, nodes: Iterable[Node]) -> Placement:
+def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
     """GPUs of their own for all actors, or an engine beside each rank (`rollout.colocated`; on a
-    single GPU one engine and one rank share it in any case).
+    single GPU one engine and one rank share it in any case). only: for actors of this kind, without
+    the others of the recipe.
 
     Raises ConfigError if the free GPUs are too few, or no node has enough for one actor.
     """
-    wanted, nodes = [kind for kind in kinds(config) if kind.count], list(nodes)
+    nodes = list(nodes)
+    wanted = [kind for kind in kinds(config) if kind.count and only in ("", kind.name)]
     needed = sum(kind.count * kind.gpus for kind in wanted)
     available = sum(node.free_gpus for node in nodes)
     single = available == sum(node.gpus for node in nodes) == 1
-    if config.rollout.colocated or (single and needed == len(wanted) == 2):
+    if not only and (config.rollout.colocated or (single and needed == len(wanted) == 2)):
         wanted = [
             replace(kind, guest=ENGINE) if kind.name == RANK else kind
             for kind in wanted
@@ -196,7 +198,7 @@ def place(config: Config, nodes: Iterable[Node]) -> Placement:
             f"the recipe needs {needed} GPUs ({_counted(wanted)}), and the cluster has {available}"
             f"{_listed(nodes)}{_said(config.run)}. {_fewer(wanted if available else ())}"
         )
-    if config.rollout.sleep and not any(kind.guest for kind in wanted):
+    if not only and config.rollout.sleep and not any(kind.guest for kind in wanted):
         raise ConfigError(
             "rollout.sleep: engines and trainer have GPUs of their own here, so nobody gains by "
             "it. Switch it off, or let them share GPUs with rollout.colocated"

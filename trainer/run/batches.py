@@ -48,12 +48,23 @@ def keep_batch(
     content = {"step": step, "findings": list(findings), "groups": _packed(list(groups), arrays)}
     text = np.frombuffer(json.dumps(content, default=str).encode(), np.uint8)
     fresh = path.with_suffix(".tmp")
-    with fresh.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **{**arrays, _TEXT: text})
-    fresh.replace(path)
-    for old in kept_batches(run)[:-KEPT]:
+    try:
+        with fresh.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **{**arrays, _TEXT: text})
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)  # of a full disk, say
+    others = [other for other in kept_batches(run) if other != path]
+    for old in others[: 1 - KEPT]:
         old.unlink()
     return path
+
+
+def drop_after(run: Path, step: int) -> None:
+    """A run that goes on after `step` comes to later ones again."""
+    for path in kept_batches(run):
+        if step_of(path) > step:
+            path.unlink()
 
 
 def kept_batches(run: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from keel.rl.metrics import Metric, values
 from keel.rl.supervised.records import records_of
 from keel.rl.types import ScoredGroup, Trajectory
 from keel.trainer.run.alarms import Alarms
+from keel.trainer.run.batches import drop_after
 from keel.trainer.run.saved import TokenFile, choose
 from keel.trainer.run.view import View
 
@@ -60,6 +61,7 @@ class Journal:
         for path in self._trajectories.glob("step_*"):
             if int(path.name.partition(".")[0].removeprefix("step_")) > resumed_at:
                 path.unlink()
+        drop_after(folder, resumed_at)
         if resumed_at:
             self._note("resume", f"resumed after step {resumed_at}")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)

@@ -15,7 +15,9 @@ from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons
 from keel.rl.types import StepResult
+from keel.trainer.feed import never
 from keel.trainer.loop import Clock, Journal, checkpoint_due
+from keel.trainer.nonfinite import SAID
 
 
 class Stream(Protocol):
@@ -34,7 +36,11 @@ class Learner(Protocol):
     @property
     def version(self) -> int: ...
 
-    def train(self, shares: Sequence[Sequence[TrainBatch]]) -> StepResult: ...
+    def train(
+        self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[Lesson], /
+    ) -> StepResult:
+        """lessons: of which they were packed, to name what is found in them."""
+        ...
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
         """`<name>/nll` of named batches."""
@@ -52,6 +58,9 @@ class Parts:
     and has said so: the run goes on without."""
     stop: Callable[[], bool]
     """Whether the user asked to stop after the current step."""
+    say: Callable[[str], None]
+    hurry: Callable[[], bool] = never
+    """Whether there is no time for anything but a checkpoint."""
 
 
 class Batches:
@@ -110,9 +119,11 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
     """
     run, trainer, learner = config.run, config.trainer, parts.learner
     heldout = packed_apart(parts.heldout, config)
-    if start == 0 and heldout:
+    if start == 0 and heldout and not parts.hurry():
         parts.journal.begin("measuring")
         parts.journal.record(0, measured(learner.score(heldout)), [])
+    if parts.hurry():  # nothing is there to be saved
+        return start
     saved, unwritten = time.monotonic(), 0
     for step in range(start + 1, run.steps + 1):
         clock = Clock(seconds={})
@@ -125,14 +136,17 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
                 micro_batch_tokens=trainer.micro_batch_tokens,
                 mean=config.sft.mean,
             )
-            result = learner.train([[share] for share in shares])
+            result = learner.train([[share] for share in shares], lessons)
+        for line in result.findings[:SAID]:
+            parts.say(f"step {step}: no finite gradient: {line}")
         metrics = {**seen(lessons, shares, trainer.micro_batch_tokens), **result.metrics}
         metrics["sft/epochs"] = Mean(parts.batches.epochs, 1)
         if unwritten:
             metrics["checkpoint/unwritten"] = Sum(unwritten)
         metrics |= clock.metrics(sum(lesson.learned_tokens for lesson in lessons))
         last = step == run.steps
-        if heldout and (last or (run.eval_every > 0 and step % run.eval_every == 0)):
+        measuring = last or (run.eval_every > 0 and step % run.eval_every == 0)
+        if heldout and measuring and not parts.hurry():
             parts.journal.begin("measuring")
             metrics |= measured(learner.score(heldout))
         parts.journal.record(step, metrics, [])
@@ -140,9 +154,10 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
             raise RuntimeError(f"step {step}: {result.gave_up}")
         if last or checkpoint_due(run, step, time.monotonic() - saved) or parts.stop():
             parts.journal.begin("saving a checkpoint")
-            unwritten += bool(parts.save(step, parts.batches.position()))
+            failed = bool(parts.save(step, parts.batches.position()))
+            unwritten += failed
             saved = time.monotonic()
-            if parts.stop():  # or was asked to meanwhile
+            if parts.stop() and not failed:  # or was asked to meanwhile
                 return step
     return max(start, run.steps)
 

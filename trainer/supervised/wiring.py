@@ -43,6 +43,8 @@ from keel.trainer.run.view import View
 from keel.trainer.supervised import loop as sft
 from keel.trainer.system import start_of
 
+PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftTask:
@@ -270,7 +272,10 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
         journal = open_journal(
             stack, folder, view, task.config, start=start, tokenizer=task.tokenizer
         )
-        stop = stack.enter_context(Interrupt(view.say, grace_s=task.config.run.grace_s))
+        grace_s = task.config.run.grace_s
+        stop = stack.enter_context(
+            Interrupt(view.say, preempted_first=PREEMPTED_FIRST, grace_s=grace_s)
+        )
         parts = sft.Parts(
             batches=task.batches,
             learner=learner,
@@ -278,5 +283,7 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
             heldout=task.lessons.heldout,
             save=partial(save_checkpoint, folder, task.config, learner, stop=stop, say=view.say),
             stop=stop,
+            say=view.say,
+            hurry=stop.hurry,
         )
         return sft.fit(parts, task.config, start=start)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment
+from keel.trainer.nonfinite import Look, Skips
 from tests.model.families import VOCAB
 from tests.model.sparse.packed_rows import TOP_K, theirs
 from tests.rl.rollouts import scored, trajectory
@@ -74,3 +78,64 @@ def test_the_indexers_loss_is_a_mean_over_the_tokens_of_a_step() -> None:
         indexer_weight(network, config, uncounted)
     frozen = PolicyNetwork(theirs(), temperature=1.0, indexer_loss=False)
     assert indexer_weight(frozen, config, uncounted) == 0.0
+
+
+@pytest.mark.parametrize("examine", [False, True])
+def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, examine: bool
+) -> None:
+    from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+
+    looked: list[Any] = []
+    monkeypatch.setattr(module.SplitGaps, "begun", lambda *_: None)
+    rank: Any = SimpleNamespace(
+        **{"_device": None, "_scored": None, "_version": 0, "_rank": 1, "gave_up": ""},
+        _config=SimpleNamespace(algorithm=SimpleNamespace(mask_delta=None)),
+        _skips=Skips(16),
+        _scaled=True,
+        _apply_gradients=lambda: math.inf,
+        _examine=looked.append,
+    )
+    batch: Any = SimpleNamespace(micro_batches=())
+    module.TrainerEngine._update(rank, batch, examine)
+    assert looked == [batch] * examine
+
+
+def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+
+    @dataclass
+    class Share:
+        loss: Any
+
+    inputs = SimpleNamespace(
+        padding=False, kl_coef_R=None, token_ids=torch.zeros(1, 3), filled=0, ends=None, part=None
+    )
+    logp, indexers = torch.zeros(2), torch.full((), math.nan, requires_grad=True)
+    monkeypatch.setattr(module.Inputs, "of", lambda *_: inputs)
+    monkeypatch.setattr(module, "whole_sequences", lambda _, logp, reference: (logp, reference))
+    monkeypatch.setattr(module, "indexer_weight", lambda *_: 1.0)
+    monkeypatch.setitem(module.SHARES, "grpo", lambda *_: Share(loss=torch.zeros(())))
+
+    class Network:
+        def __call__(self, inputs: Any) -> Any:
+            return logp, logp, indexers
+
+        def backward(self, loss: Any) -> None:
+            loss.backward()
+
+    rank: Any = SimpleNamespace(
+        _reference_logp=lambda _: None,
+        _replayed=lambda *_: nullcontext(),
+        _engine=Network(),
+        _config=SimpleNamespace(algorithm=None),
+        _world_size=1,
+        **dict.fromkeys(("_device", "_part", "_network")),
+    )
+    look, seen = Look([]), list[float]()
+    batch = step(latest()).micro_batches[0]
+    split: Any = SimpleNamespace(add=lambda *_: None)
+    monkeypatch.setattr(look, "saw", lambda *given: seen.append(float(given[3].detach())) or 1.0)
+    whole: Any = SimpleNamespace(total_sequences=1)
+    module.TrainerEngine._accumulate(rank, batch, whole, split, look)
+    assert math.isnan(seen[0]) and indexers.grad is not None

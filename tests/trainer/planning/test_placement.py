@@ -216,3 +216,11 @@ def test_a_judge_that_the_run_serves_has_gpus_of_its_own() -> None:
     for available in (1, 3):
         with pytest.raises(ConfigError, match=r"needs 4 GPUs .*1 judge\(s\) of 2"):
             place(recipe, nodes(available))
+
+
+def test_ranks_alone_take_no_room_for_the_engines_of_their_recipe() -> None:
+    given = config(engines=4, width=2, ranks=2)
+    together = replace(config(engines=2, ranks=2), rollout=RolloutConfig(engines=2, colocated=True))
+    for recipe in (given, together):
+        seats = place(recipe, nodes(2), only=RANK).seats
+        assert [(seat.kind, seat.shared) for seat in seats] == [(RANK, False)] * 2

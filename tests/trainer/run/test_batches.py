@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from keel.rl.types import Usage, Verdict
-from keel.trainer.run.batches import KEPT, keep_batch, kept_batches, read_batch
+from keel.trainer.run.batches import (
+    KEPT,
+    drop_after,
+    keep_batch,
+    kept_batches,
+    read_batch,
+    step_of,
+)
 from tests.rl.rollouts import scored, segment, trajectory
 
 
@@ -56,6 +63,15 @@ def test_a_run_that_goes_wrong_for_ever_fills_no_disk(tmp_path: Path) -> None:
         keep_batch(tmp_path, step, [], [])
     assert kept_batches(tmp_path)[0].name == "step_000003.npz"
     assert len(list((tmp_path / "nonfinite").iterdir())) == KEPT
+
+
+def test_a_batch_just_kept_stays_though_later_steps_have_theirs(tmp_path: Path) -> None:
+    for step in range(11, 11 + KEPT):
+        keep_batch(tmp_path, step, [], [])
+    path = keep_batch(tmp_path, 3, [], [])
+    assert path.exists() and len(kept_batches(tmp_path)) == KEPT
+    drop_after(tmp_path, 12)
+    assert [step_of(path) for path in kept_batches(tmp_path)] == [3, 12]
 
 
 def test_another_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ def test_what_a_run_without_a_checkpoint_wrote_is_kept(tmp_path: Path) -> None:
             (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
             (tmp_path / "trajectories").mkdir()
             (tmp_path / "trajectories" / "step_000001.txt").write_text("?")
+            (tmp_path / "nonfinite").mkdir()
     with RunFolder(made) as folder:
         assert folder.set_aside == tmp_path / "before_2"
         assert not (tmp_path / "metrics.jsonl").exists()
@@ -280,6 +281,7 @@ def test_what_a_run_without_a_checkpoint_wrote_is_kept(tmp_path: Path) -> None:
             aside = tmp_path / f"before_{number}"
             assert (aside / "metrics.jsonl").read_text() == f'{{"step": {number}}}\n'
             assert (aside / "trajectories" / "step_000001.txt").exists()
+            assert (aside / "nonfinite").is_dir()
             assert load_config(aside / "config.yaml") == made
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
         checkpoint(folder, made, 1)

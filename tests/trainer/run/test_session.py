@@ -1,0 +1,31 @@
+"""What a command finds in a run folder, and says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.session import conduct
+
+
+@pytest.mark.parametrize(("epochs", "knob"), [(2, "sft.epochs"), (0, "run.steps")])
+def test_a_run_that_is_done_names_the_knob_that_makes_it_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: float, knob: str
+) -> None:
+    given = load_config("sft-quickstart", [f"run.dir={tmp_path}", f"sft.epochs={epochs}"])
+    config = given.supervised(1)
+    with RunFolder(config) as folder:
+        (tmp_path / "metrics.jsonl").touch()
+        folder.save(State(step=1, version=1, config=config_digest(config)), lambda _: {})
+        folder.model.mkdir()
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("it is done")
+
+    conduct(["sft", "recipe.yaml"], config, text="plan", restore=never, started=never, drive=never)
+    assert f"has done its 1 steps. Raise {knob} to go on" in capsys.readouterr().out
