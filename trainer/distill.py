@@ -123,7 +123,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
             elif not link.result.exists():  # else it was done, and nobody could write that down
                 status = (run or commands.run)(link.command)
                 if status or not link.result.exists():
-                    print(f"{link.name} is not done; the same command goes on with it")
+                    print(f"{link.name} is not done; the same command resumes it")
                     return status or commands.status or INTERRUPTED
             took = round(time.time() - began, 3)
             done.add({"name": link.name, "command": str(link), "seconds": took})
@@ -205,7 +205,7 @@ class Commands:
             signal.signal(number, handler)
 
     def run(self, words: Sequence[str]) -> int:
-        """Its exit status."""
+        """Its exit status. Its own waits have deadlines; this one has none besides."""
         with subprocess.Popen([*self.start, *words]) as self._process:
             status = self._process.wait()
         self._process = None

@@ -2,7 +2,7 @@
 
     python -m benchmarks.sparse.quality [seed …]
 
-A model learns to find letters again in long made-up text with dense attention; its indexers learn
+A model learns to find letters again in long synthetic text with dense attention; its indexers learn
 from that attention (Eq. 3); then it goes on, once dense and once sparse (Eq. 4). Prints the share
 of attention that the indexers' top k hold, and the share of asked digits that are right, on texts
 that it was not trained on.

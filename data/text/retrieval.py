@@ -1,4 +1,4 @@
-"""Made-up text in which something has to be found again, far back.
+"""Synthetic text in which something has to be found again, far back.
 
     ..x7-,.,a0--.-. … ?a0,?x7?…
 

@@ -1,4 +1,4 @@
-"""Made-up text in which something has to be found again."""
+"""Synthetic text in which something has to be found again."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_a_task_that_such_a_call_ended_is_over() -> None:
             params = {"name": "add", "arguments": {"a": 98, "b": 1}}
             body = {"id": 1, "method": "tools/call", "params": params}
             calling = asyncio.create_task(session.post(address.tools_url, json=body).__aenter__())
-            await begun.wait()
+            await asyncio.wait_for(begun.wait(), PATIENCE_S)
             calling.cancel()
             await tools.finish(PATIENCE_S)
             asked = {"messages": [{"role": "user", "content": "?"}]}
