@@ -10,6 +10,7 @@ import secrets
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
 # `nohup` has it ignored, and what tests start would inherit that and not hear it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 WANTS = {
     "takes minutes": "time (TRITON_INTERPRET=1 runs them)",
@@ -55,6 +58,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_as_it_was() -> Iterator[None]:
+    """Signal handlers, environment and working folder as they were before the file: which tests
+    share a process is chance, and Ray's `init` leaves a handler of its own for SIGTERM."""
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    environ, folder = dict(os.environ), Path.cwd()
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+    os.chdir(folder)
 
 
 @pytest.fixture

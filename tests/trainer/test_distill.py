@@ -210,12 +210,13 @@ def test_a_result_that_nobody_wrote_down_is_one(tmp_path: Path) -> None:
 
 
 def test_a_signal_is_the_commands_to_answer(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with Commands() as commands:
         wait = "import os, signal, sys; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
         commands.start = [sys.executable, "-c", wait]
         assert commands.run(()) == 128 + signal.SIGTERM
         assert commands.status == 143
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
