@@ -13,6 +13,7 @@ from typing import Any
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 BOXED = "\\boxed{"
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit)\s*\{([^{}]*)\}")
+_UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", flags=re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", flags=re.DOTALL)
 
@@ -33,6 +34,11 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def outside_think(text: str) -> str:
     """The text after the last `</think>` and before any later `<think>`, stripped."""
     return text.rpartition(THINK_CLOSE)[2].partition(THINK_OPEN)[0].strip()
+
+
+def blank(text: str) -> bool:
+    """Whether nothing in it can be seen: white space, format and control characters, fillers."""
+    return all(unicodedata.category(c)[0] in "ZC" or c in _UNSEEN for c in text)
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, TypeGuard, cast
 
 REL_TOLERANCE = 1e-9
 """Between floating-point numbers, unless the prompt says otherwise."""
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def same_value(wanted: Any, given: Any, tolerance: float | None = None) -> bool:
     """Whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
 
     Lists and tuples are alike; sets and dicts have no order; a number is no boolean. tolerance:
-    absolute or relative, between numbers that are not both integers.
+    absolute or relative to the wanted number; absolute alone where that is an integer, and none
+    between two integers.
     """
     if _is_number(wanted) and _is_number(given):
         return _close(wanted, given, tolerance)
@@ -42,7 +45,7 @@ def same_value(wanted: Any, given: Any, tolerance: float | None = None) -> bool:
 def same_text(wanted: str, given: str, tolerance: float | None = None) -> bool:
     """Whether a program's output is `wanted`, up to white space at the ends of lines and of all.
 
-    tolerance: compares word by word, numbers up to so much (absolute or relative).
+    tolerance: compares word by word, numbers up to so much, as `same_value` does.
     """
     if tolerance is None:
         return _lines(wanted) == _lines(given)
@@ -76,17 +79,31 @@ def _close(wanted: int | float, given: int | float, tolerance: float | None) -> 
         return False
     if math.isnan(left) or math.isnan(right):
         return math.isnan(left) and math.isnan(right)
+    return _near(left, right, tolerance, whole=isinstance(wanted, int))
+
+
+def _near(wanted: float, given: float, tolerance: float | None, *, whole: bool) -> bool:
+    """whole: an integer is wanted, of which a share may be many."""
+    if wanted == given:
+        return True
+    difference = abs(wanted - given)
+    if not math.isfinite(difference):
+        return False
     if tolerance is None:
-        return math.isclose(left, right, rel_tol=REL_TOLERANCE, abs_tol=1e-12)
-    return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
+        most = REL_TOLERANCE * abs(wanted)
+        return difference <= (min(most, 1e-6) if whole else max(most, 1e-12))
+    return difference <= tolerance * (1.0 if whole else max(1.0, abs(wanted)))
 
 
 def _close_words(wanted: str, given: str, tolerance: float) -> bool:
+    whole = _WHOLE.fullmatch(wanted) is not None
+    if whole and _WHOLE.fullmatch(given):
+        return int(wanted) == int(given) if max(len(wanted), len(given)) < 4000 else False
     try:
         left, right = float(wanted), float(given)
     except ValueError:
         return False
-    return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
+    return _near(left, right, tolerance, whole=whole)
 
 
 def _taken_apart(value: Any) -> tuple[str, list[Any]]:

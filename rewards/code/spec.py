@@ -112,14 +112,21 @@ def read_task(spec: Mapping[str, Any]) -> Task:
     for key, knob in (("time_limit_s", "time_s"), ("memory_mib", "memory_mib")):
         if spec.get(key) is not None:
             limits[knob] = _positive(spec[key], key, int if key == "memory_mib" else float)
+    if limits:
+        try:
+            Limits(**limits)
+        except ValueError as error:
+            raise ValueError(f"code reward: {error}") from error
     tolerance = spec.get("tolerance")
+    if tolerance is not None and _positive(tolerance, "tolerance", float) >= 1:
+        raise ValueError(f"code reward: tolerance = {tolerance!r} must be below 1")
     return Task(
         language=language,
         tests=read,
         partial=partial,
         subtasks=subtasks,
         reference=reference,
-        tolerance=None if tolerance is None else _positive(tolerance, "tolerance", float),
+        tolerance=tolerance,
         limits=limits,
     )
 

@@ -30,7 +30,7 @@ from keel.rewards.judge.server import Server
 from keel.rewards.judge.specs import Spec, judged_spec
 from keel.rewards.judge.untrusted import size, tail
 from keel.rewards.judge.verification import Evaluation, VerificationSpec, read_evaluation
-from keel.rewards.text import outside_think
+from keel.rewards.text import blank, outside_think
 from keel.rl.types import Prompt
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Judge:
         read = _read(spec, final)
         most = self._settings.max_characters
         why = ""
-        if not final:
+        if blank(final):
             why = "there is no answer"
         elif size(final) > most:
             why = f"the answer has {size(final)} characters, more than max_characters = {most}"

@@ -21,8 +21,15 @@ _STATED = re.compile(
 )
 _LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
 # No letter of a word or of "I'm", and neither "A dog is one" nor "I think".
-_LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
-_NOT = re.compile(r"\b(?:not|never|neither|nor|cannot)\b|n['’]t\b", re.IGNORECASE)
+_LETTER = re.compile(
+    r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])"
+    r"(?!\W{0,3}\s(?:is|are)\s+(?:wrong|incorrect|false)\b)"
+)
+_NOT = re.compile(
+    r"\b(?:not|never|neither|nor|cannot|except|excluding|excludes?|other\s+than)\b|n['’]t\b"
+    r"|\b(?:all|any\w*|every\w*|no\w*)\s+but\b|[≠≤≥]|\\(?:neq?|leq?|geq?|lt|gt)(?![A-Za-z])",
+    re.IGNORECASE,
+)
 
 
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -111,10 +118,10 @@ def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
 
 
 def _standing_alone(text: str) -> str:
-    """A pattern for `text` that is no part of a longer word or number: neither 2.5, -5 nor 5 % has
-    the choice 5 in it."""
-    before = r"(?<![\w+±√^-])(?<!\d[.,/:])" if text[0].isdigit() else r"(?<!\w)"
-    after = r"(?!\w|[.,/:]\d|\s?\\?[%^])" if text[-1].isdigit() else r"(?!\w)"
+    """A pattern for `text` that is no part of a longer word or number: neither 2.5, -5, 5 %, 5!,
+    <5 nor the 5 of a fraction has the choice 5 in it."""
+    before = r"(?<![\w+±√^<>{-])(?<!\d[.,/:])(?<![<>]\s)" if text[0].isdigit() else r"(?<!\w)"
+    after = r"(?!\w|[.,/:]\d|\s?\\?[%^!]|\})" if text[-1].isdigit() else r"(?!\w)"
     return before + re.escape(text) + after
 
 

@@ -73,7 +73,7 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         given = answer_in(text)
         given = code_block(given) or given
         try:
-            return bool(validator.is_valid(json.loads(given, parse_constant=_refuse)))
+            return bool(validator.is_valid(_loaded(given)))
         except (ValueError, RecursionError):
             return False
 
@@ -89,6 +89,17 @@ def _references(value: Any) -> Iterator[str]:
     if isinstance(value, list):
         for item in cast(list[Any], value):
             yield from _references(item)
+
+
+def _loaded(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # readers differ in which of two they believe
+        raise ValueError("a key appears twice")
+    return found
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -10,9 +10,18 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, cast
 
+from keel.rewards.rules.doubts import (
+    agree,
+    assigned,
+    endless,
+    interval,
+    is_interval,
+    listed,
+    unlike,
+)
 from keel.rewards.rules.notation import denies, plain_notation, said
 from keel.rewards.rules.plain_maths import Number, Reading, reading, same
-from keel.rewards.text import marked_answer, normalise, raised
+from keel.rewards.text import BOXED, marked_answer, normalise, raised
 
 MAX_CHARACTERS = 2_048
 """A longer answer is wrong, unless the right one is about that long."""
@@ -47,15 +56,29 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
     wanted = normalise(right)
     plain = reading(right)
     longest = max(MAX_CHARACTERS, 4 * len(right))
+    named = {name: mathematical(value, tolerance=tolerance) for name, value in _named(right)}
+    bounds = interval(right)
+    within = mathematical(bounds, tolerance=tolerance) if bounds else None
 
     def verify_text(text: str) -> bool:
         marked = marked_answer(text)
+        if marked is None and BOXED in text:  # it was never closed
+            return False
         given = text.strip() if marked is None else marked
         if not given or len(given) > longest:
             return False
-        given = plain_notation(raised(given), alone=marked is not None or not _PROSE.search(given))
+        alone = marked is not None or not _PROSE.search(given)
+        given = plain_notation(raised(given), alone=alone)
         if normalise(given) == wanted:
             return True
+        if endless(right, given) or unlike(right, given, marked=alone):
+            return False
+        if named and alone:
+            return _each(named, given)
+        if alone and is_interval(right):
+            given = interval(given) or given
+        elif within is not None and alone and is_interval(given):
+            return within(f"\\boxed{{{given}}}")
         if plain is not None and (other := reading(given)) is not None:
             if close(_number(plain), _number(other)):
                 return True
@@ -77,7 +100,7 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
             readings.append(given)
         for found in map(read, readings):
             verdict = _quick(plain, found)
-            if verdict or (verdict is None and verify(gold(), found)):
+            if verdict or (verdict is None and verify(gold(), found) and _agreed(gold(), found)):
                 return True
             if tolerance is not None and close(_evaluated(gold()), _evaluated(found)):
                 return True
@@ -120,6 +143,22 @@ def _library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[An
     return read, equal
 
 
+def _named(right: str) -> list[tuple[str, str]]:
+    return list(assigned(right).items())
+
+
+def _each(named: dict[str, Callable[[str], bool]], given: str) -> bool:
+    """Values of several names: with these names in any order, or without them in this one."""
+    values = assigned(given) or dict(zip(named, listed(given), strict=False))
+    if len(listed(given)) != len(named) or values.keys() != named.keys():
+        return False
+    return all(same(f"\\boxed{{{values[name]}}}") for name, same in named.items())
+
+
+def _agreed(gold: list[Any], found: list[Any]) -> bool:
+    return not gold or not found or agree(gold[0], found[0])
+
+
 def _is_share(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
 
@@ -138,6 +177,8 @@ def _tiny(right: Reading, given: Reading) -> bool | None:
     larger = max(abs(right.value), abs(given.value))
     if right.percent or given.percent or not 0 < larger < Fraction(1, 10**5):
         return None
+    if not right.decimal and not given.decimal:
+        return None  # fractions are exact
     return abs(right.value - given.value) * 10**6 <= larger
 
 
@@ -150,7 +191,11 @@ def _number(found: Reading) -> float | None:
 def _evaluated(found: list[Any]) -> float | None:
     """Of the computer algebra's reading; None where that is no real number."""
     try:
-        value = found[0].rhs if hasattr(found[0], "rhs") else found[0]
+        value = found[0]
+        if hasattr(value, "rhs"):  # x = 3, and neither x < 3 nor 7 = 3
+            if not (value.is_Equality and value.lhs.is_Symbol):
+                return None
+            value = value.rhs
         return float(value.doit().evalf())
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError):
         return None

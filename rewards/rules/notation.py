@@ -13,7 +13,19 @@ from fractions import Fraction
 
 from keel.rewards.text import WRAPPED, normalise
 
-_SIGNS = str.maketrans({"−": "-", "⁄": "/", "∞": r"\infty ", "°": r"^\circ "})
+_SIGNS = str.maketrans({"−": "-", "⁄": "/", "∞": r"\infty ", "°": r"^\circ ", "∅": r"\emptyset "})
+_EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
+_MANY = re.compile(
+    r"(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
+    r"(?:(\\(?:text|mathrm)\s*\{)\s*)?(hundred|thousand|million|billion|trillion)\b\s*",
+    re.IGNORECASE,
+)
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_BARE_UNIT = re.compile(
+    r"(?<=\d)\s(?:dollars?|cents?|euros?|degrees?|hours?|minutes?|seconds?|days?|years?|"
+    r"[cmk]?m|met(?:er|re)s?|feet|inch(?:es)?|miles?|k?g|grams?|units?)$",
+    re.IGNORECASE,
+)
 _LEADING_DASH = re.compile(r"(^|[(\[{,=]\s*)–(?=[\d.\\])")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
@@ -34,7 +46,7 @@ _PI = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|π)")
 _PROSE_PI = re.compile(r"(?<![\w.,$\\])(\d+(?:\.\d+)?)?\s{0,3}(?:π|\\pi(?![a-z]))(?![$\w^/\\(])")
 _LAST_MARK = re.compile(r"(?<=[\w})\]%])(?:[.,;]|\s*\\\\)$")
 _DENIED = re.compile(
-    r"(?:\\neq?(?![A-Za-z])|≠|\bnot\b|n['’]t\b|\bnever\b)(?:\s+(?:be|equal\s+to|the|an?)\b){0,2}"
+    r"(?:\\neq?(?![A-Za-z])|≠|\b(?:can)?not\b|n['’]t\b|\bnever\b)(?:\s+(?:be|equal\s+to|the|an?)\b){0,2}"
     r"[\s$*]{0,9}[^\s,;]{1,80}$",
     re.IGNORECASE,
 )
@@ -48,12 +60,13 @@ def plain_notation(text: str, *, alone: bool) -> str:
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _MIXED.sub(_improper, text)
     text = _TIMES_TEN.sub(_decimal, _SCIENTIFIC.sub(_decimal, text))
+    text = _MANY.sub(_counted, _EMPTY.sub(r"\\emptyset ", text))
     if not alone:
         return text if "$" in text or "\\(" in text else _PROSE_PI.sub(_formula, text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _PI.sub(r"\\pi ", text) if not text.isalpha() or text in ("pi", "π") else text
     text = _POWER.sub("^", text)
-    text = _REPEATING.sub(_fraction, text)
+    text = _BARE_UNIT.sub("", _REPEATING.sub(_fraction, text))
     return _LAST_MARK.sub("", text).strip()
 
 
@@ -87,6 +100,13 @@ def _decimal(found: re.Match[str]) -> str:
     digits = digits.ljust(point, "0")
     left, right = digits[:point].lstrip("0") or "0", digits[point:]
     return f"{left}.{right}" if right.strip("0") else left
+
+
+def _counted(found: re.Match[str]) -> str:
+    """5 million as 5000000. What follows stays in the braces that the word stood in."""
+    value = Fraction(found[1]) * 10 ** _ZEROS[found[3].lower()]
+    number = str(value) if value.denominator == 1 else str(float(value))
+    return f"{number}{found[2] or ' '}"
 
 
 def _fraction(found: re.Match[str]) -> str:

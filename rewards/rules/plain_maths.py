@@ -22,7 +22,9 @@ _NUMBER = re.compile(
 _UNIT = re.compile(
     r"\\?,?\s*\\(?:text|mathrm)\s*\{\s*[a-z]{1,12}\s*\}(?:\^\d)?$|\^(?:\\circ|\{\\circ\})$"
 )
-_WORDS_WITH_MEANING = re.compile(r"and|or|inf|percent|pct")
+_WORDS_WITH_MEANING = re.compile(
+    r"and|or|inf|percent|pct|illion|hundred|dozen|wrong|false|not?|never|incorrect"
+)
 _NAMED = re.compile(r"([a-df-hj-zA-HJ-Z])\s*=\s*")  # but for e and i, which are numbers
 _ENDS = {"\\{": "\\}", "(": ")]", "[": ")]"}
 _INFINITE = {"\\infty": 1, "+\\infty": 1, "-\\infty": -1}

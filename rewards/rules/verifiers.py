@@ -15,7 +15,15 @@ from keel.rewards.rules.json_schema import schema
 from keel.rewards.rules.maths import mathematical
 from keel.rewards.rules.reasoning_gym import reasoning_gym
 from keel.rewards.sandbox.sandbox import open_sandbox
-from keel.rewards.text import BOXED, THINK_CLOSE, THINK_OPEN, answer_in, normalise, outside_think
+from keel.rewards.text import (
+    BOXED,
+    THINK_CLOSE,
+    THINK_OPEN,
+    answer_in,
+    blank,
+    normalise,
+    outside_think,
+)
 
 Verifier = Callable[[str], float | Mapping[str, float]]
 """From a final text (thinking removed) to how correct it is, 0 … 1, or to parts of the reward with
@@ -123,7 +131,7 @@ def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
     raw: the sampled text. Its `<think>` may be missing: many chat templates end with it.
     """
     said = outside_think(raw)
-    if not finished or not said or max(said.count(BOXED), said.count("</answer>")) > 1:
+    if not finished or blank(said) or max(said.count(BOXED), said.count("</answer>")) > 1:
         return False
     opened, closed = raw.count(THINK_OPEN), raw.count(THINK_CLOSE)
     if not thinking:

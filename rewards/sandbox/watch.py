@@ -18,6 +18,10 @@ Status = Literal["exited", "time", "memory", "output"]
 
 LOOK_EVERY_S = 0.05
 """Between looks at the memory and CPU time of all of a run's processes together."""
+MOST_TIME_S = 86_400.0
+MOST = 1 << 24
+"""Of every other limit: 16 TiB of memory. The kernel refuses what does not fit its numbers, and
+then no program starts."""
 GRACE_S = 60.0
 """Longest wait for a killed run to be gone."""
 
@@ -38,11 +42,16 @@ class Limits:
     """Standard output and standard error together; where lines are counted, from line to line."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.time_s < math.inf:
-            raise ValueError(f"sandbox limits: time_s = {self.time_s} must be positive and finite")
+        if not 0 < self.time_s <= MOST_TIME_S:
+            raise ValueError(
+                f"sandbox limits: time_s = {self.time_s} must be positive, and at most "
+                f"{MOST_TIME_S:g} seconds"
+            )
         for name in ("memory_mib", "processes", "files_mib", "output_kib"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sandbox limits: {name} = {getattr(self, name)} must be >= 1")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(
+                    f"sandbox limits: {name} = {getattr(self, name)} must be from 1 to {MOST}"
+                )
 
     @property
     def wall_s(self) -> float:
