@@ -16,6 +16,7 @@ import openai
 from openai import AsyncOpenAI, Timeout
 
 from keel.configs.synthesis import AuthorConfig, BudgetConfig
+from keel.rewards.judge.bounded import bounded_http
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 
 CONNECT_S = 10.0
@@ -149,6 +150,7 @@ class EndpointAuthor:
             api_key=key or "none",
             max_retries=config.retries,
             timeout=Timeout(config.deadline_s, connect=min(CONNECT_S, config.deadline_s)),
+            http_client=bounded_http(),
         )
 
     async def ask(

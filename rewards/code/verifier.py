@@ -36,6 +36,7 @@ SAMPLES, SUBTASK = "samples", "subtask/"
 """Of parts: all tests that the task shows; and before the name of a subtask."""
 MAX_CHARACTERS = 1 << 18
 """Longer programs are wrong."""
+_TIME_OVER = "the completion's time was over"
 COMPILE = Limits(time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10)
 """Compilers are ours, but what they are given is not."""
 
@@ -189,7 +190,7 @@ class _Attempt:
             elif test.subtask and not test.sample and test.subtask in _failed(task, results):
                 results.append(CaseResult(False, "not run"))
             elif self._left() <= 0:
-                results += self._skipped(results, "the completion's time was over")
+                results += self._skipped(results, _TIME_OVER)
             elif test.call:
                 results += self._called(len(results))
             else:
@@ -242,6 +243,8 @@ class _Attempt:
         results: list[CaseResult] = []
         lines = ran.stdout.split(b"\n")[:-1][: len(tests)]
         for test, line in zip(tests, lines, strict=False):
+            if self._left() <= 0:  # reading what was said takes time, too
+                return [*results, CaseResult(False, _TIME_OVER)]
             kind, value = _reply(line)
             if kind == "broken":
                 return [CaseResult(False, f"does not load: {value}"[:300])] * len(tests)

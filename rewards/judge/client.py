@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import random
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 import openai
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
+from openai import AsyncOpenAI, Timeout
 
+from keel.rewards.judge.bounded import TooLarge, bounded_http
 from keel.rewards.judge.cache import Cache
 from keel.rewards.judge.prompts import Question
 from keel.rewards.judge.replies import BadReply
@@ -25,6 +27,11 @@ LONGEST_PAUSE_S = 30.0
 """Between two attempts, whatever the endpoint asks for."""
 RETRIED = frozenset({408, 409, 425})
 """Besides 429 and 5xx: HTTP statuses that may be another the next time."""
+TOO_LONG = frozenset({400, 413, 422})
+_TOO_LONG = re.compile(
+    r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
+    re.IGNORECASE,
+)
 MOST_DOUBLINGS = 10
 """Of the pause between attempts, which is bounded long before that."""
 
@@ -122,7 +129,7 @@ class Endpoint:
             max_retries=0,
             timeout=timeout,
             # A server inside the cluster is not behind the proxy of the way out.
-            http_client=DefaultAsyncHttpxClient(trust_env=False) if self._server else None,
+            http_client=bounded_http(trust_env=self._server is None),
         )
 
     async def _found(self) -> AsyncOpenAI:
@@ -199,6 +206,9 @@ class Endpoint:
         except openai.APIConnectionError as error:
             if self._server:
                 await self._found()
+            large = error if isinstance(error, TooLarge) else error.__cause__
+            if isinstance(large, TooLarge):
+                raise Unjudged("invalid", large.message, retry=True) from error
             why = f"cannot be reached ({error.__cause__ or error})"
             raise Unjudged("unreachable", self._public(why), retry=True) from error
         try:
@@ -215,6 +225,8 @@ class Endpoint:
             return Unjudged("busy", said, retry=True, after_s=_retry_after(error))
         if code >= 500:
             return Unjudged("server", said, retry=True, after_s=_retry_after(error))
+        if code in TOO_LONG and _TOO_LONG.search(error.message):
+            return Unjudged("too_long", said, retry=False)
         return Unjudged("refused", said, retry=code in RETRIED)
 
     def _content(self, body: str) -> str:

@@ -35,6 +35,9 @@ from keel.rl.types import Prompt
 
 T = TypeVar("T")
 
+LONG = 0.1
+"""Of `max_characters`: an answer beyond is what makes a request too long, and not the task."""
+
 
 def _read(spec: Spec, final: str) -> Proof | Evaluation | str | None:
     """An answer in the form that its spec wants, or what is wrong with that; None: any will do."""
@@ -112,6 +115,10 @@ class Judge:
                 assert isinstance(read, Evaluation)
                 result = await self._verification(spec, read)
         except Unjudged as error:
+            # A text that takes many tokens is its author's doing, and no fault of the judge's.
+            if error.kind == "too_long" and size(final) + size(thinking) > most * LONG:
+                self._unasked += 1
+                return self._note(spec.missed(f"the judge's context does not hold it: {error}"))
             return self._note(Failed(error.kind, str(error)))
         return self._note(result)
 

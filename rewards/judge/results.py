@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-FailureKind = Literal["timeout", "unreachable", "busy", "server", "refused", "invalid"]
-"""Why the judge gave no verdict: no reply in time; no connection; 429; 5xx; another HTTP error;
-a reply that is not what was asked for."""
+FailureKind = Literal["timeout", "unreachable", "busy", "server", "too_long", "refused", "invalid"]
+"""Why the judge gave no verdict: no reply in time; no connection; 429; 5xx; more than its context
+holds; another HTTP error; a reply that is not what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ import secrets
 from typing import Any
 
 # Two kinds of characters are written as JSON escapes; the text stays the same. What is between
-# `<…>` or `[…]` may be a control token of the judge's own chat template (`<|im_end|>`, `[INST]`,
-# `[UNUSED_TOKEN_146]`, `]~b]`, `[e~[`): inference servers turn it into that token wherever it
-# stands. And what cannot be seen (format controls, tag characters, variation selectors, private
-# use, lone surrogates) can spell a message that only a model reads, or cannot be sent at all.
+# `<…>`, `[…]` or `|…|` may be a control token of the judge's own chat template (`<|im_end|>`,
+# `[INST]`, `[|endofturn|]`, `[start_header_id]`, `|NEWLINE|`, `]~b]`, `[e~[`), whatever its family:
+# inference servers turn it into that token wherever it stands. And what cannot be seen (format
+# controls, tag characters, variation selectors, private use, lone surrogates) can spell a message
+# that only a model reads, or cannot be sent at all.
 _ESCAPED = re.compile(
     r"<(?![ 0-9=])"
-    r"|\[(?=/?[a-z]?[A-Z_]{3,}\])"
-    r"|\[(?=(?:[A-Z]+_[A-Z_]*|control_)[0-9]+\])"
+    r"|\[(?=/?[A-Za-z_]\w{2,}\]|\|)"
+    r"|\|(?=[A-Z_]{3,}\|)"
     r"|[\[\]](?=[^\[\]\s]{0,2}~)"
     "|[\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\uffff\ud800-\udfff\ue000-\uf8ff"

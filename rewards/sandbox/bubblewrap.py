@@ -7,7 +7,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -41,8 +41,18 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
     return words
 
 
-def system() -> list[str]:
+PROGRAMS = ("bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share/zoneinfo")
+"""Of /usr, what programs and compilers need. Data that others keep there may hold answers."""
+
+
+def system(folders: Sequence[str] = ()) -> list[str]:
+    """folders: of /usr; none: all of it."""
     words = ["--ro-bind", "/usr", "/usr"]
+    if folders:
+        words = ["--perms", "0755", "--dir", "/usr"]
+        words += made_folders(str(Path("/usr", f).parent) for f in folders if "/" in f)
+        for name in folders:
+            words += ["--ro-bind-try", f"/usr/{name}", f"/usr/{name}"]
     for name in ("bin", "lib", "lib64"):
         if Path(f"/{name}").is_symlink():
             words += ["--symlink", f"usr/{name}", f"/{name}"]
@@ -63,8 +73,32 @@ def made_folders(folders: Iterable[str]) -> list[str]:
     return words
 
 
-def devices() -> list[str]:
-    names = ("null", "zero", "full", "random", "urandom")
+def hidden(folders: Iterable[str]) -> list[str]:
+    """Folders of those that are mounted, empty and read-only instead."""
+    words: list[str] = []
+    for folder in folders:
+        words += ["--perms", "0555", "--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
+    return words
+
+
+def packages(folders: Iterable[str]) -> list[str]:
+    """Where Python's packages, this one with its tasks among them, lie under folders of
+    libraries."""
+    names = ("site-packages", "dist-packages")
+    found = [
+        str(path)
+        for folder in folders
+        for name in names
+        for path in Path(folder).glob(f"python3*/{name}")
+        if path.is_dir() and not path.is_symlink()
+    ]
+    return sorted(dict.fromkeys(found))
+
+
+DEVICES = ("null", "full", "random", "urandom")
+
+
+def devices(names: Sequence[str] = (*DEVICES, "zero")) -> list[str]:
     return [word for n in names for word in ("--dev-bind", f"/dev/{n}", f"/dev/{n}")]
 
 

@@ -200,10 +200,12 @@ class EnvironmentSandbox:
         for path in inside:
             above = next((p for p in path.parents if p in binds or p in hidden), None)
             if path in hidden:
-                if above in binds and path.is_dir():
+                # All of /usr is there, too.
+                seen = above in binds or (above is None and path.is_relative_to("/usr"))
+                if seen and path.is_dir():
                     words += ["--perms", "0555", "--tmpfs", str(path)]
                     last += ["--remount-ro", str(path)]
-                elif above in binds and path.is_file() and path == path.resolve():
+                elif seen and path.is_file() and path == path.resolve():
                     words += ["--ro-bind", os.devnull, str(path)]
             elif above not in binds or binds[above] != binds[path]:
                 folder = path if path.is_dir() else path.parent

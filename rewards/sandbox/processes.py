@@ -42,19 +42,23 @@ def usage(root: int, *, itself: bool = True) -> Usage:
     while pending:
         pid = pending.pop()
         folder = Path("/proc") / str(pid)
+        gone = 0  # pages, where the thread that everything is told of has ended before others
         try:
             # The name before the bracket is the program's choice and may hold anything.
             fields = (folder / "stat").read_bytes().rpartition(b") ")[2].split()
             for task in os.listdir(folder / "task"):
                 children = (folder / "task" / task / "children").read_bytes()
                 pending += [int(child) for child in children.split()]
+                if fields[0] == b"Z" and task != str(pid):
+                    own = (folder / "task" / task / "stat").read_bytes().rpartition(b") ")[2]
+                    gone = max(gone, int(own.split()[21]))
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended meanwhile
         if pid == root and not itself:
             continue
         # Fields 14 to 17 (utime, stime, cutime, cstime) and 24 (rss) of proc(5); ours start at 3.
         ticks += sum(int(field) for field in fields[11:15])
-        resident += int(fields[21]) * _PAGE
+        resident += max(gone, int(fields[21])) * _PAGE
         processes += 1
     return Usage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
 
@@ -85,9 +89,10 @@ def _below(root: int) -> dict[int, bool]:
         folder = Path("/proc") / str(pid)
         with suppress(FileNotFoundError, ProcessLookupError):
             state = (folder / "stat").read_bytes().rpartition(b") ")[2][:1]
-            if pid != root:
-                found[pid] = state not in b"ZX"
-            for task in os.listdir(folder / "task"):
+            tasks = os.listdir(folder / "task")
+            if pid != root:  # its first thread may have ended before others
+                found[pid] = state not in b"ZX" or len(tasks) > 1
+            for task in tasks:
                 pending += map(int, (folder / "task" / task / "children").read_bytes().split())
     return found
 

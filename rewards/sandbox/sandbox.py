@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,13 +26,17 @@ from pathlib import Path
 from typing import BinaryIO, Literal, cast, get_args
 
 from keel.rewards.sandbox.bubblewrap import (
+    DEVICES,
+    PROGRAMS,
     SYSTEM_FILES,
     TMP,
     IsolationError,
     devices,
+    hidden,
     made_folders,
     memory_file,
     namespaces,
+    packages,
     private,
     system,
     tool,
@@ -41,13 +44,12 @@ from keel.rewards.sandbox.bubblewrap import (
 )
 from keel.rewards.sandbox.processes import reap, subreaper
 from keel.rewards.sandbox.seccomp import seccomp_filter
-from keel.rewards.sandbox.watch import GRACE_S, Limits, Outcome, Watch
+from keel.rewards.sandbox.watch import FIRST_PROCESS, GRACE_S, Limits, Outcome, Watch
 
 Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
 
 BOX = "/box"
 _KNOB = "rewards.code.isolation"
-_FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')  # bubblewrap's own words, not the program's
 _CURE = (
     f"install bubblewrap (`apt-get install bubblewrap`), or set {_KNOB}: none-i-trust-the-answers "
     "if every completion may do on this machine whatever you may"
@@ -70,16 +72,26 @@ class Python:
     """The interpreter inside: the one that this process's environment was made from."""
 
     executable: str
-    folders: tuple[str, ...]
-    """What it needs beyond /usr."""
+    parts: tuple[str, ...]
+    """What it needs beyond what all programs do."""
+    hidden: tuple[str, ...]
+    """Other people's packages in what is mounted: tasks with their answers may lie there."""
 
     @staticmethod
     def current() -> Python:
         prefix = Path(sys.base_prefix).resolve()
         name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        folders = [prefix / "bin", prefix / "lib", prefix / "lib64"]
-        needed = [str(f) for f in folders if f.is_dir() and not f.is_relative_to("/usr")]
-        return Python(str(prefix / "bin" / name), tuple(needed))
+        executable = prefix / "bin" / name
+        libraries = [prefix / "lib", prefix / "lib64"]
+        shared = [Path("/usr", folder) for folder in PROGRAMS]
+        needed = [
+            str(path)
+            for path in (executable, *libraries)
+            if path.exists() and not any(path.is_relative_to(folder) for folder in shared)
+        ]
+        mounted = [str(path) for path in (*libraries, *shared, Path("/lib"), Path("/lib64"))]
+        found = {os.path.realpath(path): path for path in packages(mounted)}
+        return Python(str(executable), tuple(needed), tuple(found))
 
 
 class Sandbox:
@@ -92,7 +104,7 @@ class Sandbox:
         self._root = os.geteuid() == 0
         if self._isolated:
             self._bwrap = tool("bwrap")
-            self._filter = seccomp_filter(platform.machine())
+            self._filter = seccomp_filter(platform.machine(), counted=True)
         else:
             self._setpriv = tool("setpriv")
         self._prlimit = tool("prlimit")
@@ -172,7 +184,7 @@ class Sandbox:
 
     @staticmethod
     def _reap(status: bytes, outcome: Outcome) -> None:
-        first = _FIRST_PROCESS.search(status)
+        first = FIRST_PROCESS.search(status)
         if first is None:
             if outcome.status == "exited":
                 said = outcome.stderr.decode(errors="replace").strip()
@@ -201,12 +213,15 @@ class Sandbox:
     def _wrapped(
         self, files: Mapping[str, bytes], stdin: bytes, limits: Limits, give: Callable[[bytes], str]
     ) -> list[str]:
-        words = [self._bwrap, *namespaces(self._root), *system()]
-        words += made_folders(("/etc", "/dev", BOX, *self._python.folders))
+        words = [self._bwrap, *namespaces(self._root), *system(PROGRAMS)]
+        above = [str(Path(part).parent) for part in self._python.parts]
+        words += made_folders(("/etc", "/dev", BOX, *above))
         words += SYSTEM_FILES
-        for folder in self._python.folders:
-            words += ["--ro-bind", folder, folder]
-        words += devices()
+        for part in self._python.parts:
+            words += ["--ro-bind", part, part]
+        words += hidden(self._python.hidden)
+        # Without /dev/zero: mapped as shared, it is memory that no process has.
+        words += devices(DEVICES)
         # A copy, because there is no /proc for the usual link to lead to.
         words += ["--perms", "0444", "--file", give(stdin), "/dev/stdin"]
         for name, content in files.items():

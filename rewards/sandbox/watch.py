@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -12,13 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.rewards.sandbox.processes import usage
+from keel.rewards.sandbox.bubblewrap import TMP
+from keel.rewards.sandbox.processes import end_below, usage
 
+FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
+"""Bubblewrap's own words, not the program's."""
 Status = Literal["exited", "time", "memory", "output"]
 
 LOOK_EVERY_S = 0.05
 """Between looks at the memory and CPU time of all of a run's processes together."""
 MOST_TIME_S = 86_400.0
+MOST_FILES = 16_384
+"""In the private folder: each takes a KiB of the kernel's memory, empty or not."""
+MOST_OUTPUT = 64 << 20
+"""Bytes, all lines together."""
 MOST = 1 << 24
 """Of every other limit: 16 TiB of memory. The kernel refuses what does not fit its numbers, and
 then no program starts."""
@@ -108,7 +116,10 @@ class Watch:
         self._status: Status = "exited"
         self._gone_by = math.inf
         self._earlier = 0  # bytes of output up to the last line that counts
+        self._heard_lines = 0
+        self._most_output = max(MOST_OUTPUT, limits.output_kib << 10)
         self._deaf = False
+        self._status_fd = status
 
     def outcome(self, started: float, within_s: float) -> Outcome:
         self._latest = started + within_s
@@ -158,11 +169,12 @@ class Watch:
         if self._lines and fd == self._out and b"\n" in data:
             self._deadline = min(time.monotonic() + self._limits.wall_s, self._latest)
             self._earlier = heard.rfind(b"\n") + 1 + len(self.heard[self._err])
-            if heard.count(b"\n") >= self._lines:
+            self._heard_lines += data.count(b"\n")
+            if self._heard_lines >= self._lines:
                 self._end("exited")
                 return
         said = len(self.heard[self._out]) + len(self.heard[self._err]) - self._earlier
-        if said > self._limits.output_kib << 10:
+        if said > self._limits.output_kib << 10 or len(heard) > self._most_output:
             self._end("output")
 
     def _look(self) -> None:
@@ -173,14 +185,31 @@ class Watch:
             self._kill()
             return
         used = usage(self._process.pid)
-        if used.resident > self._limits.memory_mib << 20:
+        if used.resident > self._limits.memory_mib << 20 or self._files() > MOST_FILES:
             self._end("memory")
         elif used.cpu_s > self._limits.time_s * max(self._lines, 1):
             self._end("time")
 
+    def _files(self) -> int:
+        """In the private folder; 0 where that has none of its own, or nobody may look."""
+        first = FIRST_PROCESS.search(self.heard[self._status_fd])
+        if first is None:
+            return 0
+        try:
+            found = os.statvfs(f"/proc/{int(first[1])}/root{TMP}")
+        except OSError:
+            return 0
+        # While it is made, it is the machine's own.
+        own = found.f_blocks * found.f_frsize == self._limits.files_mib << 20
+        return found.f_files - found.f_ffree if own else 0
+
     def _end(self, status: Status) -> None:
         self._status, self._deaf = status, True
         self._deadline, self._gone_by = math.inf, time.monotonic() + GRACE_S
+        # One that is killed while it starts would leave a process that waits for good.
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGSTOP)
+            end_below(self._process.pid, GRACE_S)
         self._kill()
 
     def _kill(self) -> None:

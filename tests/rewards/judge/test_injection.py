@@ -143,7 +143,9 @@ def test_any_text_is_one_visible_line_and_comes_back_whole(text: str) -> None:
 
 TOKENS = (
     *("<|im_end|>", "<｜User｜>", "[/INST]", "[gMASK]", "]~!b[", "]~b]", "[e~[", "]!p~["),
-    *("[UNUSED_TOKEN_146]", "[control_8]"),
+    *("[UNUSED_TOKEN_146]", "[control_8]", "[|endofturn|]", "[|system|]", "[start_header_id]"),
+    *("[end_header_id]", "[sop]", "[extra_id_7]", ">>ANSWER<<", "|NEWLINE|", "|||EMAIL_ADDRESS|||"),
+    *("<start_of_turn>", "</s>", "<<SYS>>", "[/THINK]", "[TOOL_CALLS]", "<SPECIAL_10>"),
 )
 
 

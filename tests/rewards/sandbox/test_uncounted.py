@@ -1,0 +1,175 @@
+"""Programs that would have memory or CPU time that nobody counts, or read what is not for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keel.rewards.sandbox.bubblewrap import packages
+from keel.rewards.sandbox.processes import _below, usage
+from keel.rewards.sandbox.sandbox import IsolationError, Python, Sandbox, open_sandbox
+from keel.rewards.sandbox.watch import Limits, Outcome
+from tests.waiting import wait_for
+
+PATIENT = Limits(time_s=100.0, memory_mib=256)
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def box() -> Sandbox:
+    try:
+        return open_sandbox("bubblewrap")
+    except IsolationError as error:
+        pytest.skip(str(error))
+
+
+def run(box: Sandbox, source: str, limits: Limits = PATIENT) -> Outcome:
+    command = ["{python}", "-S", "{box}/it.py"]
+    return box.run(command, files={"it.py": source.encode()}, limits=limits)
+
+
+def test_packages_and_data_of_the_machine_are_not_there(box: Sandbox) -> None:
+    # Installed beside the interpreter, Keel's own tasks and their tests would be among them.
+    hidden = Python.current().hidden
+    assert any(os.listdir(folder) for folder in hidden)
+    source = f"""
+import os
+print([os.listdir(folder) for folder in {hidden!r}], os.listdir("/usr/share"))
+print([name for name in ("src", "local", "games") if os.path.exists("/usr/" + name)])
+for folder in {hidden!r}:
+    try:
+        open(folder + "/more", "w")
+        print("writes there")
+    except OSError:
+        pass
+import datetime, zoneinfo, decimal, sqlite3, ssl
+"""
+    ran = run(box, source)
+    empty = [[] for _ in hidden]
+    assert ran.ok, ran.why()
+    assert ran.stdout.decode().splitlines()[1] == "[]"
+    assert ran.stdout.decode() in (f"{empty} ['zoneinfo']\n[]\n", f"{empty} []\n[]\n")
+
+
+def test_childrens_time_is_counted_though_nobody_waits_for_them(box: Sandbox) -> None:
+    source = """
+import os, signal, time
+try:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print("ignored")
+except OSError:
+    print("refused", flush=True)
+while True:
+    if os.fork() == 0:
+        began = time.process_time()
+        while time.process_time() < began + 0.02:
+            pass
+        os._exit(0)
+    os.wait()
+"""
+    ran = run(box, source, replace(PATIENT, time_s=1.0))
+    assert ran.stdout == b"refused\n" and ran.status == "time"
+
+
+def test_memory_that_no_process_has_is_refused(box: Sandbox) -> None:
+    source = """
+import ctypes, mmap, os, socket
+def refused(what, *arguments):
+    try:
+        what(*arguments)
+        print(what, "was not refused")
+    except OSError:
+        pass
+refused(mmap.mmap, -1, 1 << 20)
+refused(open, "/dev/zero", "r+b")
+left, right = socket.socketpair()
+refused(left.setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+refused(socket.send_fds, left, [b"x"], [right.fileno()])
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.syscall(462, 0, 0, 0) == -1 and ctypes.get_errno() == 38  # mseal, of Linux 6.10
+mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+import asyncio
+async def main():
+    await asyncio.sleep(0)
+    print("works")
+asyncio.run(main())
+"""
+    ran = run(box, source)
+    assert ran.stdout == b"works\n", ran.why()
+
+
+def test_a_process_whose_first_thread_has_ended_is_one_still() -> None:
+    source = """
+import ctypes, threading, time
+held = bytearray(b"x") * (90 << 20)
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    with subprocess.Popen([sys.executable, "-S", "-c", source]) as process:
+        try:
+            stat = Path(f"/proc/{process.pid}/stat")
+            wait_for(lambda: b") Z " in stat.read_bytes())
+            assert usage(process.pid).resident > 90 << 20
+            assert _below(os.getpid())[process.pid]  # it runs, and has to be killed
+        finally:
+            process.kill()
+
+
+def test_a_sandbox_that_is_ended_while_it_starts_is_gone(box: Sandbox) -> None:
+    for number in range(40):
+        within_s = number * 0.0007  # it takes some 20 ms to start
+        ran = box.run(["/bin/sleep", "1000"], files={}, limits=PATIENT, within_s=within_s)
+        assert ran.status == "time"
+
+
+def test_empty_files_are_memory_too(box: Sandbox) -> None:
+    ran = run(box, "for i in range(10**9): open(str(i), 'w').close()")
+    assert ran.status == "memory"
+
+
+def test_nothing_of_the_machine_or_of_the_first_process_is_changed(box: Sandbox) -> None:
+    before = os.stat("/dev/null").st_mtime_ns
+    source = """
+import os, resource
+os.utime("/dev/null", (1, 1)) if os.stat("/dev/null").st_uid == os.getuid() else None
+os.utime("/dev/null")
+for what in (
+    lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (9, 9)),
+    lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    lambda: os.sched_setaffinity(1, {0}),
+):
+    try:
+        what()
+        print("was not refused")
+    except OSError:
+        pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+print("done")
+"""
+    ran = run(box, source)
+    assert ran.stdout == b"done\n", ran.why()
+    assert os.stat("/dev/null").st_mtime_ns == before
+
+
+def test_many_large_replies_end_a_run(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.rewards.sandbox.watch.MOST_OUTPUT", 4 << 20)
+    source = "while True: print('x' * 1_000_000, flush=True)"
+    ran = box.run(
+        ["{python}", "-S", "{box}/it.py"],
+        files={"it.py": source.encode()},
+        limits=PATIENT,
+        lines=10**6,
+    )
+    assert ran.status == "output" and len(ran.stdout) < 6 << 20
+
+
+def test_what_lies_beside_the_interpreter(tmp_path: Path) -> None:
+    for name in ("python3.11/site-packages", "python3/dist-packages", "python3.11/json"):
+        (tmp_path / name).mkdir(parents=True)
+    names = [str(Path(path).relative_to(tmp_path)) for path in packages([str(tmp_path)])]
+    assert names == ["python3.11/site-packages", "python3/dist-packages"]
