@@ -17,8 +17,7 @@ from keel.rewards.judge.bounded import TooLarge, bounded_http
 from keel.rewards.judge.cache import Cache
 from keel.rewards.judge.prompts import Question
 from keel.rewards.judge.replies import BadReply
-from keel.rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Unjudged
-from keel.rewards.judge.server import Server
+from keel.rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Server, Unjudged
 from keel.rewards.judge.untrusted import new_fence
 
 CONNECT_S = 10.0

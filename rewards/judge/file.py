@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keel.rewards.judge.results import Failed, Judged, JudgeSettings
+from keel.rewards.judge.results import Failed, Judged, JudgeSettings, Server
 from keel.rewards.judge.rubric import Rubric
-from keel.rewards.judge.server import Server
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import judged_spec
 from keel.rl.types import Prompt

@@ -23,10 +23,10 @@ from keel.rewards.judge.results import (
     FailureKind,
     Judged,
     JudgeSettings,
+    Server,
     Unjudged,
 )
 from keel.rewards.judge.rubric import Rubric, Sample
-from keel.rewards.judge.server import Server
 from keel.rewards.judge.specs import Spec, judged_spec
 from keel.rewards.judge.untrusted import size, tail
 from keel.rewards.judge.verification import Evaluation, VerificationSpec, read_evaluation

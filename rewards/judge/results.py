@@ -120,3 +120,20 @@ class JudgeSettings(Protocol):
     def cache_dir(self) -> str: ...
     @property
     def extra(self) -> Mapping[str, Any]: ...
+
+
+class Server(Protocol):
+    """A server of the judge that belongs to this run."""
+
+    @property
+    def key(self) -> str:
+        """What it wants for an API key."""
+        ...
+
+    def url(self) -> str:
+        """Of the server as it runs now; it is started, or started again, where it does not.
+
+        Blocks for so long, and may be called in any thread. Raises RuntimeError saying why there
+        is none.
+        """
+        ...

@@ -7,8 +7,7 @@ import threading
 from concurrent.futures import Future
 
 from keel.rewards.judge.judge import Judge
-from keel.rewards.judge.results import Counts, Failed, Judged, JudgeSettings
-from keel.rewards.judge.server import Server
+from keel.rewards.judge.results import Counts, Failed, Judged, JudgeSettings, Server
 from keel.rewards.text import final_text, thinking_text
 from keel.rl.types import Prompt, Trajectory
 
