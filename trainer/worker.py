@@ -89,11 +89,19 @@ class TrainerWorker:
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
 
         host = ray.util.get_node_ip_address()
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            host, 0, self._world_size, is_master=True, wait_for_workers=False
+        # At this address alone: by itself it would listen at all that the machine has, and it
+        # believes whoever writes to it.
+        listening = socket.create_server((host, 0))
+        port = int(listening.getsockname()[1])
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host,
+            port,
+            self._world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
-        self._store = store
-        return host, store.port
+        return host, port
 
     def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
         """Join the other ranks and load the model. Returns `TrainerEngine.notes`."""

@@ -162,7 +162,7 @@ class Watch:
                         selector.unregister(key.fd)
 
     def _hear(self, fd: int, data: bytes) -> None:
-        if self._deaf:
+        if self._deaf and fd != self._status_fd:  # which process it is has to be known at the end
             return
         heard = self.heard[fd]
         heard += data

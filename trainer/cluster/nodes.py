@@ -17,6 +17,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.trainer.cluster.ray_internals import (
     ended_by_force,
     free_by_node,
+    listen_here_alone,
     quieten_token_question,
 )
 from keel.trainer.planning.memory import GIB, gib
@@ -61,6 +62,7 @@ def start_ray() -> None:
     # Processes made ready for tasks: all of ours are actors with an environment of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _bring_a_token()
+    listen_here_alone()
     try:
         # Ray's processes, and the actors in them, outlive a signal to all of the job.
         with shielded():

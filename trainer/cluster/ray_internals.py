@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+CONSTANTS = "ray._private.ray_constants"
 STATE = "ray._private.state"
 WORKER = "ray._private.worker"
 _LOG = logging.getLogger(__name__)
@@ -82,3 +83,17 @@ def below(pids: list[int]) -> list[int]:
 @cache  # or once for every look at the cluster
 def _warn(line: str) -> None:
     _LOG.warning(line)
+
+
+def listen_here_alone() -> None:
+    """A cluster that is started here from now on is on the loopback interface, as Ray itself has it
+    on macOS and Windows: whoever reaches this machine reaches no port of it."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of Ray's own processes
+    constants = importlib.import_module(CONSTANTS)
+    if hasattr(constants, "ENABLE_RAY_CLUSTER"):
+        constants.ENABLE_RAY_CLUSTER = False
+    else:
+        _warn(
+            f"Ray {ray.__version__} is not as 2.60 was. Its ports can be reached from other "
+            "machines, and ask for the token of this run"
+        )

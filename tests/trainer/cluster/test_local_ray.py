@@ -54,6 +54,13 @@ def named(process):
     except psutil.Error:  # it has just ended
         return ""
 ours = psutil.Process().children(recursive=True)
+def listens(process):
+    try:
+        return [c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"]
+    except psutil.Error:
+        return []
+reached = {ip for p in [psutil.Process(), *ours] for ip in listens(p)}
+print(sorted(ip.removeprefix("::ffff:") for ip in reached if "127." not in ip), bool(reached))
 print([p.pid for p in ours if "ray::IDLE" in named(p)])
 """
 
@@ -87,6 +94,7 @@ def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
+    where, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
     assert (where, idle) == (str(home / "bin" / "python"), "[]")  # no process but the actor's
+    assert reached == "[] True"  # and none that listens to other machines
     assert token.read_text() == "1" * 64
