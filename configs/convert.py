@@ -7,6 +7,7 @@ one run of `keel check` names all of them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
@@ -53,6 +54,9 @@ UNRECORDED_SAMPLING = frozenset(
     }
 )
 """Sampling options that reshape the distribution in ways the trainer cannot replay."""
+
+MOST_INT = 2**63 - 1
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 _INVALID: Any = object()
 """Stands for a value whose problem has been noted."""
@@ -182,6 +186,10 @@ class _Builder:
             if number is not None and math.isfinite(number):
                 return number
         elif type(value) is hint:
+            if hint is int and not -MOST_INT <= value <= MOST_INT:
+                return self.problem(at, f": has {len(str(value))} digits; at most 2**63 - 1")
+            if hint is str and _CONTROL.search(value):
+                return self.problem(at, f" = {value!r}: holds a control character; remove it")
             return value
         cure = ""
         if hint is int and isinstance(value, float) and value.is_integer():

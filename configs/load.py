@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
+from keel.configs.hostile import calls, misread, tree_of
 from keel.configs.schema import Config, ConfigError
 from keel.configs.suggest import knob_types, section_type
 from keel.configs.synthesis import SynthesisConfig
@@ -76,6 +77,12 @@ def _tree(
             tree = _merged(tree, layer)
         for override in overrides:
             _apply(tree, where, override)
+        if (key := calls(tree)) is not None:
+            raise ConfigError(
+                f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
+                "environment, whose secrets are not for a run's folder; refer to knobs alone "
+                "(write a literal ${ as \\${)"
+            )
         if _refers(tree):  # OmegaConf takes longer over it than all the rest does
             whole = OmegaConf.create(_with_defaults(root, tree))
             resolved = OmegaConf.to_container(whole, resolve=True, throw_on_missing=True)
@@ -159,8 +166,8 @@ def _escaped(value: Any) -> Any:
 
 def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The recipe's layers, its ancestors first, and the file and line that set each key."""
-    path = path.expanduser()
-    if path.resolve() in trail:
+    path, real = _placed(path)
+    if real in trail:
         raise ConfigError(f"{path}: `defaults` goes round in a circle")
     text = _text(path)
     lines: dict[str, str] = {}
@@ -171,6 +178,9 @@ def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[dict[str, Any]], di
             raise ConfigError(f"{path}:1: a recipe is made of `section:` and `key: value` lines")
         nodes = root
         lines = {key: f"{path}:{line}" for key, _, line in nodes}
+        for key, node, line in nodes:
+            if problem := misread(node):
+                raise ConfigError(f"{path}:{line}: {key} = {node.value[:40]}: {problem}")
         values = _values(text)
         layer = cast(dict[str, Any], OmegaConf.to_container(values))
     except yaml.YAMLError as error:
@@ -186,7 +196,7 @@ def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[dict[str, Any]], di
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{lines['defaults']}: defaults = {base!r}: must be the path of a recipe")
     try:
-        ancestors, base_lines = _read(path.parent / base, (*trail, path.resolve()))
+        ancestors, base_lines = _read(path.parent / base, (*trail, real))
     except ConfigError as error:
         raise ConfigError(f"{lines['defaults']}: defaults: {error}") from error
     replaced = tuple(
@@ -205,7 +215,7 @@ _Placed = tuple[str, yaml.Node, int]
 def _composed(text: str) -> Sequence[_Placed] | None:
     """None: it is no mapping. (By PyYAML's own parser: libyaml's ends the process where brackets
     are nested deeply.)"""
-    root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
+    root = tree_of(text)
     return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
 
 
@@ -220,6 +230,15 @@ def _overriding(text: str) -> DictConfig:
     """What stands behind an override's `=`, as `value`. Not to be changed: it is shared."""
     # from_dotlist rather than yaml.safe_load: values then mean what they mean in a recipe.
     return OmegaConf.from_dotlist([f"value={text}"])
+
+
+def _placed(path: Path) -> tuple[Path, Path]:
+    """A recipe's path without `~`, and what that really is."""
+    try:
+        path = path.expanduser()
+        return path, path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, NUL
+        raise ConfigError(f"{path}: is no path of a recipe: {error}") from error
 
 
 def _text(path: Path) -> str:
@@ -295,7 +314,12 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
     if not equals or not _STEP.search(key):
         raise ConfigError(f"{origin}: write key=value, for example run.steps=20")
     try:
+        node = tree_of(text)
+        if node is not None and (problem := misread(node)):
+            raise ConfigError(f"{origin}: {problem}")
         parsed = _overriding(text)
+    except RecursionError as error:
+        raise ConfigError(f"{origin}: nested too deeply") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
     value = cast(dict[str, Any], OmegaConf.to_container(parsed))["value"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from keel.configs.sections.base import ConfigError
+
 PACKAGE = Path(__file__).parent
 
 
@@ -12,8 +14,12 @@ def data_path(text: str) -> Path:
 
     `~` is the home folder; what is relative is looked for in the current one. What comes with
     Keel's own recipes, `configs/…`, is found from everywhere, in a checkout and after installation.
+    Raises ConfigError for the home folder of nobody.
     """
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{text}: {error}") from error
     shipped = PACKAGE.parent / path
     ours = not path.is_absolute() and path.parts[:1] == (PACKAGE.name,)
     return shipped if ours and not path.exists() and shipped.is_file() else path

@@ -19,6 +19,8 @@ from keel.rl.types import Prompt
 CheckReward = Callable[[Mapping[str, Any]], None]
 """Raises ValueError for a reward spec that could not be judged."""
 CountTokens = Callable[[Prompt], int]
+LONGEST_TOKEN = 512
+"""Characters; runs of spaces or of a sign are the longest that vocabularies have."""
 """Tokens of a prompt with its chat template."""
 
 
@@ -209,12 +211,16 @@ def _short_enough(
 ) -> list[Item]:
     short: list[Item] = []
     for item in items:
-        tokens = count(item.prompt) if count is not None else 0
+        # What cannot be short enough is not tokenized, which takes 200 times its size in memory.
+        least = sum(len(str(m.get("content"))) for m in item.prompt.messages) // LONGEST_TOKEN
+        counted = count is not None and least <= config.max_prompt_tokens
+        tokens = count(item.prompt) if counted and count is not None else least
         if tokens <= config.max_prompt_tokens:
             short.append(item)
         elif config.long_prompts == "error":
             raise ConfigError(
-                f"prompt {item.prompt.prompt_id} ({item.origin}) has {tokens} tokens, more than "
+                f"prompt {item.prompt.prompt_id} ({item.origin}) has {tokens} tokens"
+                f"{'' if counted else ' or more'}, more than "
                 f"data.max_prompt_tokens = {config.max_prompt_tokens}: raise it, or set "
                 "data.long_prompts: drop to leave such prompts out"
             )

@@ -97,7 +97,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be loaded from {path!r}: {error}") from error
+        raise ConfigError(f"the tokenizer of {path!r} {_unread(error)}") from error
     if not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
             f"the tokenizer of {path!r} has no chat template, and prompts are chats. Name the "
@@ -291,6 +291,15 @@ def _experts_per_token(config: PreTrainedConfig) -> int:
     )
 
 
+def _unread(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            "is code of its own, and Keel runs none that comes with a model; take a model whose "
+            "architecture transformers has"
+        )
+    return f"could not be read: {error}"
+
+
 def _load_config(path: str) -> PreTrainedConfig:
     check_path(path)
     if Path(path).is_dir() and dangling(Path(path), "config.json"):
@@ -300,7 +309,7 @@ def _load_config(path: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(f"the configuration of {path!r} could not be read: {error}") from error
+        raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
 
 
 def _check_causal(config: PreTrainedConfig, path: str) -> None:

@@ -80,9 +80,11 @@ def is_hub_name(path: str) -> bool:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """What transformers' loaders are told, so that they ask no hub that does not answer."""
+    """What transformers' loaders are told, so that they ask no hub that does not answer, and never
+    run code that comes with a model: where nothing is said they ask at the terminal, and take any
+    `y` on standard input for a yes."""
     local = not Path(path).is_dir() and _cached(path) and not hub_answers()
-    return {"local_files_only": True} if local else {}
+    return {"trust_remote_code": False, **({"local_files_only": True} if local else {})}
 
 
 @cache

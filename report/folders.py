@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import yaml
 
+from keel.configs.hostile import tree_of
 from keel.configs.schema import ConfigError
 from keel.data.evaluated import Asked, read_evaluation
 from keel.data.results import results
@@ -159,7 +160,9 @@ def knobs_of(path: Path, notes: list[str]) -> dict[str, str]:
     """As written, whatever release wrote it: names and values alone are compared."""
     flat: dict[str, str] = {}
     try:
-        flatten(yaml.safe_load(path.read_text(encoding="utf-8")), "", flat)
+        text = path.read_text(encoding="utf-8")
+        tree_of(text)  # aliases that stand for millions of values would all be written out
+        flatten(yaml.safe_load(text), "", flat)
     except (OSError, ValueError, yaml.YAMLError) as error:
         notes.append(f"{path}: no knobs can be read there ({str(error).splitlines()[0]})")
     return flat

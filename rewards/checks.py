@@ -41,7 +41,13 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     else:
         try:
             verifier_for(spec)
-        except (AttributeError, KeyError, TypeError) as error:  # options that a task cannot take
+        except (
+            ArithmeticError,
+            AttributeError,
+            KeyError,
+            TypeError,
+        ) as error:
+            # Options that a task cannot take.
             raise ValueError(f"reward spec of kind {kind!r}: {error}") from error
 
 

@@ -125,7 +125,7 @@ def load_function(name: str) -> Function:
             f"reward {name!r}: there is no module {error.name!r} (looked in {here}, and where "
             f"Python does){hint}"
         ) from error
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         at = "" if isinstance(error, (ImportError, SyntaxError)) else f" ({place(error)})"
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise ValueError(

@@ -11,6 +11,10 @@ class ConfigError(ValueError):
 
     exit_status = 2
 
+    def __init__(self, message: str) -> None:
+        # It quotes what a file holds, which may be orders to a terminal.
+        super().__init__("".join(c if c.isprintable() or c in "\n\t" else "�" for c in message))
+
 
 def require(ok: bool, knob: str, value: object, rule: str) -> None:
     """Raise a `ConfigError` naming `knob` unless `ok`."""
@@ -32,7 +36,10 @@ def require_pass_rates(section: str, least: float, most: float) -> None:
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
     """`base_url` of a section is an endpoint's, and `api_key_env` a variable's name or empty. What
     may be a secret is in no message."""
-    url = urlsplit(base_url)
+    try:
+        url = urlsplit(base_url)
+    except ValueError as error:
+        raise ConfigError(f"{section}.base_url = {base_url!r}: {error}") from error
     if url.username or url.password:
         raise ConfigError(
             f"{section}.base_url: holds a password; put the key into an environment variable and "

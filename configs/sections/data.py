@@ -12,6 +12,9 @@ from keel.configs.sections.agents import EnvironmentConfig
 from keel.configs.sections.base import require, require_pass_rates
 from keel.configs.system_prompts import SystemTemplate
 
+MOST = 10_000_000
+"""Prompts of a source, all in memory; and its weight, of which sums are formed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthConfig:
@@ -174,7 +177,7 @@ class SourceConfig:
             self.system_template,
             "asks the policy to think; set thinking: true",
         )
-        require(self.size >= 0, f"{knob}.size", self.size, "must not be negative")
+        require(0 <= self.size <= MOST, f"{knob}.size", self.size, f"must be 0 to {MOST}")
         require(self.holdout >= 0, f"{knob}.holdout", self.holdout, "must not be negative")
         require(
             self.source == "jsonl" or self.on_bad_line == "error",
@@ -202,7 +205,7 @@ class SourceConfig:
             self.pass_rates,
             "name the table that least_pass_rate and most_pass_rate are about",
         )
-        require(self.weight >= 0, f"{knob}.weight", self.weight, "must not be negative")
+        require(0 <= self.weight <= MOST, f"{knob}.weight", self.weight, f"must be 0 to {MOST}")
         require(self.kl_coef >= 0, f"{knob}.kl_coef", self.kl_coef, "must not be negative")
         for name in ("window", "max_turns", "max_sampled_tokens", "call_s"):
             require(

@@ -228,6 +228,9 @@ class CodeConfig:
             value = getattr(self, name)
             require(0 < value < math.inf, f"{knob}.{name}", value, "must be positive (seconds)")
         require(self.memory_mib >= 32, f"{knob}.memory_mib", self.memory_mib, "must be >= 32")
+        for name, most in (("time_s", 86_400), ("completion_s", 86_400), ("memory_mib", 1 << 24)):
+            value = getattr(self, name)
+            require(value <= most, f"{knob}.{name}", value, f"must be at most {most}")
         for name in ("processes", "files_mib", "output_kib"):
             require(getattr(self, name) >= 1, f"{knob}.{name}", getattr(self, name), "must be >= 1")
 
@@ -248,7 +251,7 @@ class RewardsConfig:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     def __post_init__(self) -> None:
-        require(self.workers >= 0, "rewards.workers", self.workers, "must not be negative")
+        require(0 <= self.workers <= 4096, "rewards.workers", self.workers, "must be 0 to 4096")
         require(
             0 <= self.max_failure_fraction <= 1,
             "rewards.max_failure_fraction",

@@ -62,7 +62,9 @@ class VllmEngine:
         self.shims = _install_shims() if cpu else ()
         self.version = 0
         self.sampled_tokens = self.steps = 0
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.tokenizer)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            spec.tokenizer, trust_remote_code=False
+        )
         self._jobs: dict[int, Job] = {}
         self._owner: dict[str, int] = {}
         """Job of each unfinished request, by the name given to vLLM."""
@@ -70,7 +72,9 @@ class VllmEngine:
         """vLLM's own id of each unfinished request."""
         self._updating = self._asleep = False
 
-        text = AutoConfig.from_pretrained(spec.model_path).get_text_config()
+        text = AutoConfig.from_pretrained(
+            spec.model_path, trust_remote_code=False
+        ).get_text_config()
         moe = is_moe(text)
         self._routes = spec.keep_routing and moe
         self._kept = spec.keep_sampling_mask

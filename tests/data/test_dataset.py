@@ -150,6 +150,20 @@ def test_long_prompts_are_named_or_dropped() -> None:
         load(gym(), max_prompt_tokens=1, long_prompts="drop")
 
 
+def test_a_prompt_that_cannot_be_short_enough_is_not_tokenized(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "word " * 100_000, "answer": "1"}) + "\n")
+    source = SourceConfig(name="long", source="jsonl", path=str(path))
+    asked: list[Prompt] = []
+    with pytest.raises(ConfigError, match=r"prompt long/1 .* has 976 tokens or more, more than"):
+        load_dataset(
+            DataConfig(sources=(source,), max_prompt_tokens=100),
+            seed=0,
+            count_tokens=lambda prompt: asked.append(prompt) or 0,
+        )
+    assert not asked
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [

@@ -74,6 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     (tmp_path / "my_keel_rewards.py").write_text(MINE)
     (tmp_path / "broken_rewards.py").write_text("import nothing_of_this_name")
+    (tmp_path / "leaving_rewards.py").write_text("import sys; sys.exit(0)")
     yield tmp_path
     __import__("sys").modules.pop("my_keel_rewards", None)
 
@@ -126,6 +127,9 @@ def test_decorators_and_instances_are_called_as_they_are() -> None:
         ("my_keel_rewards.later", "is async"),
         ("my_keel_rewards.cached", "a prompt cannot be hashed; cache a function of trajectory.ans"),
         (".polite", "a dot and a function's"),
+        ("..", "a dot and a function's"),
+        ("../../etc/passwd.x", "a dot and a function's"),
+        ("leaving_rewards.x", "leaving_rewards cannot be imported: SystemExit: 0"),
         ("my_keel_rewards.number", "no function 'number'"),
         ("broken_rewards.x", "broken_rewards cannot be imported: No module named 'nothing_of"),
     ],

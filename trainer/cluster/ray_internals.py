@@ -91,7 +91,7 @@ def listen_here_alone() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of Ray's own processes
     constants = importlib.import_module(CONSTANTS)
     if hasattr(constants, "ENABLE_RAY_CLUSTER"):
-        constants.ENABLE_RAY_CLUSTER = False
+        setattr(constants, "ENABLE_RAY_CLUSTER", False)  # noqa: B010  (pyright knows no such name)
     else:
         _warn(
             f"Ray {ray.__version__} is not as 2.60 was. Its ports can be reached from other "

@@ -53,7 +53,7 @@ def write_model(
 
 def write_tokenizer(folder: Path, source: str) -> None:
     """Copy the tokenizer of a model folder or hub model, its chat template included."""
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:

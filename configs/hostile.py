@@ -1,0 +1,60 @@
+"""What a recipe's YAML would do to its reader: aliases that stand for millions of values, numbers
+that are not what they look like, and texts that call functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, cast
+
+import yaml
+
+_RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
+MOST_VALUES = 100_000
+"""In a recipe; aliases count as what they stand for."""
+MOST_DIGITS = 100
+
+
+def tree_of(text: str) -> yaml.Node | None:
+    """Raises yaml.YAMLError, and for too many values."""
+    root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
+    if _size(root, {}) >= MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases stand for {MOST_VALUES} values or more")
+    return root
+
+
+def misread(node: yaml.Node) -> str:
+    """What is wrong with a number as YAML reads it; "" for anything else."""
+    kind, text = str(node.tag).rpartition(":")[2], node.value
+    if kind not in ("int", "float") or not isinstance(text, str):
+        return ""
+    if ":" in text:
+        return "YAML reads it as a number to base 60; write the number, or put it in quotes"
+    return "has too many digits" if len(text) > MOST_DIGITS else ""
+
+
+def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Values below `node` where every alias is written out."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = 1  # of itself: whoever walks it will find no end
+    below: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        below = [value for _, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        below = list(node.value)
+    known[id(node)] = min(MOST_VALUES, 1 + sum(_size(one, known) for one in below))
+    return known[id(node)]
+
+
+def calls(value: Any, key: str = "") -> str | None:
+    """The key of a text in it with one of OmegaConf's resolvers, such as `${oc.env:HOME}`."""
+    below: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        below = cast(dict[Any, Any], value).items()
+    elif isinstance(value, list):
+        below = enumerate(cast(list[Any], value))
+    elif isinstance(value, str):
+        return key if _RESOLVER.search(value) else None
+    found = (calls(inner, f"{key}.{name}".lstrip(".")) for name, inner in below)
+    return next((one for one in found if one is not None), None)

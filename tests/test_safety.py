@@ -1,0 +1,100 @@
+"""What the code never does with what it is given: unpickle it, run it, hand it to a shell."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = [
+    "agents",
+    "configs",
+    "data",
+    "model",
+    "report",
+    "rewards",
+    "rl",
+    "rollout",
+    "tasks",
+    "trainer",
+]
+PICKLES = {"model/weight_transfer/mailbox.py"}
+"""Messages between ranks and engines of one run."""
+RUNS_TEXT = {
+    "agents/environments/general/parts.py",
+    "agents/inside/parent.py",
+    "rewards/code/call_driver.py",
+    "rewards/code/languages.py",
+}
+"""Inside a sandbox."""
+
+
+def calls() -> Iterator[tuple[str, str, dict[str, ast.expr]]]:
+    """File, the name as it is called, and the keywords."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    keywords = {k.arg or "**": k.value for k in node.keywords}
+                    yield str(path.relative_to(ROOT)), ast.unparse(node.func), keywords
+
+
+CALLS = list(calls())
+
+
+def is_false(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
+
+
+def test_models_bring_no_code() -> None:
+    loaders = [c for c in CALLS if c[1].endswith(".from_pretrained") and c[1].startswith("Auto")]
+    assert len(loaders) > 5
+    for file, name, keywords in loaders:
+        options = ast.unparse(keywords["**"]) if "**" in keywords else ""
+        told = is_false(keywords.get("trust_remote_code")) or options in ("options",)
+        assert told or options.startswith("hub_options("), f"{file}: {name}"
+
+
+def test_files_are_no_pickles() -> None:
+    for file, name, keywords in CALLS:
+        if name == "torch.load":
+            assert ast.unparse(keywords["weights_only"]) == "True", file
+        if name in ("np.load", "numpy.load", "np.savez", "np.savez_compressed", "np.save"):
+            assert is_false(keywords.get("allow_pickle")), file
+        if name.partition(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "marshal"):
+            assert file in PICKLES, f"{file}: {name}"
+
+
+def test_yaml_makes_plain_data() -> None:
+    for file, name, keywords in CALLS:
+        assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), file
+        if name == "yaml.compose":
+            assert ast.unparse(keywords["Loader"]) == "yaml.SafeLoader", file
+
+
+def test_text_is_run_in_sandboxes_alone() -> None:
+    for file, name, keywords in CALLS:
+        assert name not in ("os.system", "os.popen") and "shell" not in keywords, file
+        assert name not in ("eval", "exec") or file in RUNS_TEXT, f"{file}: {name}"
+
+
+@pytest.mark.parametrize("kind", ["config", "tokenizer"])
+def test_code_that_comes_with_a_model_is_not_run_whoever_says_yes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from keel.configs.schema import ConfigError  # noqa: PLC0415
+    from keel.model.load import load_model_config, load_tokenizer  # noqa: PLC0415
+
+    ran = tmp_path / "ran"
+    (tmp_path / "conf.py").write_text(f"open({str(ran)!r}, 'w')")
+    auto = '"auto_map": {"AutoConfig": "conf.Own", "AutoTokenizer": ["conf.Own", null]}'
+    (tmp_path / "config.json").write_text(f'{{"model_type": "own", {auto}}}')
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "Own", {auto}}}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match="runs none that comes with a model"):
+        (load_model_config if kind == "config" else load_tokenizer)(str(tmp_path))
+    assert not ran.exists()
