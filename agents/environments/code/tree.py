@@ -63,7 +63,11 @@ def read_tree(root: str, *, most_mib: int, skip: Callable[[str], bool]) -> Tree:
 
 
 def write_tree(root: str, tree: Tree) -> None:
-    """Into a folder that is not there yet."""
+    """Into a folder that is not there yet. Raises Unreadable where something would be written
+    through a link of the same tree."""
+    for path in tree:
+        if above := [part for part in _above(path) if part in tree]:
+            raise Unreadable(f"{path} lies under {above[0]}, which is no folder")
     os.mkdir(root)
     for path, (kind, data) in tree.items():
         where = os.path.join(root, path)

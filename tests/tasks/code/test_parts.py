@@ -60,6 +60,14 @@ def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
         read_tree(str(tmp_path / "link"), most_mib=1, skip=lambda path: False)
 
 
+def test_nothing_is_written_through_a_link_of_a_tree(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    tree = {"a": ("l", os.fsencode(tmp_path / "outside")), "a/b": ("f", b"x")}
+    with pytest.raises(Unreadable, match="a/b lies under a, which is no folder"):
+        write_tree(str(tmp_path / "tree"), tree)
+    assert os.listdir(tmp_path / "outside") == []
+
+
 def test_the_graders_files_stand_where_a_policy_put_others() -> None:
     instance = {"language": "python", "harness_gone": ["tests/test_gone.py"]}
     base: Tree = {**TREE, "tests/test_gone.py": ("f", b"gone")}
