@@ -25,6 +25,17 @@ from tests.waiting import PATIENCE_S, wait_for
 ROOT = Path(__file__).parent.parent.parent
 KEEL = [sys.executable, "-m", "keel.trainer.cli"]
 DEADLINE_S = 2 * PATIENCE_S
+PLANTED = "0123456789abcdefplanted"
+KEYS = {
+    name: f"{PLANTED}{number:08d}"
+    for number, name in enumerate(
+        (
+            *("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "JUDGE_API_KEY", "AUTHOR_API_KEY"),
+            *("HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY"),
+        )
+    )
+}
+"""Variables that hold keys; whatever a run writes or shows has none of them."""
 pytestmark = pytest.mark.e2e
 
 
@@ -111,7 +122,7 @@ class Running:
             cwd=ROOT,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **KEYS, "PYTHONUNBUFFERED": "1"},
         )
 
     def said(self) -> str:
@@ -139,6 +150,27 @@ class Running:
     def engine_pids(self) -> list[int]:
         """Parents before their children."""
         return [p.pid for p in self.below() if "RolloutWorker" in words_of(p)]
+
+
+def addresses(process: psutil.Process) -> set[str]:
+    """At which it listens."""
+    try:
+        found = process.net_connections()
+    except psutil.Error:
+        return set()
+    return {c.laddr.ip.removeprefix("::ffff:") for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def with_keys(folder: Path) -> list[str]:
+    """Files in which one of `KEYS` stands."""
+    found: list[str] = []
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        if PLANTED.encode() in content:
+            found.append(path.name)
+    return found
 
 
 @pytest.fixture
@@ -186,12 +218,16 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     begun = ["rollout.weight_transfer=direct", "run.checkpoint_every=2"]
     run = start([*small(folder, cache, steps=200), *ahead, *begun])
     wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
+    ours = [psutil.Process(run.process.pid), *run.below()]
+    assert set().union(*map(addresses, ours)) == {"127.0.0.1"}
+    assert not any(PLANTED in words_of(process) for process in ours)
     os.kill(run.engine_pids()[0], signal.SIGKILL)
     after = len(metrics(folder)) + 3
     wait_until(lambda: len(metrics(folder)) >= after or run.process.poll() is not None, "more")
     run.process.send_signal(signal.SIGINT)
     said = run.finish()
     assert "rollout engine 0 is started again" in said
+    assert with_keys(tmp_path) == []  # what was said is there, too
     reached = metrics(folder)[-1]["step"]
     assert f"stopped after step {reached} of 200; to go on: keel train quickstart" in said
     *before, last = sorted(path.name for path in (folder / "checkpoints").iterdir())
