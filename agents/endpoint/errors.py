@@ -25,7 +25,7 @@ class Refused(Exception):
         """status: of HTTP. param: the field that is wrong. limit: of the budget, that it met."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.limit = limit
+        self.limit: FinishReason | None = limit
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"

@@ -115,7 +115,8 @@ class Recording:
         opening = roles.index("assistant") if "assistant" in roles else len(roles)
         with self._endings.request(keys[opening]) as under_way:
             try:
-                reply, under_way.ended = await self._turn(asked, keys, tools_key, request_key)
+                reply = await self._turn(asked, keys, tools_key, request_key)
+                under_way.ended = reply.ended
                 return reply
             except Refused as refused:
                 under_way.ended = refused.limit
@@ -181,15 +182,14 @@ class Recording:
 
     async def _turn(
         self, asked: Asked, keys: Sequence[str], tools_key: str, request_key: str
-    ) -> tuple[Reply, FinishReason | None]:
-        """And what its conversation ends with, should nothing come after it; None: as it did."""
+    ) -> Reply:
         self._check_open()
         if asked.is_retry and self._unanswered[request_key] > 0:
             self._unanswered[request_key] -= 1  # of that try there is no answer to be given
         elif lost := self._turns.lost(request_key, asked):
             self._count("repeated")
             lost.given_again = True
-            return lost.reply, None
+            return lost.reply
         before, ids = self._turns.context(asked, keys, tools_key, self._growing)
         tools = asked.tools if before is None else before.tools
         limit = await self._admit(len(ids), asked.max_tokens)
@@ -240,11 +240,14 @@ class Recording:
             turn=self._usage.turns,
             inside=before is not None and before.inside,
         )
-        cut = result.finish_reason != "stop"
+        full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
+        ended: FinishReason = "window" if full else result.finish_reason
         reply = Reply(
             reply_id=f"chatcmpl-{secrets.token_hex(12)}",
-            message=handed_out(parsed, cut=cut, may_call=asked.may_call and parsed.closed),
-            cut=cut,
+            message=handed_out(
+                parsed, cut=ended != "stop", may_call=asked.may_call and parsed.closed
+            ),
+            ended=ended,
             prompt_tokens=len(ids),
             completion_tokens=len(result.token_ids_N),
             cached_tokens=result.cached_tokens,
@@ -261,9 +264,7 @@ class Recording:
         self._tell(asked.messages, keys, reply.message)
         self._turns.add(turn, keys[-1])
         self._use(parsed, reply, result, repeated, tools)
-        full = len(record.ids) >= self._budget.window
-        by_window = full and result.finish_reason == "length"
-        return reply, "window" if by_window else result.finish_reason
+        return reply
 
     async def _admit(self, context: int, wanted: int | None) -> int:
         """Tokens that a turn after such a context may sample."""
