@@ -238,8 +238,8 @@ def test_a_policy_with_tools_survives_its_engine_is_stopped_and_resumed(
         assert step["rollout/dropped_completions"] == step["agents/crashes"] == 0
         assert step["reward/error"] == 0 and {"reward/correct", "reward/progress"} <= step.keys()
         assert step["staleness/mean"] == 0 and step["agents/tools_seconds_mean"] > 0
-    # A call outside the thinking would be none.
-    assert min(step["agents/failed_call_fraction"] for step in done[1:]) < 0.5
+    # A call outside the thinking would be malformed.
+    assert min(step["agents/malformed_fraction"] for step in done[1:]) < 0.5
     learned = [step for step in done if "loss" in step]  # not all groups were of one reward
     assert learned
     for step in learned:
