@@ -84,7 +84,10 @@ def test_a_mistyped_folder_is_named_and_nobody_waits_for_a_hub(
 def test_what_was_downloaded_before_needs_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "try_to_load_from_cache", lambda path, name: "/cache/config.json")
     check_path("owner/model")
-    assert hub_options("owner/model") == {"local_files_only": True}
+    assert hub_options("owner/model") == {
+        "trust_remote_code": False,
+        "local_files_only": True,
+    }
 
 
 def test_a_hub_that_answers_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +105,7 @@ def test_a_hub_that_answers_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(source, "urlopen", answers)
     for name in ("owner/model", "owner/other"):
         check_path(name)
-        assert hub_options(name) == {}
+        assert hub_options(name) == {"trust_remote_code": False}
     assert asked == [source.constants.ENDPOINT]
 
 
