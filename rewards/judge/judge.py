@@ -95,10 +95,10 @@ class Judge:
         read = _read(spec, final)
         most = self._settings.max_characters
         why = ""
-        if blank(final):
-            why = "there is no answer"
-        elif size(final) > most:
+        if size(final) > most:
             why = f"the answer has {size(final)} characters, more than max_characters = {most}"
+        elif blank(final):
+            why = "there is no answer"
         elif isinstance(read, str):
             why = f"the answer {read}"
         if why:

@@ -19,9 +19,8 @@ from tests.waiting import PATIENCE_S, wait_for, within_some
 
 SUM = {"kind": "answer", "answer": "3", "match": "exact"}
 ROOT = {"kind": "answer", "answer": "\\sqrt{2}", "match": "math"}
-HANGS = (
-    "\\boxed{9^{9^{9^{9}}}}"  # sympy sets out to write this number down, deaf to signal handlers
-)
+HANGS = "\\boxed{9^{2 \\cdot 9^{2 \\cdot 9^{9}}}}"
+"""Sympy sets out to write this number down, deaf to signal handlers."""
 FACTORS = {
     "kind": "reasoning_gym",
     "task": "prime_factorization",
