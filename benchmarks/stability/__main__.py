@@ -248,7 +248,7 @@ def run_arm(
     with Scorer(
         config.data.rewards_by_domain, workers=rewards.workers, deadline_s=rewards.deadline_s
     ) as scorer:
-        system = System(task=task, pool=pool, learner=learner, scorer=scorer)  # type: ignore[arg-type]
+        system = System(task=task, pool=pool, ranks=learner, scorer=scorer)  # type: ignore[arg-type]
         parts = loop.Parts(
             prompts=task.dataset.train,
             rollouts=system,

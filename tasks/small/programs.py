@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SIGNS = "+-*"
+SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 INPUTS = (0, 5, -8, 31)
 
 
@@ -46,7 +46,7 @@ def answer(source: str) -> str:
 def line(program: Program) -> Mapping[str, Any]:
     """A task, as a line of JSONL."""
     tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in INPUTS]
-    name = f"{'plus minus times'.split()[SIGNS.index(program.sign)]}-{program.number}"
+    name = f"{SIGNS[program.sign]}-{program.number}"
     return {"id": name, "prompt": program.question, "tests": tests}
 
 
