@@ -1,7 +1,7 @@
 """Conversations about the small tasks as chats to learn (`keel sft`), for a supervised start: what
 `keel.tasks.small.demonstrations` has, and programs, each task with and without thinking.
 
-Half are worked, half hasty. Which it will be is thought first, so that there is something for
+Some are worked, some hasty. Which it will be is thought first, so that there is something for
 reinforcement learning to find in the thinking, too.
 """
 
@@ -23,6 +23,8 @@ from keel.tasks.small.demonstrations import (
 from keel.tasks.small.programs import answer, every_program
 
 LOOK, GUESS = "look", "guess"
+WORKED = 0.6
+"""Share of the conversations that are worked."""
 SEARCH = {"results": 1, "cite": False}
 """Arguments of the search environment, as the recipes have them."""
 Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
@@ -53,7 +55,7 @@ def _lines(
     ways: Sequence[Ways], draw: random.Random, *, thinking: bool
 ) -> Iterator[Mapping[str, Any]]:
     for worked, hasty, tools in ways:
-        works = draw.random() < 0.5
+        works = draw.random() < WORKED
         said = [dict(message) for message in (worked if works else hasty)]
         first = next(one for one in said if one["role"] == "assistant")
         if thinking:
