@@ -1,23 +1,22 @@
 """The commands of docs/from-base-to-rl.md, as they stand there, one after the other: with fewer
-tasks and steps, one specialist for three domains, and all in this process, on one Ray."""
+tasks and steps, one specialist for three domains, and all in this process with one engine."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
+from benchmarks.common.in_process import in_this_process
 from keel.configs.load import load_config, load_distillation
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.tasks.small.__main__ import main as make_tasks
 from keel.trainer.cli import main as keel
-from keel.trainer.cluster import nodes
 from keel.trainer.distill import distill
 from tests.waiting import PATIENCE_S
 
@@ -63,21 +62,6 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
 
-@pytest.fixture
-def one_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Started by the first command that wants it."""
-
-    def start() -> None:
-        if not ray.is_initialized():
-            nodes.start_ray()
-
-    for module in ("system", "supervised.wiring"):
-        monkeypatch.setattr(f"keel.trainer.{module}.start_ray", start)
-        monkeypatch.setattr(f"keel.trainer.{module}.end_ray", lambda: None)
-    yield
-    nodes.end_ray()
-
-
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -85,7 +69,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_the_commands_of_the_page(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    one_ray: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     try:
@@ -101,10 +84,11 @@ def test_the_commands_of_the_page(
     ]
     Path("easy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in easy))
     said: dict[str, str] = {}
-    for words in commands():
-        run, name = known(words)
-        assert run() == 0, capfd.readouterr()
-        said[name] = capfd.readouterr().out
+    with in_this_process():
+        for words in commands():
+            run, name = known(words)
+            assert run() == 0, capfd.readouterr()
+            said[name] = capfd.readouterr().out
     assert list(said) == [
         "python -m keel.tasks.small",
         "keel sft",
@@ -151,8 +135,6 @@ def test_the_commands_of_the_page(
     assert [row.split()[0] for row in rows] == TAUGHT
     assert all(len(re.findall(r"\d\.\d{3} \(", row)) == 3 for row in rows)
     assert "programs" in said["keel compare"] and "pass@8" in said["keel eval"]
-    # Nothing is trained there, so no trainer rank is started.
-    assert "starting 1 engine(s)\n" in said["keel eval"]
 
 
 def known(words: list[str]) -> tuple[Callable[[], int], str]:
