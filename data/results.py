@@ -32,6 +32,8 @@ def summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) ->
             found[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in asked)
     if submissions:
         found["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
+    if any(steps_of(sample) > 1 for sample in samples):
+        found["fewest"] = fmean(fewest_steps_score(one.samples) for one in asked)
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
     return found | {
         "score": fmean(s["correct"] for s in samples) if samples else None,
@@ -64,6 +66,20 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
     return fsum(best.values())
 
 
+def steps_of(sample: Mapping[str, Any]) -> int:
+    """Turns of the policy's."""
+    said: Sequence[Mapping[str, Any]] = sample.get("messages", ())
+    return sum(message["role"] == "assistant" for message in said)
+
+
+def fewest_steps_score(samples: Sequence[Mapping[str, Any]]) -> float:
+    """1 where the completion that ended by itself in the fewest turns, the first of several, is
+    right: Parallel-fewest-step, to which DeepSeek-V3.2 (section 4.4) compares its ways to deal with
+    a full context."""
+    ended = [sample for sample in samples if sample["finish_reason"] == "stop"]
+    return float(bool(ended) and passed(min(ended, key=steps_of)["correct"]))
+
+
 def _parts(sample: Mapping[str, Any]) -> Mapping[str, float]:
     """Older releases kept none."""
     return sample.get("parts", {})
@@ -76,14 +92,18 @@ def results(
     found: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         mine = [one for one in asked if one.variant == variant]
-        sources = dict.fromkeys(one.source for one in mine)
-        sets = {name: [one for one in mine if one.source == name] for name in sources}
-        domains = sorted({one.domain for one in mine} - set(sources))
-        sets |= {f"domain {name}": [o for o in mine if o.domain == name] for name in domains}
-        if len(sources) > 1:
-            sets["all"] = mine
+        sets = {name: [mine[place] for place in places] for name, places in sets_of(mine).items()}
         found[variant] = {name: summary(some, pass_at, submissions) for name, some in sets.items()}
     return found
+
+
+def sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
+    """A source, `domain …` where that is not one source, or `all` → places of its prompts."""
+    sources = dict.fromkeys(one.source for one in asked)
+    domains = sorted({one.domain for one in asked} - set(sources))
+    sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in sources}
+    sets |= {f"domain {d}": [n for n, one in enumerate(asked) if one.domain == d] for d in domains}
+    return sets | ({"all": [*range(len(asked))]} if len(sources) > 1 else {})
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -91,7 +111,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     head = ["", "prompts", "pass@1", "95 %"]
     first = next(iter(next(iter(found.values())).values()))
     more = [name for name in first if name.startswith(("pass@", "maj@")) and "_" not in name][1:]
-    more += ["contest"] if "contest" in first else []
+    every = [of for sets in found.values() for of in sets.values()]
+    more += [name for name in ("contest", "fewest") if any(name in of for of in every)]
     rows = [[*head, *more, "score", "tokens", "most", "cut", "unscored"]]
     for variant, sets in found.items():
         for name, of in sets.items():
@@ -102,7 +123,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
                     f"{of['prompts']:,}",
                     f"{of['pass@1']:.3f}",
                     f"{low:.3f}–{high:.3f}",
-                    *(f"{of[metric]:.3f}" for metric in more),
+                    *(f"{of[metric]:.3f}" if metric in of else "–" for metric in more),
                     "–" if of["score"] is None else f"{of['score']:.3f}",
                     "–" if of["tokens_mean"] is None else f"{of['tokens_mean']:,.1f}",
                     "–" if of["tokens_most"] is None else f"{of['tokens_most']:,}",
@@ -140,19 +161,15 @@ def compared(
     found: dict[str, dict[str, tuple[int, Difference]]] = {}
     for variant in dict.fromkeys(other.variant for _, other in pairs):
         mine = [pair for pair in pairs if pair[1].variant == variant]
-        sources = dict.fromkeys(other.source for _, other in mine)
-        sets = {name: [pair for pair in mine if pair[1].source == name] for name in sources}
-        if len(sources) > 1:
-            sets["all"] = mine
+        before, after = (
+            [one.passes / one.number for one in some] for some in zip(*mine, strict=True)
+        )
         found[variant] = {
             name: (
-                len(some),
-                paired_difference(
-                    [one.passes / one.number for one, _ in some],
-                    [other.passes / other.number for _, other in some],
-                ),
+                len(places),
+                paired_difference([before[n] for n in places], [after[n] for n in places]),
             )
-            for name, some in sets.items()
+            for name, places in sets_of([other for _, other in mine]).items()
         }
     return found
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import ray
 import torch
 
 from keel.configs.schema import Config
+from keel.data.dataset import Dataset
 from keel.model.weight_transfer.buckets import Bucket
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
@@ -22,6 +24,7 @@ from keel.rl.supervised.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from keel.rollout.spec import EngineSpec
+from keel.trainer import agents
 from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import shares
@@ -117,8 +120,15 @@ def kind_of(spec: EngineSpec) -> EngineSpec:
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """While open, `keel.trainer.cli.main` runs `train`, `sft` and `eval` so, on a CPU."""
-    engines = Engines()
+    """While open, `keel.trainer.cli.main` runs `train`, `sft` and `eval` so, on a CPU. Environments
+    are tried once, not by each command."""
+    engines, tried = Engines(), dict[str, dict[str, str]]()
+
+    def check_environments(config: Config, chat: Any, dataset: Dataset) -> dict[str, str]:
+        which = repr([source for source in config.data.sources if source.environment.given])
+        if which not in tried:
+            tried[which] = agents.check_environments(config, chat, dataset)
+        return tried[which]
 
     @contextmanager
     def running(
@@ -131,8 +141,8 @@ def in_this_process() -> Iterator[None]:
         with ExitStack() as stack:
             pool = engines.ready(task, model, ranks)
             scorer = stack.enter_context(scorer_of(config, None, say, log))
-            agents = stack.enter_context(episodes(task, pool))
-            yield System(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=agents)  # type: ignore[arg-type]
+            runner = stack.enter_context(episodes(task, pool))
+            yield System(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
 
     @contextmanager
     def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
@@ -142,6 +152,7 @@ def in_this_process() -> Iterator[None]:
     threads = torch.get_num_threads()
     with (
         patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"),
+        patch("keel.trainer.prepare.check_environments", check_environments),
         patch("keel.trainer.main.running", running),
         patch("keel.trainer.main.teaching", teaching),
         patch("keel.trainer.evaluate.running", running),

@@ -1,4 +1,4 @@
-"""What an evaluation comes to where completions are handed in as in a contest."""
+"""What an evaluation comes to: contests, turns, and how two of them differ by domain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from keel.data.results import contest_score
+from keel.data.evaluated import Asked
+from keel.data.results import compared, contest_score, results, table
 
 
 def sample(thinking: int, small: float, large: float, **more: Any) -> dict[str, Any]:
@@ -51,3 +52,59 @@ def test_completions_of_an_older_release_count_in_their_order() -> None:
     plain = {"error": 0.0, "finish_reason": "stop"}  # neither parts nor thinking
     samples = [{**plain, "correct": 0.0}, {**plain, "correct": 1.0}]
     assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
+
+
+def asked(source: str, number: int, *turns: tuple[int, float, str]) -> Asked:
+    """turns: of each completion its number of turns, whether it is right, and how it ended."""
+    samples = [
+        {
+            "correct": right,
+            "error": 0.0,
+            "parts": {},
+            "tokens": 1,
+            "finish_reason": ended,
+            "answer": "",
+            "messages": [{"role": role} for _ in range(steps) for role in ("assistant", "tool")],
+        }
+        for steps, right, ended in turns
+    ]
+    return Asked(
+        variant="recipe",
+        source=source,
+        domain="agents" if source in ("a", "b") else source,
+        id=f"{source}/{number}",
+        digest="",
+        samples=samples,
+        missing=[],
+    )
+
+
+def test_of_completions_in_turns_the_one_with_the_fewest_counts() -> None:
+    """Among those that ended by themselves, the first of several."""
+    cases = [
+        asked("a", 0, (3, 0, "stop"), (2, 1, "stop"), (2, 0, "stop"), (1, 0, "length")),
+        asked("a", 1, (3, 1, "stop"), (2, 0, "stop"), (4, 1, "stop"), (9, 1, "stop")),
+        asked("a", 2, (1, 1, "length"), *[(2, 1, "length")] * 3),
+        asked("plain", 0, *[(1, 1, "stop")] * 4),
+    ]
+    (found,) = results(cases, [1]).values()
+    assert found["a"]["fewest"] == pytest.approx(1 / 3) and "fewest" not in found["plain"]
+    head, first, plain, *_ = (line.split()[::-1] for line in table({"recipe": found}))
+    place = head.index("fewest")
+    assert first[place] == "0.333" and plain[place] == "–"
+
+
+def test_two_evaluations_differ_by_domain_as_they_are_measured() -> None:
+    def both(rate: float) -> list[Asked]:
+        of = [("a", 1.0), ("b", rate), ("b", rate), ("c", 0.0)]
+        return [asked(name, n, (1, right, "stop")) for n, (name, right) in enumerate(of)]
+
+    (sets,) = compared(both(0), both(1)).values()
+    assert {name: (n, d.mean) for name, (n, d) in sets.items()} == {
+        "a": (1, 0),
+        "b": (2, 1),
+        "c": (1, 0),
+        "domain agents": (3, pytest.approx(2 / 3)),
+        "all": (4, 0.5),
+    }
+    assert sets.keys() == results(both(0), [1])["recipe"].keys()
