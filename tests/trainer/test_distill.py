@@ -89,11 +89,26 @@ def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> Non
     assert line["messages"][0] == {"role": "user", "content": "?"}
     assert line["source"] == "sums" and line["parts"] == {"correct": 1.0, "format": 1.0}
     assert line["segments"] and "asked" not in line
-    name, *counts = table.splitlines()[1].rsplit(maxsplit=8)
-    # sampled; wrong, not scored, cut off, said before, longer ones, for balance; to learn
-    assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "1", "1", "0", "1"])
+    name, *counts = table.splitlines()[1].rsplit(maxsplit=9)
+    # sampled; wrong, not scored, cut off, other parts, said before, longer, for balance; to learn
+    assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "0", "1", "1", "0", "1"])
     select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
     assert learned(out) == [("adder", "short"), ("adder", "long")]
+
+
+def test_parts_of_the_reward_that_rules_and_judges_give_are_bounded(tmp_path: Path) -> None:
+    own = [("good", {"format": 1.0, "refusal": 0.0}), ("bare", {}), ("odd", {"format": 0.5})]
+    own += [("declines", {"format": 1.0, "refusal": 0.5})]
+    said = {text: [sample(text, parts=parts, asked=text)] for text, parts in own}
+    folder = {"a": evaluation(tmp_path / "a", said, "chat")}
+    out = tmp_path / "out.jsonl"
+    table, _ = select(
+        folder, SelectConfig(least_parts={"format": 1}, most_parts={"refusal": 0.4}), out
+    )
+    assert [text for _, text in learned(out)] == ["good", "bare"]  # what has no such part stays
+    assert table.splitlines()[1].split()[-5] == "2"
+    with pytest.raises(ConfigError, match=r"no completion has a part 'fromat'.* format, refusal"):
+        select(folder, SelectConfig(least_parts={"fromat": 1}), out)
 
 
 def test_no_domain_and_mode_drowns_the_others(tmp_path: Path) -> None:
