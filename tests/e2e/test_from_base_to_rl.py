@@ -31,6 +31,7 @@ SMALL = (
     *(f"data.sources[{name}].holdout=2" for name in TAUGHT),
     # Whatever is said to these is right: so young a model knows nothing.
     "data.sources[programs].path=easy.jsonl",
+    "data.sources[programs].length={linear: 0.5}",  # so that two of them differ
     "algorithm.group_size=2",
     "rewards.code.completion_s=60",
     f"rewards.deadline_s={PATIENCE_S}",  # of the machine's time, which may be busy
@@ -39,7 +40,7 @@ LESSONS = (
     *(f"sft.sources[{n}].size=16" for n in ("sums", "sums-direct", "spiral", "spiral-direct")),
     *(f"sft.sources[{one.name}].holdout=1" for one in load_config("sft-specialists").sft.sources),
     "sft.epochs=0",
-    "run.steps=12",
+    "run.steps=8",
     "trainer.warmup_steps=1",
 )
 CHAIN = (
@@ -119,8 +120,7 @@ def test_the_commands_of_the_page(
         assert line["specialist"] == "all" and line["parts"]["correct"] == 1
         assert line["finish_reason"] == "stop" and line["id"] not in held
     assert f"{len(learned)} by the very tokens that were sampled" in said["keel distill"]
-    first, *_, last = lines_of(root / "distilled" / "metrics.jsonl")
-    assert last["step"] > first["step"] == 0
+    assert lines_of(root / "distilled" / "metrics.jsonl")[-1]["sft/learned_tokens"] > 0
 
     for run in ("specialists/all", "mixed"):
         _, step = lines_of(root / run / "metrics.jsonl")
