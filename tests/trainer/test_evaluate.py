@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.configs.schema import EvalVariant
+from keel.configs.load import load_config
+from keel.configs.schema import Config, EvalVariant
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.trainer.cli import main
-from keel.trainer.evaluate import as_asked
+from keel.trainer.evaluate import _in, as_asked
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.system import System
 
 FEW = (
     "data.sources[spelling].size=12",
@@ -257,6 +259,32 @@ def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
     ends = [str(p.messages[-1]["content"]).endswith("within \\boxed{}.") for p, _ in fake.asked]
     assert sum(ends) == len(ends) / 2
     assert not any(p.thinking for (p, _), end in zip(fake.asked, ends, strict=True) if not end)
+
+
+def test_budgets_and_ways_with_a_full_context_are_ways_of_asking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass(frozen=True)
+    class Known:
+        config: Config
+
+    opened: list[tuple[str, int]] = []
+
+    def episodes(task: Known, pool: object) -> Any:
+        opened.append((task.config.agents.context, task.config.rollout.sampling.max_tokens))
+        return nullcontext("other episodes")
+
+    monkeypatch.setattr("keel.trainer.evaluate.episodes", episodes)
+    config = load_config("mixed-agents")  # `chat` has 32 tokens of its own, the others 48
+    given: Any = {"task": Known(config), "pool": None, "ranks": None, "scorer": None}
+    system = System(**given)
+    with _in(config, system, EvalVariant(name="v", max_tokens=40, context="discard-all")) as other:
+        assert isinstance(other, System) and other.agents == "other episodes"
+        now = other.task.config
+        assert [now.sampling("eval", d).max_tokens for d in ("spelling", "chat")] == [40, 32]
+    with _in(config, system, EvalVariant(name="v", thinking="without")) as same:
+        assert same is system
+    assert opened == [("discard-all", 40)] and config.agents.context == "none"
 
 
 def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:
