@@ -1,13 +1,13 @@
-"""Commands of Keel in this process: the trainer's engine is here, and one vLLM actor serves them
-all (each begins by loading its own weights), because starting both would take longer than many a
-small run."""
+"""Commands of Keel in this process: the trainer's engine is here, and a vLLM actor is kept from one
+to the next (each begins by loading its own weights), because starting both would take longer than
+many a small run."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -86,30 +86,30 @@ class LocalLearner:
         return self.engine.export(folder)
 
 
-@dataclass
 class Engines:
-    """The vLLM actor, started again only where one of another kind is needed."""
+    """vLLM actors, of the last two kinds that were needed."""
 
-    spec: EngineSpec | None = None
-    pool: RayRolloutPool | None = None
+    def __init__(self) -> None:
+        self._pools: dict[EngineSpec, RayRolloutPool] = {}
 
     def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
         """An engine for `task`, loaded with the learner's weights."""
         spec = EngineSpec.of(task.config, model)
-        if self.spec is None or self.pool is None or kind_of(spec) != kind_of(self.spec):
-            self.close()
-            self.spec = spec
-            self.pool = ray_pool(
-                spec, gpu=False, startup_deadline_s=task.config.run.startup_deadline_s
-            )
-            self.pool.start()
-        self.pool.update(learner.version, learner.publish()).result()
-        return self.pool
+        kind = kind_of(spec)
+        if kind not in self._pools:
+            for other in [*self._pools][:-1]:
+                self._pools.pop(other).shutdown()
+            startup_s = task.config.run.startup_deadline_s
+            self._pools[kind] = ray_pool(spec, gpu=False, startup_deadline_s=startup_s)
+            self._pools[kind].start()
+        pool = self._pools[kind]
+        pool.update(learner.version, learner.publish()).result()
+        return pool
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
-        self.spec = self.pool = None
+        for pool in self._pools.values():
+            pool.shutdown()
+        self._pools.clear()
 
 
 def kind_of(spec: EngineSpec) -> EngineSpec:
