@@ -224,7 +224,7 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
             rewards=system.scorer,
             learner=learner,
             journal=journal,
-            heldout=dataset.heldout,
+            heldout=dataset.heldout if config.run.eval_every >= 0 else {},
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
