@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 PREFIX = "python."
 """Before the function's own name in a recipe. No module of that name is looked for."""
@@ -42,7 +42,7 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
         if name in pickled:
             raise ValueError(f"reward {name}: two functions of that name; call one another way")
         try:
-            pickled[name] = cloudpickle.dumps(function)
+            pickled[name] = cloudpickle.dumps(function)  # pyright: ignore[reportUnknownMemberType]
         except Exception as error:  # whatever it holds on to may refuse, in any way
             raise ValueError(
                 f"reward {name}: cannot be sent to the processes that call it ({error}). Let it "
