@@ -22,8 +22,9 @@ FOLDERS = [
     "tasks",
     "trainer",
 ]
-PICKLES = {"model/weight_transfer/mailbox.py"}
-"""Messages between ranks and engines of one run."""
+PICKLES = {"model/weight_transfer/mailbox.py", "rewards/passed.py"}
+"""Messages between ranks and engines of one run; functions that the caller of `keel.train` passed
+to the run's own workers, in a folder that lives as long as the call."""
 RUNS_TEXT = {
     "agents/environments/general/parts.py",
     "agents/inside/parent.py",
