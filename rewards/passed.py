@@ -63,7 +63,8 @@ def passed(name: str) -> Any:
     none, and for one that cannot be read here."""
     folder = os.environ.get(FOLDER)
     path = Path(folder or ".", f"{name}.pkl")
-    if not folder or not path.is_file():
+    plain = name.removeprefix(PREFIX).isidentifier()  # a recipe's: it may be any path
+    if not folder or not plain or not path.is_file():
         raise ValueError(
             f"reward {name!r}: was passed to keel.train by Python code; run that again, or put the "
             "function into a module and name it here as module.function"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from keel.rewards.passed import FOLDER, PREFIX, passed
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [
@@ -83,6 +86,16 @@ def test_files_are_no_pickles() -> None:
             assert is_false(keywords.get("allow_pickle")), file
         if name.partition(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "marshal"):
             assert file in PICKLES, f"{file}: {name}"
+
+
+def test_a_recipe_names_no_pickle_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    (tmp_path / "python.x").mkdir()
+    (tmp_path / "python.x" / "y.pkl").write_bytes(pickle.dumps(len))
+    with pytest.raises(ValueError, match="was passed to keel.train by Python code"):
+        passed(f"{PREFIX}x/y")
 
 
 def test_yaml_makes_plain_data() -> None:
