@@ -44,3 +44,20 @@ def _text(draw: random.Random, length: int) -> str:
 def answers(text: str) -> list[int]:
     """Where the asked digits stand."""
     return [at + 2 for at, mark in enumerate(text[:-2]) if mark == ASK and text[at + 2] != ASK]
+
+
+def pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """`text` in pieces, and whether each is an asked digit: tokenized one by one, such a digit is a
+    token of its own whatever the tokenizer."""
+    begin = 0
+    for place in answers(text):
+        yield text[begin:place], False
+        yield text[place], True
+        begin = place + 1
+    if begin < len(text):
+        yield text[begin:], False
+
+
+PAIRS = tuple(f"{key}{value}" for key in KEYS for value in string.digits)
+"""Every letter with every digit. A tokenizer that has them as tokens of their own makes the texts
+easier to learn: the token that holds the digit then says by itself which letter it is of."""
