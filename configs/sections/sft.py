@@ -30,7 +30,7 @@ class ConversationsConfig:
     task: str = ""
     """solutions: a task of reasoning_gym."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """solutions: parameters of the task."""
+    """solutions: parameters of the task. retrieval: `letters` and `digits`, how many there are."""
     length: int = 0
     """retrieval: characters of a text."""
     size: int = 0
@@ -61,13 +61,24 @@ class ConversationsConfig:
         wanted = NEEDED.get(self.source, "path")
         given = getattr(self, wanted)
         require(bool(given), f"{knob}.{wanted}", given, f"{self.source} needs it; name one")
-        for name, of in (("task", "solutions"), ("params", "solutions"), ("length", "retrieval")):
+        for name, of in (
+            ("task", ("solutions",)),
+            ("params", ("solutions", "retrieval")),
+            ("length", ("retrieval",)),
+        ):
             require(
-                self.source == of or not getattr(self, name),
+                self.source in of or not getattr(self, name),
                 f"{knob}.{name}",
                 getattr(self, name),
-                f"is for source: {of} alone; leave it out",
+                f"is for source: {' and '.join(of)} alone; leave it out",
             )
+        unknown = sorted({*self.params} - {"letters", "digits"})
+        require(
+            self.source != "retrieval" or not unknown,
+            f"{knob}.params",
+            unknown,
+            "retrieval has letters and digits alone",
+        )
         require(
             not self.system or not self.is_text,
             f"{knob}.system",

@@ -85,7 +85,8 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> Read:
     """`source.size` texts of `keel.data.text.retrieval`, each one window, of which the digits that
     can be known are learned."""
     try:
-        texts = list(retrieval_texts(source.size, length=source.length, seed=seed))
+        made = retrieval_texts(source.size, length=source.length, seed=seed, **source.params)
+        texts = list(made)
     except ValueError as error:
         raise ConfigError(f"sft.sources[{source.name}].{error}") from error
     examples: list[Example] = []

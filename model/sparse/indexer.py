@@ -28,7 +28,7 @@ def products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def own_products(query: Tensor, key: Tensor) -> Tensor:
-    """The same with keys of each query's own: query [B, c, H, d], key [B, c, k, d] → [B, c, H, k]."""
+    """With keys of each query's own: query [B, c, H, d], key [B, c, k, d] → [B, c, H, k]."""
     each = products(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     return each.unflatten(0, query.shape[:2])
 

@@ -14,7 +14,6 @@ from keel.model.sparse.contract import check_sparse_attention
 from keel.model.sparse.indexer import NONE, products, select
 from tests.model.families import build
 from tests.model.sparse.packed_rows import (
-    TOKENS,
     TOP_K,
     assert_same_gradients,
     gradients,
@@ -22,20 +21,18 @@ from tests.model.sparse.packed_rows import (
     run,
     segments_of_ids,
     theirs,
+    weighted,
 )
 
 
 @pytest.mark.parametrize("top_k", [TOP_K, 64], ids=["sparse", "all selected"])
 def test_packed_equals_transformers_on_each_segment(top_k: int) -> None:
     plain, ids = theirs(index_topk=top_k), segments_of_ids()
-    packed, weights = (
-        ours(plain),
-        torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(2)),
-    )
+    packed = ours(plain)
     alone = torch.cat([plain.get_decoder()(x, use_cache=False).last_hidden_state[0] for x in ids])
-    (alone * weights).sum().backward()
+    weighted(alone).backward()
     together = run(packed, ids, SparsePass(chunk=5))
-    (together * weights).sum().backward()
+    weighted(together).backward()
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
     assert_same_gradients(gradients(packed), gradients(plain))  # and none for an indexer in either
     dense = run(packed, ids, SparsePass(dense=True))
@@ -56,8 +53,7 @@ def test_chunks_recomputation_and_packing_change_nothing(dense: bool) -> None:
         ]
         hidden = torch.cat([run(model, row, one) for row, one in zip(rows, passes, strict=True)])
         loss = torch.stack([one.loss_sum() for one in passes]).sum()
-        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
-        ((hidden * weights).sum() + loss).backward()
+        (weighted(hidden) + loss).backward()
         assert all(len(one.losses) == 2 for one in passes)  # a layer's is counted once
         held = torch.stack([torch.stack(one.held).sum(0) for one in passes]).sum(0)
         results.append((hidden.detach(), loss.detach(), held, gradients(model)))
