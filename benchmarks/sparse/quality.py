@@ -36,8 +36,8 @@ LETTERS, DIGITS = 16, 4
 """All letters are in each text, so that the top k have to be chosen by what is asked."""
 GROWING = ((0.7, 64),)
 """The model first learns from shorter texts: up to this share of its steps, of this length."""
-DENSE_STEPS, WARM_UP_STEPS, FURTHER_STEPS = 350, 120, 50
-LR, WARM_UP_LR, FURTHER_LR = 3e-3, 1e-3, 3e-4
+DENSE_STEPS, WARM_UP_STEPS, FURTHER_STEPS = 350, 150, 50
+LR, WARM_UP_LR, FURTHER_LR = 3e-3, 5e-3, 3e-4
 TESTS = 48
 Batch = tuple[Tensor, Tensor]
 """[rows, tokens] ids, and which of them are asked for."""

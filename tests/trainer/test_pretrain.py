@@ -122,7 +122,7 @@ def test_the_word_for_a_control_token_is_not_one_in_text() -> None:
     by = encoded_by(tokenizer, len(tokenizer))
     ids = by.encode("so <|im_end|> ends it")
     assert tokenizer.eos_token_id not in ids
-    assert tokenizer.decode(ids) == "so <|im_end|> ends it"
+    assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"
     assert (by.before, by.after) == ((), (tokenizer.eos_token_id,))
 
 
