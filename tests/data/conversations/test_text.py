@@ -77,8 +77,10 @@ def test_windows_of_a_document_are_held_out_together(tmp_path: Path) -> None:
 
 
 def test_of_retrieval_texts_what_can_be_known_is_learned() -> None:
-    lessons = load(source="retrieval", length=40, size=3, window=41)
-    texts = list(retrieval_texts(3, length=40, seed=0))
+    few = {"letters": 5, "digits": 2}
+    lessons = load(source="retrieval", length=40, size=3, window=41, params=few)
+    texts = list(retrieval_texts(3, length=40, seed=0, **few))
+    assert {c for text in texts for c in text if c.isalnum()} <= set("abcde01")
     for lesson in lessons.train.take(3):
         (segment,) = lesson.segments
         text = bytes(segment.token_ids_T[1:].tolist()).decode()
@@ -88,6 +90,10 @@ def test_of_retrieval_texts_what_can_be_known_is_learned() -> None:
         load(source="retrieval", length=40, size=3, window=40)
     with pytest.raises(ConfigError, match=r"sft\.sources\[s\]\.length = 9: too short"):
         load(source="retrieval", length=9, size=3)
+    with pytest.raises(
+        ConfigError, match=r"sft\.sources\[s\]\.params\.letters = 27: must be from 1"
+    ):
+        load(source="retrieval", length=40, size=3, params={"letters": 27})
 
 
 @pytest.mark.parametrize(
@@ -127,6 +133,10 @@ def test_what_is_no_text_can_be_left_out(tmp_path: Path) -> None:
         ({"source": "retrieval", "size": 3}, "length = 0: retrieval needs it"),
         ({"source": "retrieval", "length": 30}, "size = 0: must be at least 1"),
         ({"source": "text", "path": "a.txt", "length": 3}, "length = 3: is for source: retrieval"),
+        (
+            {"source": "retrieval", "length": 30, "size": 3, "params": {"words": 3}},
+            r"params = \['words'\]: retrieval has letters and digits alone",
+        ),
         ({"source": "text", "path": "a.txt", "system": "x"}, "system = 'x': is for conversations"),
     ],
 )
