@@ -78,6 +78,23 @@ def test_a_base_model_needs_no_chat_template(tmp_path: Path) -> None:
         prepare_sft(recipe(tmp_path, data={"sources": [sums]}), [model])
 
 
+def test_the_shipped_stages_take_the_model_of_the_one_before(tmp_path: Path) -> None:
+    few = ["sft.sources[retrieval].size=80", f"run.dir={tmp_path / 'run'}", "run.device=cpu"]
+    task = prepare_pretraining("pretrain-dense", few)
+    windows = task.lessons.train.take(16)
+    assert all(window.total_tokens == 112 for window in windows), "a pair is one token"
+    tokenizer = build_tokenizer(task.config.model.embedded.phrases)
+    build_model(task.config.model.embedded, tokenizer, seed=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for stage in ("warm-up", "sparse"):
+        name = f"pretrain-{stage}"
+        after = prepare_pretraining(name, [*few, f"model.path={tmp_path}"])
+        assert after.config.trainer.attention == stage
+        assert after.tokenizer == task.tokenizer and after.facts.index_top_k == 12
+        before = load_config(name).model.path
+        assert before.startswith("runs/pretrain-") and before.endswith("/model")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
