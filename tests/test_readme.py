@@ -30,7 +30,7 @@ BLOCKS = [
 ]
 
 
-QUICK = ["data.sources[logic].size=210"]
+QUICK = ["data.sources[logic].size=40", "data.sources[logic].holdout=16"]
 """Twenty thousand puzzles take their time."""
 FEW = [f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8")]
 
