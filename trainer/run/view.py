@@ -51,8 +51,8 @@ def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
 
     stream: None: standard output as it is now, which need not be what it was at the import.
     """
-    stream = stream or sys.stdout
-    return LiveView(title, steps) if stream.isatty() else PlainView(steps, stream)
+    chosen = stream or sys.stdout
+    return LiveView(title, steps) if chosen.isatty() else PlainView(steps, chosen)
 
 
 class Progress:
