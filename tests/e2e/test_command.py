@@ -76,6 +76,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def keel(*arguments: str) -> str:
+    done = subprocess.run(
+        [*KEEL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def words_of(process: psutil.Process) -> str:
     """Its command line; "" of one that has ended meanwhile."""
     try:
@@ -201,15 +209,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
 
     steps = reached + 2
     ours = [*small(folder, cache, steps), *ahead]
-
-    # From here on in this process, which has loaded its libraries.
-    def said_by(command: str, *words: str, status: int = 0) -> str:
-        code = main([command, *ours, *words])
-        said = capsys.readouterr()
-        assert code == status, said.out + said.err
-        return said.err if status else said.out
-
-    said = said_by("train", "trainer.ranks=2", "trainer.zero_stage=1")
+    said = keel("train", *ours, "trainer.ranks=2", "trainer.zero_stage=1")
     was = "trainer.ranks = 1, trainer.zero_stage = 0"
     assert f"{before[-1]} was saved with {was}; this run has trainer.ranks = 2, train" in said
     assert f"{last} is damaged (optimizer/rank_0.safetensors: changed, betw" in said
@@ -237,6 +237,12 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.config.num_experts == 8
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+    # From here on in this process, which has loaded its libraries.
+    def said_by(command: str, *words: str, status: int = 0) -> str:
+        assert main([command, *ours, *words]) == status
+        said = capsys.readouterr()
+        return said.err if status else said.out
 
     assert f"step_{steps:06d}" in said_by("eval")
     assert "raise run.steps" in said_by("train").lower()
