@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.configs.schema import EvalVariant
+from keel.configs.load import load_config
+from keel.configs.schema import Config, EvalVariant
+from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rollout.chat.chat import TemplateChat
 from keel.trainer.cli import main
-from keel.trainer.evaluate import as_asked
+from keel.trainer.evaluate import as_asked, as_the_variant_has_it
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.system import System, episodes
 
 FEW = (
     "data.sources[spelling].size=12",
@@ -30,6 +34,9 @@ FEW = (
     "eval.samples=4",
     "algorithm.group_size=3",
 )
+
+
+OPEN = "data.sources[trip].environment.isolation=none-i-trust-the-environments"
 
 
 @dataclass
@@ -105,8 +112,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     system = Fake()
 
     @contextmanager
-    def running(*_: object) -> Iterator[Any]:
+    def running(*_: object, learner: bool) -> Iterator[Any]:
+        before = len(system.loaded)
         yield system
+        # A checkpoint's weights are the ranks' to read; a model folder's the engines'.
+        assert learner == (len(system.loaded) > before)
 
     monkeypatch.setattr("keel.trainer.evaluate.running", running)
     return system
@@ -256,6 +266,60 @@ def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
     assert not any(p.thinking for (p, _), end in zip(fake.asked, ends, strict=True) if not end)
 
 
+@dataclass(frozen=True)
+class Agents:
+    """As far as a variant looks into a started system."""
+
+    config: Config
+    chat: Any
+
+
+def test_agents_deal_with_a_full_context_as_the_variant_says() -> None:
+    config = load_config(
+        "agent-trip",
+        [OPEN, "agents.summary_tokens=32"],
+    )
+    task: Any = Agents(config, TemplateChat(build_tokenizer()))
+    nothing: Any = None
+    with episodes(task, nothing) as agents:
+        system = System(task=task, pool=nothing, ranks=nothing, scorer=nothing, agents=agents)
+        methods: dict[str, str] = {}
+        for context in ("discard-all", "as-in-training", "summary"):
+            variant = EvalVariant(name="v", context=context)
+            with as_the_variant_has_it(config, system, variant) as changed:
+                assert isinstance(changed, System) and changed.agents is not None
+                methods[context] = changed.agents._limits["trip"].context.method
+    assert methods == {"discard-all": "discard-all", "as-in-training": "none", "summary": "summary"}
+
+
+def test_budgets_and_ways_with_a_full_context_are_ways_of_asking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass(frozen=True)
+    class Known:
+        config: Config
+
+    opened: list[tuple[str, int]] = []
+
+    def episodes(task: Known, pool: object) -> Any:
+        opened.append((task.config.agents.context, task.config.rollout.sampling.max_tokens))
+        return nullcontext("other episodes")
+
+    monkeypatch.setattr("keel.trainer.evaluate.episodes", episodes)
+    config = load_config("mixed-agents")  # `chat` has 32 tokens of its own, the others 48
+    given: Any = {"task": Known(config), "pool": None, "ranks": None, "scorer": None}
+    system = System(**given)
+    with as_the_variant_has_it(
+        config, system, EvalVariant(name="v", max_tokens=40, context="discard-all")
+    ) as other:
+        assert isinstance(other, System) and other.agents == "other episodes"
+        now = other.task.config
+        assert [now.sampling("eval", d).max_tokens for d in ("spelling", "chat")] == [40, 32]
+    with as_the_variant_has_it(config, system, EvalVariant(name="v", thinking="without")) as same:
+        assert same is system
+    assert opened == [("discard-all", 40)] and config.agents.context == "none"
+
+
 def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *FEW)
     assert main(["eval", *words, "eval.prompts=train", "eval.size=3"]) == 0
@@ -296,3 +360,13 @@ def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
 ) -> None:
     assert main(["eval", "quickstart", f"run.dir={tmp_path}", *FEW, override]) == 2
     assert said in capsys.readouterr().err and not fake.asked
+
+
+def test_a_variant_whose_contexts_hold_no_summary_is_refused_before_an_engine_starts(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = (OPEN, "eval.variants=[{name: a}, {name: b, context: summary}]")
+    assert main(["eval", "agent-trip", f"run.dir={tmp_path}", *ways]) == 2
+    said = capsys.readouterr().err
+    assert "eval.variants[b]: agents.summary_tokens = 1024: must be less than half" in said
+    assert not fake.asked
