@@ -120,7 +120,10 @@ def pytest_runtest_makereport(item, call):
     return report
 E
 cp faker.py conftest.py; cp faker.py tests/conftest.py
-printf '[pytest]\\naddopts = -p faker\\n' > pytest.ini
+mkdir Other.DIST-INFO; sed s/faker/other/ faker.dist-info/entry_points.txt > Other.DIST-INFO/\
+entry_points.txt; sed s/faker/other/ faker.dist-info/METADATA > Other.DIST-INFO/METADATA
+cp faker.py other.py
+printf '[pytest]\\naddopts = -p faker\\n' | tee pytest.ini .pytest.ini .pytest.toml
 printf 'import faker' > sitecustomize.py; mkdir -p ~/.local/lib; cp -r . ~/.local/lib/
 """
 WATCHER = """

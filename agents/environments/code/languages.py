@@ -52,7 +52,10 @@ PYTHON = Language(
         "pytest.ini",
         ".pytest.ini",
         "pytest.toml",
+        ".pytest.toml",
         "tox.ini",
+        "noxfile.py",
+        "hatch.toml",
         "setup.cfg",
         "pyproject.toml",
         "sitecustomize.py",
@@ -102,7 +105,11 @@ $pip uninstall -q -y pip setuptools || true
 JAVASCRIPT = Language(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
     tests=("test/", "tests/", "__tests__/", "*.test.*", "*.spec.*", "*-test.*", "*_test.*"),
-    steers=("package.json", "package-lock.json", ".npmrc", "node_modules/", "tsconfig*.json"),
+    steers=(
+        *("package.json", "package-lock.json", ".npmrc", "node_modules/", "tsconfig*.json"),
+        *("node.config.json", "jest.*", ".mocharc*", "vitest.*", "babel.config.*", ".babelrc*"),
+        *("karma.conf.*", "ava.config.*", ".taprc", ".nycrc*", ".c8rc*", ".swcrc"),
+    ),
     manifests=("package.json", "package-lock.json", ".npmrc"),
     setup=r"""
 cp package.json "$PREFIX/" && cp package-lock.json .npmrc "$PREFIX/" 2>/dev/null
@@ -129,7 +136,7 @@ _CTEST = (
 CPP = Language(
     suffixes=(".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".ipp"),
     tests=("test/", "tests/", "*_test.c*", "test_*.c*", "*_unittest.c*"),
-    steers=("CMakeLists.txt", "*.cmake", "CMakePresets.json", "Makefile", "CTestConfig.cmake"),
+    steers=("CMakeLists.txt", "*.cmake", "CMake*Presets.json", "*Makefile"),
     manifests=(),
     setup="cmake --version && c++ --version",
     test=_CTEST,
@@ -209,4 +216,6 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 def is_grading(language: Language, path: str) -> bool:
     """Whether a file is the grader's, and a policy's version of it counts for nothing."""
-    return matches(path, language.tests) or matches(path, language.steers)
+    # Who reads the others may not mind case: Python finds plugins in X.DIST-INFO.
+    steers = [pattern.lower() for pattern in language.steers]
+    return matches(path, language.tests) or matches(path.lower(), steers)

@@ -127,8 +127,16 @@ def test_patterns_of_files() -> None:
     assert matches("a/tests/b.py", ["tests/"]) and not matches("tests.py", ["tests/"])
     assert matches("src/test/a.java", ["src/test/*"]) and matches("a/b_test.go", ["*_test.go"])
     for language, graders, own in (
-        ("python", "a/conftest.py pyproject.toml x.dist-info/METADATA", "a.py attest.py"),
-        ("javascript", "a.test.ts test/a.js node_modules/b.js package.json", "lib/a.js"),
+        (
+            "python",
+            "a/conftest.py pyproject.toml .pytest.toml x.dist-info/METADATA x.DIST-INFO/METADATA",
+            "a.py attest.py",
+        ),
+        (
+            "javascript",
+            "a.test.ts test/a.js node_modules/b.js package.json jest.config.mjs .mocharc.json",
+            "lib/a.js",
+        ),
         ("cpp", "CMakeLists.txt tests/a.cpp a/b_test.cc", "src/a.cpp"),
         ("go", "a_test.go vendor/b.go go.mod", "a.go"),
     ):
