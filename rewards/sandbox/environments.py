@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -195,11 +195,13 @@ class EnvironmentSandbox:
                 binds[path] = "--ro-bind"
         binds.update(dict.fromkeys(_both(self.writable), "--bind"))
         hidden = _both(self.hidden)
-        words, last = list[str](), list[str]()
+        words, last, mounted = list[str](), list[str](), set[Path]()
         inside = sorted({*binds, *hidden}, key=lambda path: len(path.parts))
         for path in inside:
             above = next((p for p in path.parents if p in binds or p in hidden), None)
             if path in hidden:
+                if _through_a_link(path, mounted):
+                    continue  # what it leads to is hidden by its own name
                 if above in binds and path.is_dir():
                     words += ["--perms", "0555", "--tmpfs", str(path)]
                     last += ["--remount-ro", str(path)]
@@ -210,6 +212,7 @@ class EnvironmentSandbox:
                 if above not in binds:
                     words += made_folders([str(folder)])
                 words += [binds[path], str(path), str(path)]
+                mounted.add(path)
         return words + last
 
     def _limited(self, root: bool, forking: bool) -> list[str]:
@@ -284,6 +287,16 @@ def environment_wrap(
             break
     cure = _CURE.format(knob=knob)
     raise IsolationError(f"{knob} = {isolation!r} does not work here: {complaint}; {cure}")
+
+
+def _through_a_link(path: Path, mounted: Set[Path]) -> bool:
+    """Whether a link in a folder that is mounted leads to it."""
+    for each in (path, *path.parents):
+        if each in mounted:
+            return False
+        if each.is_symlink():
+            return any(above in mounted for above in each.parents)
+    return False
 
 
 def _both(paths: Sequence[Path]) -> list[Path]:
