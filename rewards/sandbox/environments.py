@@ -47,8 +47,9 @@ OPEN_FILES = 1024
 PROBE_S = 30.0
 _NETWORK_FILES = ("hosts", "nsswitch.conf", "resolv.conf", "ssl", "pki", "ca-certificates")
 _TAKEN = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
+_INSTALL = "install bubblewrap (`apt-get install bubblewrap`)"
 _CURE = (
-    "install bubblewrap (`apt-get install bubblewrap`), or set {knob}: "
+    f"{_INSTALL}, or set {{knob}}: "
     "none-i-trust-the-environments if they, and what the policy does in them, may do on this "
     "machine whatever you may"
 )
@@ -244,7 +245,7 @@ def environment_wrap(
     the sandbox's own. processes: with threads. files_mib: of the private /tmp and of /dev/shm,
     which are memory too. writable: folders of this machine that it may change, all episodes the
     same. hidden: folders and files that it must not see, though they may lie in a folder that it
-    reads. knob: what sets `isolation`, for messages.
+    reads. knob: what sets `isolation`, for messages; empty: nothing does, it is not to be without.
 
     Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
     """
@@ -285,6 +286,8 @@ def environment_wrap(
             return sandbox(mounts)
         if not complaint.startswith("bwrap"):
             break
+    if not knob:
+        raise IsolationError(f"{isolation} does not work here: {complaint}; {_INSTALL}")
     cure = _CURE.format(knob=knob)
     raise IsolationError(f"{knob} = {isolation!r} does not work here: {complaint}; {cure}")
 

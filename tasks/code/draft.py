@@ -91,7 +91,7 @@ class Rooms:
     def _wrap(self, network: Literal["none", "host"] = "none", **more: Any) -> Wrap:
         try:
             wrap = environment_wrap(
-                "bubblewrap", memory_mib=self._config.memory_mib, network=network, **more
+                "bubblewrap", memory_mib=self._config.memory_mib, network=network, knob="", **more
             )
         except IsolationError as error:
             raise ConfigError(f"family = 'code' needs its sandbox: {error}") from error
