@@ -39,6 +39,8 @@ class Language:
     canary: tuple[str, str] = ("", "")
     """Name and text of a test file with one test, which passes if WORTH is true. One that must fail
     and one that must pass run with the others: who fakes all results fakes those, too."""
+    canary_at_the_end: str = ""
+    """The same as the last lines of a hidden test file: who fakes what is in there does so, too."""
     build_names_sources: bool = False
     """Whether a new source file has to be named in a file of `steers`."""
     unproven: str = ""
@@ -101,6 +103,7 @@ $pip uninstall -q -y pip setuptools || true
     ),
     check='"$PREFIX/bin/python" -c "import pytest"',
     canary=("test_NONCE.py", "def test_NONCE():\n    assert WORTH\n"),
+    canary_at_the_end="\n\n\ndef test_NONCE():\n    assert WORTH\n",
 )
 JAVASCRIPT = Language(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),

@@ -182,7 +182,13 @@ def test_the_judge_reads_marks_and_refuses_low_ones() -> None:
 
 def test_a_test_that_differs_between_runs_is_left_out() -> None:
     def run(**tests: str) -> dict[str, Any]:
-        return {"tests": tests, "canary": "as wanted", "said": "", "seconds": len(tests)}
+        return {
+            "tests": tests,
+            "canary": "as wanted",
+            "inside": True,
+            "said": "",
+            "seconds": len(tests),
+        }
 
     before = [
         run(a="failed", b="passed", c="passed", d="passed", e="failed"),
