@@ -34,6 +34,7 @@ from keel.data.dataset import Dataset
 from keel.model.embedded.conversations import Demonstration
 from keel.rewards.sandbox.environments import Network, environment_wrap
 from keel.rewards.sandbox.runtime import runtime
+from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law, turn_ids
@@ -155,7 +156,7 @@ def made_from(config: Config, source: SourceConfig) -> Program | McpServer | Non
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
-def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeRunner:
+def episode_runner(config: Config, chat: Chat, turns: Turns) -> EpisodeRunner:
     """Started. Raises ConfigError for an environment that cannot be one."""
     agents = config.agents
     starting = asyncio.Semaphore(STARTING)

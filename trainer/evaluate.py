@@ -6,11 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
+from keel.agents.episode import BROKE
+from keel.agents.runner import EpisodeRunner
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, load_dataset
@@ -24,6 +27,8 @@ from keel.rewards.scorer import Scorer
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
+from keel.rollout.endpoint_turns import EndpointTurns
+from keel.trainer.agents import episode_runner
 from keel.trainer.filter import GIVEN_UP, POLICY, STOPPING, sample_prompts
 from keel.trainer.prepare import (
     check_rewards,
@@ -75,10 +80,28 @@ class Remote:
     config: Config
     completions: EndpointCompletions
     scorer: Scorer
+    turns: EndpointTurns | None = None
+    agents: EpisodeRunner | None = None
+    """Of prompts with environments."""
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
+        if prompt.environment and self.agents and self.turns:
+            group = self.agents.submit(prompt, group_size=size, purpose=purpose)
+            group.add_done_callback(lambda _: self.turns and self.turns.forget(prompt))
+            return group
         how = self.config.sampling(purpose, prompt.domain)
         return self.completions.submit(prompt, group_size=size, sampling=how)
+
+
+@contextmanager
+def with_episodes(remote: Remote) -> Iterator[Remote]:
+    """And what runs them. Raises ConfigError for an environment that cannot be one."""
+    config = remote.config
+    turns = EndpointTurns(
+        remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
+    )
+    with episode_runner(config, turns, turns.turn) as agents:
+        yield replace(remote, turns=turns, agents=agents)
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
@@ -178,10 +201,11 @@ def _remote(config: Config) -> Subject:
     ConfigError."""
     endpoint = config.endpoint
     require_prompts(config)
-    if config.with_agents:
+    if driven := [source.name for source in config.data.sources if source.environment.program]:
         raise ConfigError(
-            f"endpoint.base_url = {endpoint.base_url}: gives texts, and episodes in environments "
-            "need tokens; leave their sources out (data.only), or serve the model by model.path"
+            f"endpoint.base_url = {endpoint.base_url}: gives texts, and the program of "
+            f"data.sources[{driven[0]}] needs tokens; leave such sources out (data.only), or serve "
+            "the model by model.path"
         )
     dataset = load_dataset(
         config.data, seed=config.run.seed, count_tokens=lambda _: 0, check_reward=check_spec
@@ -207,7 +231,8 @@ def _remote(config: Config) -> Subject:
                 judge.check_reachable()
             scorer = stack.enter_context(scorer_of(config, judge, print))
             stack.enter_context(completions)
-            yield Remote(config=config, completions=completions, scorer=scorer)
+            remote = Remote(config=config, completions=completions, scorer=scorer)
+            yield stack.enter_context(with_episodes(remote)) if config.with_agents else remote
 
     lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
     return Subject(
@@ -335,7 +360,9 @@ def _in(given: Config, system: System | Remote, variant: EvalVariant) -> Iterato
         yield system
         return
     if isinstance(system, Remote):
-        yield replace(system, config=config)
+        changed = replace(system, config=config)
+        with with_episodes(changed) if config.with_agents else nullcontext(changed) as remote:
+            yield remote
         return
     changed = replace(system.task, config=config)
     with episodes(changed, system.pool) as agents:
@@ -345,7 +372,8 @@ def _in(given: Config, system: System | Remote, variant: EvalVariant) -> Iterato
 def to_be_had_later(groups: Sequence[ScoredGroup]) -> bool:
     """Whether completions are missing only since an endpoint had too much to do: their prompt is
     asked again by the next start, and does not count as one that was failed."""
-    return any(reason.startswith(LATER) for group in groups for reason in group.group.dropped)
+    dropped = [reason for group in groups for reason in group.group.dropped]
+    return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 
 
 def as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
