@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 from keel.agents.episode import BROKE
-from keel.agents.runner import EpisodeRunner
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, load_dataset
@@ -23,12 +20,9 @@ from keel.data.pass_rates import digest_of
 from keel.data.results import compared, compared_table, results, table
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.scorer import Scorer
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
-from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
+from keel.rl.types import Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
-from keel.rollout.endpoint_turns import EndpointTurns
-from keel.trainer.agents import episode_runner
 from keel.trainer.filter import GIVEN_UP, POLICY, STOPPING, sample_prompts
 from keel.trainer.prepare import (
     check_rewards,
@@ -39,7 +33,7 @@ from keel.trainer.prepare import (
 )
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
-from keel.trainer.system import System, episodes, running, scorer_of
+from keel.trainer.system import Remote, System, episodes, running, scorer_of, with_episodes
 
 MOST_ANSWER = 200
 """Characters: what is longer, and not marked as the answer, is none to agree with."""
@@ -71,37 +65,6 @@ class Subject:
         chosen = {name: of.train.sources[name] for name in trained}
         chosen = of.heldout if given.prompts == "heldout" else chosen
         return {name: prompts[: given.size or None] for name, prompts in chosen.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remote:
-    """A model behind an endpoint, and a scorer. Serves as `System` does."""
-
-    config: Config
-    completions: EndpointCompletions
-    scorer: Scorer
-    turns: EndpointTurns | None = None
-    agents: EpisodeRunner | None = None
-    """Of prompts with environments."""
-
-    def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
-        if prompt.environment and self.agents and self.turns:
-            group = self.agents.submit(prompt, group_size=size, purpose=purpose)
-            group.add_done_callback(lambda _: self.turns and self.turns.forget(prompt))
-            return group
-        how = self.config.sampling(purpose, prompt.domain)
-        return self.completions.submit(prompt, group_size=size, sampling=how)
-
-
-@contextmanager
-def with_episodes(remote: Remote) -> Iterator[Remote]:
-    """And what runs them. Raises ConfigError for an environment that cannot be one."""
-    config = remote.config
-    turns = EndpointTurns(
-        remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
-    )
-    with episode_runner(config, turns, turns.turn) as agents:
-        yield replace(remote, turns=turns, agents=agents)
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
