@@ -21,7 +21,7 @@ export CUDA_VISIBLE_DEVICES :=
 # Modules are compiled once, not by each of the hundred processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test sandbox unit lint format types clean
+.PHONY: help install quickstart test tests sandbox unit lint format types clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -38,7 +38,11 @@ $(DONE): requirements/install.py $(wildcard requirements/*.txt) pyproject.toml
 quickstart: install  ## Train the embedded model for real, end to end, in minutes
 	$(BIN)/keel train quickstart run.seed=$(SEED) run.dir=$(RUN) $(ARGS)
 
-test: install lint types sandbox  ## Every test
+# Pyright keeps one core busy for a minute, and the tests leave some of theirs idle.
+test: install lint sandbox  ## Lint, types and every test
+	@$(MAKE) --no-print-directory --jobs=2 types tests
+
+tests: install
 	$(BIN)/python -m pytest -q -n $(WORKERS) $(FILES) $(ARGS)
 
 # System packages are the user's business, but a CI machine is ours to set up.

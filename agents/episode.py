@@ -28,6 +28,7 @@ from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 """An engine, some engine."""
+BROKE = "the conversation broke: "
 NOTHING_SAID = "late: its time was up before it had sampled a token (rollout.deadline_s)"
 
 
@@ -83,7 +84,7 @@ class Episode:
         except EnvironmentLost as error:
             return self._crashed(str(error)) or str(error)
         except (ValueError, OSError) as error:  # one conversation is none that can go on
-            return f"the conversation broke: {error}"
+            return f"{BROKE}{error}"
         finally:
             # It has a deadline of its own, and is to end even where this is cancelled.
             await asyncio.shield(asyncio.ensure_future(self.environment.close()))

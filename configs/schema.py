@@ -81,7 +81,8 @@ class Config:
             bool(self.data.sources or self.sft.sources),
             "data.sources",
             [],
-            "add one (source: reasoning_gym, jsonl or environment), or sft.sources for `keel sft`",
+            "add one (source: reasoning_gym, jsonl or environment), or sft.sources for `keel sft` "
+            "and `keel pretrain`",
         )
         held = [source.name for source in self.data.sources if source.holdout]
         for name in self.alarms.stop_below:

@@ -73,6 +73,8 @@ class ModelFacts:
     kv_heads: int
     """Parts that an engine's GPUs can share the cache out in; 1 for a latent cache, which each of
     them holds whole."""
+    index_top_k: int = 0
+    """Tokens that the indexer of sparse attention selects; 0: it has none."""
     full_attention: bool = True
     """See the function `full_attention`."""
     fused_norms: bool = True
@@ -88,12 +90,12 @@ class ModelFacts:
         return len(self.moe_layer_ids)
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or hub model.
+def load_tokenizer(path: str, *, chats: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or hub model. chats: it has to write them.
 
     Raises:
-        ConfigError: there is none at `path`, it has no end-of-turn token, or no chat template and
-            is not of DeepSeek-V3.2's family, whose chats are written by code.
+        ConfigError: there is none at `path`, it has no end-of-turn token, or, with `chats`, no chat
+            template and is not of DeepSeek-V3.2's family, whose chats are written by code.
     """
     check_path(path)
     check_tokenizer_files(path)
@@ -101,7 +103,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {path!r} {_unread(error)}") from error
-    if not tokenizer.chat_template and not written_by_code(tokenizer):
+    if chats and not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
             f"the tokenizer of {path!r} has no chat template, and prompts are chats. Name the "
             "tokenizer of an instruction-tuned model of the same family in model.tokenizer"
@@ -238,6 +240,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         attention_width=heads * head_size,
         kv_width=kv_width,
         kv_heads=kv_heads,
+        index_top_k=getattr(text, "index_topk", None) or 0,
         full_attention=full_attention(text),
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +31,7 @@ def named(function: Callable[..., Any]) -> str:
 
 
 @contextmanager
-def passing(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
     """Worker processes that start inside find `functions`. One `passing` at a time.
 
     Raises ValueError naming a function that cannot be pickled, and for two of one name.

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import openai
@@ -18,6 +18,7 @@ from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
 from keel.rollout.engine.conversion import THINK_END, THINK_START
 
+T = TypeVar("T")
 CONNECT_S = 10.0
 CLOSING_S = 30.0
 MOST_SAID = 300
@@ -75,9 +76,7 @@ class EndpointCompletions:
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
         """A completion that the endpoint does not give is dropped, with the reason. The future
         fails with RuntimeError where the endpoint refuses what every request has in common."""
-        return asyncio.run_coroutine_threadsafe(
-            self._group(prompt, group_size, sampling), self._loop
-        )
+        return self.later(self._group(prompt, group_size, sampling))
 
     async def _group(self, prompt: Prompt, size: int, sampling: SamplingConfig) -> Group:
         results = await asyncio.gather(*(self._one(prompt, n, sampling) for n in range(size)))
@@ -91,26 +90,49 @@ class EndpointCompletions:
         self, prompt: Prompt, sibling: int, sampling: SamplingConfig
     ) -> Trajectory | str:
         """Or why there is none."""
+        body = await self.asked(
+            prompt.messages,
+            prompt.tools,
+            sampling,
+            max_tokens=sampling.max_tokens,
+            thinking=prompt.thinking,
+        )
+        return body if isinstance(body, str) else _trajectory(prompt, sibling, body)
+
+    def later(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """On this thread's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def asked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: SamplingConfig,
+        *,
+        max_tokens: int,
+        thinking: bool,
+    ) -> Mapping[str, Any] | str:
+        """What the endpoint says, or why it says nothing. Raises as `submit`'s future fails."""
         config = self._config
         extra = dict(config.extra)
         if sampling.top_k:
             extra["top_k"] = sampling.top_k
         if config.tells_thinking:
-            told = {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}
+            told = {"enable_thinking": thinking, "thinking": thinking}
             extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **told}
         try:
             async with self._slots, asyncio.timeout(config.deadline_s * (1 + config.retries)):
                 response = await self._client.chat.completions.create(
                     model=config.model,
-                    messages=cast(Any, [dict(message) for message in prompt.messages]),
-                    tools=cast(Any, [dict(tool) for tool in prompt.tools] or openai.omit),
+                    messages=cast(Any, [dict(message) for message in messages]),
+                    tools=cast(Any, [dict(tool) for tool in tools] or openai.omit),
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
-                    max_tokens=sampling.max_tokens,
+                    max_tokens=max_tokens,
                     stop=list(sampling.stop) or None,
                     extra_body=extra or None,
                 )
-                body: Mapping[str, Any] = response.model_dump()
+                return response.model_dump()
         except (TimeoutError, openai.APITimeoutError):
             return f"no reply within endpoint.deadline_s = {config.deadline_s:g}"
         except (
@@ -132,7 +154,6 @@ class EndpointCompletions:
             ) from error
         except (openai.APIError, ValueError, AttributeError) as error:
             return self._public(f"the endpoint's reply is none: {error}")
-        return _trajectory(prompt, sibling, body)
 
     def _public(self, text: str) -> str:
         text = (text.replace(self._key, "***") if self._key else text)[:MOST_SAID]

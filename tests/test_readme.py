@@ -30,8 +30,9 @@ BLOCKS = [
 ]
 
 
-QUICK = ["data.sources[logic].size=210"]
+QUICK = ["data.sources[logic].size=40", "data.sources[logic].holdout=16"]
 """Twenty thousand puzzles take their time."""
+FEW = [f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8")]
 
 
 def block(start: str) -> str:
@@ -77,8 +78,7 @@ def test_the_closing_lines_are_written_like_that(tmp_path: Path) -> None:
     found = [re.fullmatch(pattern, line) for line in shown[:-1]]
     scores = [match.groups() for match in found if match]
     assert len(scores) == len(shown) - 1 > 1
-    few = ["data.sources.0.size=150", "data.sources.1.size=150"]
-    config = prepare("quickstart", [f"run.dir={tmp_path}", *few]).config
+    config = prepare("quickstart", [f"run.dir={tmp_path}", *FEW]).config
     assert {name.split("/")[0] for name, *_ in scores} == {s.name for s in config.data.sources}
     steps: list[dict[str, float]] = [
         {"step": int(scores[0][at]), **{f"eval/{row[0]}": float(row[at - 1]) for row in scores}}
@@ -175,5 +175,4 @@ def test_the_job_is_one_that_keel_takes(
     assert submit[:5] == ["ray", "job", "submit", "--", "keel"]
     arguments = [word.replace("$PWD", str(tmp_path)) for word in submit[6:]]
     assert submit[5] == "train"
-    few = ["data.sources.0.size=150", "data.sources.1.size=150"]
-    assert main(["check", *arguments, *few, "run.device=cpu"]) == 0, capsys.readouterr().err
+    assert main(["check", *arguments, *FEW, "run.device=cpu"]) == 0, capsys.readouterr().err

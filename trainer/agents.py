@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from keel.agents.endpoint.probe import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.environments.interpreter import CELL_S
 from keel.agents.episode import POLICYS
-from keel.agents.host.client import Deadlines, Hosted, Program, parent_of
+from keel.agents.host.client import KEEL, Deadlines, Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.host.process import Wrap, not_wrapped
 from keel.agents.host.room import make_room
@@ -33,6 +34,7 @@ from keel.data.dataset import Dataset
 from keel.model.embedded.conversations import Demonstration
 from keel.rewards.sandbox.environments import Network, environment_wrap
 from keel.rewards.sandbox.runtime import runtime
+from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law, turn_ids
@@ -162,7 +164,7 @@ def made_from(config: Config, source: SourceConfig) -> Program | McpServer | Non
         raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
 
 
-def episode_runner(config: Config, chat: TemplateChat, turns: Turns) -> EpisodeRunner:
+def episode_runner(config: Config, chat: Chat, turns: Turns) -> EpisodeRunner:
     """Started. Raises ConfigError for an environment that cannot be one."""
     agents = config.agents
     starting = asyncio.Semaphore(STARTING)
@@ -332,11 +334,13 @@ def readable(given: EnvironmentConfig) -> tuple[Path, ...]:
 def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
     """Raises ValueError where this machine cannot isolate it. network: None, as the recipe says.
 
-    It does not see the run, nor the files that prompts come from, unless they are `readable` by
-    name: they hold the answers, and what the policy runs reads what an environment does."""
+    It does not see the run, nor the files that prompts come from, nor what makes procedural ones,
+    unless they are `readable` by name: they hold the answers, and what the policy runs reads what
+    an environment does."""
     given = source.environment
     named = {Path(path).resolve() for path in given.readable}
-    answers = [path for path in _prompt_files(config) if path.resolve() not in named]
+    answers = [*_prompt_files(config), *_generators(config, given.python or sys.executable)]
+    answers = [path for path in answers if path.resolve() not in named]
     return (
         environment_wrap(
             given.isolation,
@@ -351,6 +355,16 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
 
 def _prompt_files(config: Config) -> list[Path]:
     return [data_path(source.path) for source in config.data.sources if source.path]
+
+
+def _generators(config: Config, python: str) -> list[Path]:
+    """What prompts were made by: with the seed, which can be tried, it says their answers."""
+    found = [(KEEL / "tasks").resolve()]
+    if any(source.source == "reasoning_gym" for source in config.data.sources):
+        with suppress(FileNotFoundError):  # where there is no such interpreter, others say so
+            for path in runtime(python).paths:
+                found += path.glob("python3*/site-packages/reasoning_gym")
+    return found
 
 
 def deadlines(given: EnvironmentConfig) -> Deadlines:

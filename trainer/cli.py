@@ -18,6 +18,7 @@ from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
   keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
+  keel pretrain pretrain-dense              text; pretrain-warm-up and pretrain-sparse go on
   keel distill quickstart                   specialists, what they teach, mixed RL, and a table
   keel check my-recipe.yaml trainer.lr=2e-6 validate and show the plan; starts nothing
   keel train my-recipe.yaml run.steps=200   again later: resumes from the last checkpoint
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("train", "train a recipe; continues a run folder that holds a checkpoint"),
         ("sft", "learn from conversations: supervised fine-tuning, with the same trainer"),
+        ("pretrain", "learn from text: continued pre-training, and stages of sparse attention"),
         ("check", "validate a recipe and print its plan; starts nothing"),
         (
             "filter",
@@ -131,7 +133,7 @@ def heavy(arguments: argparse.Namespace) -> int:
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # What is judged another machine may serve, and what is only learned nobody samples.
-    needed = LIBRARIES[arguments.command in ("judge", "sft") :]
+    needed = LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
     absent = [name for name in needed if find_spec(name) is None]
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)

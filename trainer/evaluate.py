@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from keel.agents.episode import BROKE
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, load_dataset
@@ -20,9 +20,8 @@ from keel.data.pass_rates import digest_of
 from keel.data.results import compared, compared_table, results, table
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.scorer import Scorer
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
-from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, Trajectory
+from keel.rl.types import Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.filter import GIVEN_UP, POLICY, STOPPING, sample_prompts
 from keel.trainer.prepare import (
@@ -34,7 +33,7 @@ from keel.trainer.prepare import (
 )
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
-from keel.trainer.system import System, episodes, running, scorer_of
+from keel.trainer.system import Remote, System, episodes, running, scorer_of, with_episodes
 
 MOST_ANSWER = 200
 """Characters: what is longer, and not marked as the answer, is none to agree with."""
@@ -66,19 +65,6 @@ class Subject:
         chosen = {name: of.train.sources[name] for name in trained}
         chosen = of.heldout if given.prompts == "heldout" else chosen
         return {name: prompts[: given.size or None] for name, prompts in chosen.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remote:
-    """A model behind an endpoint, and a scorer. Serves as `System` does."""
-
-    config: Config
-    completions: EndpointCompletions
-    scorer: Scorer
-
-    def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
-        how = self.config.sampling(purpose, prompt.domain)
-        return self.completions.submit(prompt, group_size=size, sampling=how)
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
@@ -180,10 +166,11 @@ def _remote(config: Config) -> Subject:
     ConfigError."""
     endpoint = config.endpoint
     require_prompts(config)
-    if config.with_agents:
+    if driven := [source.name for source in config.data.sources if source.environment.program]:
         raise ConfigError(
-            f"endpoint.base_url = {endpoint.base_url}: gives texts, and episodes in environments "
-            "need tokens; leave their sources out (data.only), or serve the model by model.path"
+            f"endpoint.base_url = {endpoint.base_url}: gives texts, and the program of "
+            f"data.sources[{driven[0]}] needs tokens; leave such sources out (data.only), or serve "
+            "the model by model.path"
         )
     dataset = load_dataset(
         config.data, seed=config.run.seed, count_tokens=lambda _: 0, check_reward=check_spec
@@ -209,7 +196,8 @@ def _remote(config: Config) -> Subject:
                 judge.check_reachable()
             scorer = stack.enter_context(scorer_of(config, judge, print))
             stack.enter_context(completions)
-            yield Remote(config=config, completions=completions, scorer=scorer)
+            remote = Remote(config=config, completions=completions, scorer=scorer)
+            yield stack.enter_context(with_episodes(remote)) if config.with_agents else remote
 
     lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
     return Subject(
@@ -339,7 +327,9 @@ def as_the_variant_has_it(
         yield system
         return
     if isinstance(system, Remote):
-        yield replace(system, config=config)
+        changed = replace(system, config=config)
+        with with_episodes(changed) if config.with_agents else nullcontext(changed) as remote:
+            yield remote
         return
     changed = replace(system.task, config=config)
     with episodes(changed, system.pool) as agents:
@@ -358,7 +348,8 @@ def as_in(variant: EvalVariant, config: Config) -> Config:
 def to_be_had_later(groups: Sequence[ScoredGroup]) -> bool:
     """Whether completions are missing only since an endpoint had too much to do: their prompt is
     asked again by the next start, and does not count as one that was failed."""
-    return any(reason.startswith(LATER) for group in groups for reason in group.group.dropped)
+    dropped = [reason for group in groups for reason in group.group.dropped]
+    return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 
 
 def as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:

@@ -45,6 +45,8 @@ def deadline_of(config: Config) -> tuple[float, str]:
     if endpoint.base_url:
         waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
         sampling = waves * endpoint.deadline_s * (1 + endpoint.retries)
+        if config.with_agents:  # an episode's turns have rollout.deadline_s together
+            sampling += config.group_deadline_s
         told = "endpoint.deadline_s, with each of endpoint.retries, and the deadline of rewards"
         return sampling + config.scoring_deadline_s + GRACE_S, told
     told = (

@@ -34,7 +34,13 @@ from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, save_checkpoint
 from keel.trainer.run.view import View
-from keel.trainer.supervised.wiring import SftTask, prepare_sft, run_lessons, teaching
+from keel.trainer.supervised.wiring import (
+    SftTask,
+    prepare_pretraining,
+    prepare_sft,
+    run_lessons,
+    teaching,
+)
 from keel.trainer.system import System, running
 
 FAILED, INTERRUPTED = 1, 130
@@ -61,9 +67,17 @@ def train(
 
 def sft(recipe: str, overrides: Sequence[str]) -> None:
     """`keel sft`: learn from the recipe's conversations, or go on with it."""
-    task = prepare_sft(recipe, overrides)
+    _learn("sft", prepare_sft(recipe, overrides), recipe, overrides)
+
+
+def pretrain(recipe: str, overrides: Sequence[str]) -> None:
+    """`keel pretrain`: learn from the recipe's text, or go on with it."""
+    _learn("pretrain", prepare_pretraining(recipe, overrides), recipe, overrides)
+
+
+def _learn(command: str, task: SftTask, recipe: str, overrides: Sequence[str]) -> None:
     conduct(
-        ["sft", recipe, *overrides],
+        [command, recipe, *overrides],
         task.config,
         text=task.text(),
         restore=task.batches.restore,
@@ -73,8 +87,8 @@ def sft(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def check(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel check`: validate everything that can be without starting anything: what `keel sft`
-    would do with the recipe, and `keel train`."""
+    """`keel check`: validate everything that can be without starting anything: what `keel sft` or
+    `keel pretrain` would do with the recipe, and `keel train`."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []
     if config.sft.sources:
@@ -84,7 +98,7 @@ def check(recipe: str, overrides: Sequence[str]) -> None:
     said = ""
     for task in tasks:
         if len(tasks) > 1:
-            print(f"{said}keel {'sft' if isinstance(task, SftTask) else 'train'}")
+            print(f"{said}keel {task.command if isinstance(task, SftTask) else 'train'}")
         print(task.text(seats=seating(task.config, task.hardware) if task.gpu else ()))
         said = "\n"
     # The folder is one run's: of whichever of the two is there.
@@ -145,6 +159,7 @@ def judge(options: argparse.Namespace) -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "sft": sft,
+    "pretrain": pretrain,
     "check": check,
     "eval": evaluate,
     "filter": filter_prompts,

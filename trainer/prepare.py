@@ -158,7 +158,8 @@ def require_prompts(config: Config) -> None:
     """Raises ConfigError for a recipe of supervised fine-tuning alone."""
     if not config.data.sources:
         raise ConfigError(
-            "data.sources: there is none, so nothing to sample; sft.sources are for `keel sft`"
+            "data.sources: there is none, so nothing to sample; sft.sources are for `keel sft` and "
+            "`keel pretrain`"
         )
 
 
@@ -174,8 +175,10 @@ class Found:
     """Of the model's weights here."""
 
 
-def found_model(config: Config, hardware: Callable[[Config], Hardware]) -> Found:
-    """Raises ConfigError."""
+def found_model(
+    config: Config, hardware: Callable[[Config], Hardware], *, chats: bool = True
+) -> Found:
+    """chats: whether the tokenizer has to write any. Raises ConfigError."""
     machine = hardware(config)
     if machine.found:
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
@@ -185,7 +188,7 @@ def found_model(config: Config, hardware: Callable[[Config], Hardware]) -> Found
         facts = facts_of(model_config(config.model.embedded, tokenizer))
     else:
         name = config.model.tokenizer or config.model.path
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(name, chats=chats)
         model = load_model_config(config.model.path)
         facts = trainable_facts(config.model.path, model)
         check_engine_dtype(config, model.model_type)

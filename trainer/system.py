@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +22,8 @@ from keel.model.embedded.cache import ensure_embedded
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Group, Prompt, Purpose
+from keel.rollout.endpoint import EndpointCompletions
+from keel.rollout.endpoint_turns import EndpointTurns
 from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
@@ -68,6 +70,26 @@ class System:
     def wake(self) -> None:
         """Have engines that sleep (`rollout.sleep`) sample again, from the current weights."""
         self.update(self.learner.version, self.learner.publish()).result()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A model behind an endpoint, and a scorer. Serves as `System` does."""
+
+    config: Config
+    completions: EndpointCompletions
+    scorer: Scorer
+    turns: EndpointTurns | None = None
+    agents: EpisodeRunner | None = None
+    """Of prompts with environments."""
+
+    def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
+        if prompt.environment and self.agents and self.turns:
+            group = self.agents.submit(prompt, group_size=size, purpose=purpose)
+            group.add_done_callback(lambda _: self.turns and self.turns.forget(prompt))
+            return group
+        how = self.config.sampling(purpose, prompt.domain)
+        return self.completions.submit(prompt, group_size=size, sampling=how)
 
 
 @contextmanager
@@ -182,6 +204,17 @@ def episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
         yield runner
     finally:
         runner.close()
+
+
+@contextmanager
+def with_episodes(remote: Remote) -> Iterator[Remote]:
+    """And what runs them. Raises ConfigError for an environment that cannot be one."""
+    config = remote.config
+    turns = EndpointTurns(
+        remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
+    )
+    with episode_runner(config, turns, turns.turn) as agents:
+        yield replace(remote, turns=turns, agents=agents)
 
 
 def model_folder(task: Task, say: Callable[[str], None]) -> str:

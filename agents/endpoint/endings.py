@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,11 +50,11 @@ class Endings:
         return max(cut, key=lambda one: one.at).ended if cut else "stop"
 
     @contextmanager
-    def request(self, opening: str) -> Iterator[UnderWay]:
+    def request(self, opening: str) -> Generator[UnderWay]:
         """One, from its beginning to its end. opening: what its conversation is known by."""
         began = self._now()
         own = self._conversations.setdefault(opening, _Conversation(first=began))
-        waited = [] if self._under_way else self._conversations.values()
+        waited: Iterable[_Conversation] = () if self._under_way else self._conversations.values()
         before = [own, *(one for one in waited if one.first > own.latest)]
         own.latest = began
         self._under_way += 1

@@ -15,11 +15,20 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib import pyplot
-from matplotlib.axes import Axes
+from benchmarks.stability.report import (
+    COLORS,
+    Shown,
+    drawn,
+    replace_block,
+    row,
+    save_figure,
+    short,
+)
 
-from benchmarks.stability.report import COLORS, Shown, replace_block, row, save_figure, short
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PASS = "/pass@1"
 HELDOUT = Shown("eval/", "held-out pass@1")
@@ -95,7 +104,7 @@ def heldout(curves: Mapping[str, Points]) -> dict[str, Points]:
 
 def draw(curves: Mapping[str, Points], path: Path) -> None:
     """Two rows of panels; each step thin, the mean over `WINDOW` steps thick."""
-    figure, axes = pyplot.subplots(2, -(-len(PANELS) // 2), figsize=(13.2, 5.6))
+    figure, axes = drawn(2, -(-len(PANELS) // 2), (13.2, 5.6))
     for axis, item in zip(axes.flat, PANELS, strict=True):
         axis.set_title(item.title, fontsize=8)
         axis.set_xlabel("step", fontsize=8)

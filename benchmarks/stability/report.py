@@ -19,14 +19,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.figure import Figure
 from PIL import Image
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LAST = 8
 """Steps at the end of a run that its training reward is averaged over."""
@@ -135,7 +133,7 @@ def finite(run: Mapping[str, Any], metric: str) -> dict[str, float]:
 def draw(experiment: str, arms: Runs, path: Path) -> None:
     """One panel a metric: the mean over seeds, each seed thin."""
     panels = shown(experiment)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.3 * len(panels), 2.9))
+    figure, axes = drawn(1, len(panels), (3.3 * len(panels), 2.9))
     for axis, item in zip(axes, panels, strict=True):
         for color, (arm, runs) in zip(COLORS, arms.items(), strict=False):
             curves = [finite(run, item.metric) for run in runs]
@@ -158,13 +156,21 @@ def draw(experiment: str, arms: Runs, path: Path) -> None:
     save_figure(figure, path)
 
 
+def drawn(rows: int, columns: int, inches: tuple[float, float]) -> tuple[Figure, Any]:
+    """An empty figure, and its panels."""
+    # Importing it takes most of a second, and the tables do without.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=inches)
+    return figure, figure.subplots(rows, columns)
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     figure.tight_layout()
     with io.BytesIO() as buffer:
         figure.savefig(buffer, dpi=80)
         # A palette, or a figure would weigh 120 kB.
         Image.open(buffer).convert("RGB").quantize(48).save(path, optimize=True)
-    pyplot.close(figure)
 
 
 def tables(arms: Runs) -> list[str]:

@@ -1,4 +1,4 @@
-"""`keel sft`: conversations to learn from."""
+"""`keel sft` and `keel pretrain`: conversations and text to learn from."""
 
 from __future__ import annotations
 
@@ -8,25 +8,33 @@ from typing import Any, Literal
 
 from keel.configs.sections.base import require
 
+TEXT = ("text", "retrieval")
+"""Sources of plain text. What a source calls a conversation is a window of tokens there."""
+NEEDED = {"solutions": "task", "retrieval": "length"}
+"""What a source cannot do without; the others: `path`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationsConfig:
-    """One source of conversations."""
+    """One source of conversations, or of text."""
 
     name: str
-    source: Literal["jsonl", "trajectories", "solutions"]
+    source: Literal["jsonl", "trajectories", "solutions", "text", "retrieval"]
     """jsonl: chats, a line each (docs/sft.md has the forms). trajectories: what a run of Keel has
     sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the embedded
-    model's cold start teaches."""
+    model's cold start teaches. text: documents, cut into windows (docs/pretrain.md). retrieval:
+    synthetic text in which digits have to be found again; those are learned."""
     path: str = ""
     """jsonl: the file. trajectories: a run folder, the folder of a `keel eval`, or a file of
-    either."""
+    either. text: a `.txt` file, a file of JSON lines with `text`, or a folder of both."""
     task: str = ""
     """solutions: a task of reasoning_gym."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """solutions: parameters of the task."""
+    """solutions: parameters of the task. retrieval: `letters` and `digits`, how many there are."""
+    length: int = 0
+    """retrieval: characters of a text."""
     size: int = 0
-    """Conversations to read (0: all), or to make."""
+    """Conversations to read (0: all), or to make; of text: documents."""
     holdout: int = 0
     """Conversations that are never learned, and whose loss is measured (`run.eval_every`). Those
     with the same question go together, so there may be a few more."""
@@ -50,24 +58,40 @@ class ConversationsConfig:
     def __post_init__(self) -> None:
         knob = f"sft.sources[{self.name}]"
         require(bool(self.name), "sft.sources[].name", self.name, "must not be empty")
-        wanted = "task" if self.source == "solutions" else "path"
-        require(
-            bool(getattr(self, wanted)), f"{knob}.{wanted}", "", f"{self.source} needs it; name one"
-        )
-        for name, of in (("task", "solutions"), ("params", "solutions")):
+        wanted = NEEDED.get(self.source, "path")
+        given = getattr(self, wanted)
+        require(bool(given), f"{knob}.{wanted}", given, f"{self.source} needs it; name one")
+        for name, of in (
+            ("task", ("solutions",)),
+            ("params", ("solutions", "retrieval")),
+            ("length", ("retrieval",)),
+        ):
             require(
-                self.source == of or not getattr(self, name),
+                self.source in of or not getattr(self, name),
                 f"{knob}.{name}",
                 getattr(self, name),
-                f"is for source: {of} alone; leave it out",
+                f"is for source: {' and '.join(of)} alone; leave it out",
             )
+        unknown = sorted({*self.params} - {"letters", "digits"})
         require(
-            self.source != "solutions" or self.size > 0,
+            self.source != "retrieval" or not unknown,
+            f"{knob}.params",
+            unknown,
+            "retrieval has letters and digits alone",
+        )
+        require(
+            not self.system or not self.is_text,
+            f"{knob}.system",
+            self.system,
+            f"is for conversations, not for source: {self.source}; leave it out",
+        )
+        require(
+            self.source not in ("solutions", "retrieval") or self.size > 0,
             f"{knob}.size",
             self.size,
-            "must be at least 1: how many questions to make",
+            "must be at least 1: how many to make",
         )
-        for name in ("size", "holdout", "repeat", "most_per_prompt"):
+        for name in ("size", "holdout", "repeat", "most_per_prompt", "length"):
             value = getattr(self, name)
             require(value >= 0, f"{knob}.{name}", value, "must not be negative")
         require(
@@ -77,17 +101,23 @@ class ConversationsConfig:
             "is for sources that are held out alone: set holdout, too, or leave the source out",
         )
 
+    @property
+    def is_text(self) -> bool:
+        return self.source in TEXT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Supervised fine-tuning. `run`, `model`, `trainer` and `alarms` count as in `keel train`."""
+    """Supervised fine-tuning, and pre-training on text. `run`, `model`, `trainer` and `alarms`
+    count as in `keel train`."""
 
     sources: tuple[ConversationsConfig, ...] = ()
     max_context_tokens: int = 4096
-    """Longest context of a conversation, in tokens."""
+    """Longest context of a conversation, in tokens; text is cut into windows of so many."""
     long_conversations: Literal["error", "drop"] = "error"
     """What becomes of a conversation with a longer one."""
     conversations_per_step: int = 32
+    """Or windows of text."""
     tokens_per_step: int = 0
     """0: `conversations_per_step`. Else a step takes conversations until the next one would make
     their tokens, context included, more than this."""
@@ -112,3 +142,8 @@ class SftConfig:
         for name in ("tokens_per_step", "epochs"):
             value = getattr(self, name)
             require(value >= 0, f"sft.{name}", value, "must not be negative")
+
+    @property
+    def only_text(self) -> bool:
+        """Nothing but text: what `keel pretrain` is for."""
+        return bool(self.sources) and all(source.is_text for source in self.sources)

@@ -38,7 +38,8 @@ class TrainerConfig:
     attention: Literal["sparse", "warm-up", "dense"] = "sparse"
     """How a model with sparse attention is trained (docs/sparse-attention.md). warm-up: its
     indexers alone, from dense attention. dense: everything but its indexers, with dense attention.
-    Engines attend as sparse says, so rollouts need that. Without meaning for other models."""
+    Engines attend as sparse says, so rollouts need that. Other models attend as they always do,
+    and have nothing to warm up."""
     indexer_loss: float = 1.0
     """Weight of the indexers' own loss (DeepSeek-V3.2, Eq. 3 and 4): the sum over layers, the mean
     over a step's tokens. It reaches the indexers alone; 0: they stay as they are."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.files import read_jsonl, read_trajectories
 from keel.data.conversations.solutions import Solve, worked_solutions
+from keel.data.conversations.text import Encoded, made_texts, read_text
 from keel.data.conversations.types import Example, Read, Render
 from keel.data.items import digest
 from keel.data.stream import Stream
@@ -27,6 +28,8 @@ class Report:
     learned_tokens: int
     contexts: int
     longest: int
+    documents: int
+    """Of text: those that the learned windows are of."""
     sampled: int
     """Conversations whose tokens are those that a policy sampled."""
     left_out: Mapping[str, int]
@@ -50,6 +53,7 @@ def load_lessons(
     render: Render,
     solve: Solve,
     tokenizer: str,
+    encoded: Encoded | None = None,
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
 ) -> Lessons:
@@ -59,13 +63,16 @@ def load_lessons(
     reserved: further questions that are not (`Example.question`): those of the recipe's prompts
     that are held out. reserved_ids: names of these prompts: an environment opens its conversations
     in its own words, and trajectories are known by the prompt that they answer. tokenizer: digest
-    of the model's. solve: see `solutions`.
+    of the model's. solve: see `solutions`. encoded: how text becomes tokens, for sources of text.
 
     Raises ConfigError for sources that cannot be read, conversations that are too long (under
     `long_conversations: error`) or cannot be shown by the model's template, and sources of which
     nothing is left.
     """
-    parts = [_part(source, config, seed, render, solve, tokenizer) for source in config.sources]
+    parts = [
+        _part(source, config, _read(source, config, seed, solve, tokenizer, encoded), seed, render)
+        for source in config.sources
+    ]
     held = {question for part in parts for question in part.held}
     train: dict[str, list[Lesson]] = {}
     report: dict[str, Report] = {}
@@ -95,6 +102,7 @@ def load_lessons(
             learned_tokens=sum(lesson.learned_tokens for lesson in lessons),
             contexts=sum(len(lesson.segments) for lesson in lessons),
             longest=max((lesson.longest for lesson in lessons), default=0),
+            documents=len({one.question for one in kept}) if source.is_text else 0,
             sampled=sum(one.sampled for one in kept),
             left_out=left,
             skipped=part.read.skipped,
@@ -144,20 +152,29 @@ class _Part:
         return [one for one in self.usable if one.question in self.held]
 
 
-def _part(
+def _read(
     source: ConversationsConfig,
     config: SftConfig,
     seed: int,
-    render: Render,
     solve: Solve,
     tokenizer: str,
-) -> _Part:
+    encoded: Encoded | None,
+) -> Read:
     if source.source == "jsonl":
-        read = read_jsonl(source)
-    elif source.source == "trajectories":
-        read = read_trajectories(source, tokenizer=tokenizer)
-    else:
-        read = worked_solutions(source, solve, seed=seed)
+        return read_jsonl(source)
+    if source.source == "trajectories":
+        return read_trajectories(source, tokenizer=tokenizer)
+    if source.source == "solutions":
+        return worked_solutions(source, solve, seed=seed)
+    assert encoded is not None
+    if source.source == "text":
+        return read_text(source, encoded, window=config.max_context_tokens)
+    return made_texts(source, encoded, seed=seed)
+
+
+def _part(
+    source: ConversationsConfig, config: SftConfig, read: Read, seed: int, render: Render
+) -> _Part:
     knob = f"sft.sources[{source.name}]"
     skipped = list(read.skipped)
     distinct = {one.content: one for one in reversed(read.examples)}
@@ -184,7 +201,8 @@ def _part(
                 )
             long += 1
             continue
-        usable.append(_Usable(lesson, example.question, example.prompt_id, bool(example.segments)))
+        sampled = bool(example.segments) and not example.document
+        usable.append(_Usable(lesson, example.question, example.prompt_id, sampled))
     questions = sorted(
         {one.question for one in usable}, key=lambda q: digest(f"{seed}/{source.name}/{q}")
     )

@@ -19,21 +19,27 @@ ASKED_PART = 0.25
 """Share of the text that asks."""
 
 
-def retrieval_texts(count: int, *, length: int, seed: int) -> Iterator[str]:
-    """`count` texts of `length` characters each. Texts of one seed share no random draws with those
-    of another. Raises ValueError for a length in which nothing can be asked."""
+def retrieval_texts(
+    count: int, *, length: int, seed: int, letters: int = len(KEYS), digits: int = 10
+) -> Iterator[str]:
+    """`count` texts of `length` characters each, of the first so many letters and digits. Texts of
+    one seed share no random draws with those of another. Raises ValueError for a length in which
+    nothing can be asked, and for more letters and digits than there are."""
     if length < 16:
         raise ValueError(f"length = {length}: too short to put something in and ask for it")
+    for name, given, most in (("letters", letters, len(KEYS)), ("digits", digits, 10)):
+        if not 1 <= given <= most:
+            raise ValueError(f"params.{name} = {given}: must be from 1 to {most}")
     for number in range(count):
-        yield _text(random.Random(f"{seed} {number}"), length)
+        yield _text(random.Random(f"{seed} {number}"), length, letters, digits)
 
 
-def _text(draw: random.Random, length: int) -> str:
+def _text(draw: random.Random, length: int, letters: int, digits: int) -> str:
     asking = max(3, int(length * ASKED_PART))
     room = length - asking
-    pairs = min(len(KEYS), room // 4)
-    keys = draw.sample(KEYS, pairs)
-    values = {key: draw.choice(string.digits) for key in keys}
+    pairs = min(letters, room // 4)
+    keys = draw.sample(KEYS[:letters], pairs)
+    values = {key: draw.choice(string.digits[:digits]) for key in keys}
     pieces = [key + values[key] for key in keys]
     pieces += draw.choices(FILLER, k=room - 2 * pairs)
     draw.shuffle(pieces)
@@ -44,3 +50,21 @@ def _text(draw: random.Random, length: int) -> str:
 def answers(text: str) -> list[int]:
     """Where the asked digits stand."""
     return [at + 2 for at, mark in enumerate(text[:-2]) if mark == ASK and text[at + 2] != ASK]
+
+
+def pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """`text` in pieces, and whether each is an asked digit: tokenized one by one, such a digit is a
+    token of its own whatever the tokenizer."""
+    begin = 0
+    for place in answers(text):
+        yield text[begin:place], False
+        yield text[place], True
+        begin = place + 1
+    if begin < len(text):
+        yield text[begin:], False
+
+
+def tokens_of_pairs(letters: int, digits: int) -> tuple[str, ...]:
+    """Every letter with every digit. A tokenizer that has them as tokens of their own makes the
+    texts easier to learn: the token of the digit then says by itself which letter it is of."""
+    return tuple(f"{key}{value}" for key in KEYS[:letters] for value in string.digits[:digits])

@@ -24,6 +24,8 @@ from keel.model.sparse.indexer import (
     divergence,
     gather_keys,
     index_scores,
+    own_products,
+    products,
     select,
     selected_scores,
     up_to_own,
@@ -214,7 +216,8 @@ class Chunk:
         key: Tensor,
         index_k: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = torch.einsum("bche,bse->bchs", query, key).float() * self.scaling
+        logits = products(query.flatten(1, 2), key.transpose(1, 2)) * self.scaling
+        logits = logits.unflatten(1, query.shape[1:3])  # [B, c, H, s]
         seen = up_to_own(first, logits[:, :, 0])
         shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
         mixed = torch.einsum("bchs,bsr->bchr", shares.to(key.dtype), key[..., : self.rank])
@@ -241,7 +244,7 @@ class Chunk:
     ) -> tuple[Tensor, Tensor, Tensor]:
         known = chosen != NONE
         keys = gather_keys(key, chosen)
-        logits = (query @ keys.transpose(2, 3)).float() * self.scaling  # [B, c, H, k]
+        logits = own_products(query, keys) * self.scaling  # [B, c, H, k]
         shares = logits.masked_fill(~known[:, :, None], -torch.inf).softmax(-1)
         mixed = shares.to(key.dtype) @ keys[..., : self.rank]
         lost, held = self._unknown(mixed)

@@ -39,24 +39,31 @@ def recorded_selection(
             f"and {len(own)} layers with an indexer"
         )
     top_k = int(getattr(own[0], "index_topk", 0)) if own else 0
-    place = position_N[:, None]
-    chosen = selected_NLk != NONE
-    count = chosen.sum(-1)
-    ordered = np.sort(selected_NLk, -1)
-    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != NONE)).any(-1)
+    by_layer = np.empty((len(own), len(position_N), selected_NLk.shape[2]), np.int32)
+    for layer, selected_Nk in enumerate(by_layer):  # one at a time: all of them can be gigabytes
+        selected_Nk[:] = selected_NLk[:, layer]
+        _check(selected_Nk, position_N, top_k, layer)
+    return torch.from_numpy(by_layer)
+
+
+def _check(
+    selected_Nk: NDArray[np.int32], position_N: NDArray[Any], top_k: int, layer: int
+) -> None:
+    """Raises ValueError for what no engine can have selected in a layer."""
+    ordered = np.sort(selected_Nk, -1)
+    count = (ordered != NONE).sum(-1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NONE)
     faults = {
-        "a position before the segment": (selected_NLk < NONE).any(-1),
-        "a later token": selected_NLk.max(-1, initial=NONE) > place,
-        "a position twice": twice,
+        "a position before the segment": ordered[:, 0] < NONE,
+        "a later token": ordered[:, -1] > position_N,
+        "a position twice": twice.any(-1),
         f"another number of positions than min(position + 1, {top_k})": (count > 0)
-        & (count != np.minimum(place + 1, top_k)),
+        & (count != np.minimum(position_N + 1, top_k)),
     }
     for fault, where in faults.items():
         if where.any():
-            token, layer = np.argwhere(where)[0]
+            token = int(where.argmax())
             raise ValueError(
                 f"recorded selection: token {token} (position {position_N[token]}), layer {layer}: "
                 f"{fault}"
             )
-    by_layer = np.ascontiguousarray(selected_NLk.transpose(1, 0, 2), np.int32)
-    return torch.from_numpy(by_layer)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn, cast
 
-from rfc3986_validator import validate_rfc3986  # pyright: ignore
-
 from keel.rewards.code.spec import code_block
 from keel.rewards.text import answer_in
 
@@ -118,6 +116,9 @@ def _is_iri(rule: str, value: object) -> bool:
     An IRI is what becomes a URI when what is beyond ASCII is percent-encoded (RFC 3987, 3.1): the
     two grammars allow `ucschar` and `pct-encoded` in the same places.
     """
+    # jsonschema has imported it.
+    from rfc3986_validator import validate_rfc3986  # pyright: ignore # noqa: PLC0415
+
     if not isinstance(value, str):
         return True  # a format is about texts alone
     rest, hash_mark, fragment = value.partition("#")

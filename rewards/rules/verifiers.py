@@ -9,7 +9,6 @@ from typing import Any
 from keel.rewards.code.spec import read_task
 from keel.rewards.code.verifier import CodeSettings, verify_code
 from keel.rewards.custom import function
-from keel.rewards.language.share import language
 from keel.rewards.rules.choice import choice
 from keel.rewards.rules.json_schema import schema
 from keel.rewards.rules.maths import mathematical
@@ -117,6 +116,16 @@ KINDS: dict[str, Callable[[Mapping[str, Any], CodeSettings], Verifier]] = {
 }
 """What a prompt's reward spec may be; those that a model judges are in
 `keel.rewards.judge.specs`."""
+
+
+def language(spec: Mapping[str, Any]) -> Verifier:
+    """`keel.rewards.language.share.language`."""
+    # A third of what a worker's start takes, and most runs do without.
+    from keel.rewards.language import share  # noqa: PLC0415
+
+    return share.language(spec)
+
+
 TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
     "function": function,
     "language": language,

@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +47,9 @@ OPEN_FILES = 1024
 PROBE_S = 30.0
 _NETWORK_FILES = ("hosts", "nsswitch.conf", "resolv.conf", "ssl", "pki", "ca-certificates")
 _TAKEN = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
+_INSTALL = "install bubblewrap (`apt-get install bubblewrap`)"
 _CURE = (
-    "install bubblewrap (`apt-get install bubblewrap`), or set {knob}: "
+    f"{_INSTALL}, or set {{knob}}: "
     "none-i-trust-the-environments if they, and what the policy does in them, may do on this "
     "machine whatever you may"
 )
@@ -195,11 +196,13 @@ class EnvironmentSandbox:
                 binds[path] = "--ro-bind"
         binds.update(dict.fromkeys(_both(self.writable), "--bind"))
         hidden = _both(self.hidden)
-        words, last = list[str](), list[str]()
+        words, last, mounted = list[str](), list[str](), set[Path]()
         inside = sorted({*binds, *hidden}, key=lambda path: len(path.parts))
         for path in inside:
             above = next((p for p in path.parents if p in binds or p in hidden), None)
             if path in hidden:
+                if _through_a_link(path, mounted):
+                    continue  # what it leads to is hidden by its own name
                 # All of /usr is there, too.
                 seen = above in binds or (above is None and path.is_relative_to("/usr"))
                 if seen and path.is_dir():
@@ -212,6 +215,7 @@ class EnvironmentSandbox:
                 if above not in binds:
                     words += made_folders([str(folder)])
                 words += [binds[path], str(path), str(path)]
+                mounted.add(path)
         return words + last
 
     def _limited(self, root: bool, forking: bool) -> list[str]:
@@ -243,7 +247,7 @@ def environment_wrap(
     the sandbox's own. processes: with threads. files_mib: of the private /tmp and of /dev/shm,
     which are memory too. writable: folders of this machine that it may change, all episodes the
     same. hidden: folders and files that it must not see, though they may lie in a folder that it
-    reads. knob: what sets `isolation`, for messages.
+    reads. knob: what sets `isolation`, for messages; empty: nothing does, it is not to be without.
 
     Raises IsolationError where this machine cannot give it, and ValueError for wrong limits.
     """
@@ -284,8 +288,20 @@ def environment_wrap(
             return sandbox(mounts)
         if not complaint.startswith("bwrap"):
             break
+    if not knob:
+        raise IsolationError(f"{isolation} does not work here: {complaint}; {_INSTALL}")
     cure = _CURE.format(knob=knob)
     raise IsolationError(f"{knob} = {isolation!r} does not work here: {complaint}; {cure}")
+
+
+def _through_a_link(path: Path, mounted: Set[Path]) -> bool:
+    """Whether a link in a folder that is mounted leads to it."""
+    for each in (path, *path.parents):
+        if each in mounted:
+            return False
+        if each.is_symlink():
+            return any(above in mounted for above in each.parents)
+    return False
 
 
 def _both(paths: Sequence[Path]) -> list[Path]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from keel.agents.environments.code.languages import Language, matches
 from keel.agents.environments.code.tree import Entry, Tree, as_json, laid, seal
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.types import EnvironmentLost
@@ -46,6 +47,8 @@ def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str,
     """Without the gold patch, and yet without the tests' names."""
     base = laid(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
+    language = candidate.language
+    named = language.canary_at_the_end and [path for path in changed if _has_tests(path, language)]
     return {
         "language": candidate.source.language,
         "project": candidate.project,
@@ -57,10 +60,17 @@ def instance_of(candidate: Candidate, built: Built, tests_s: float) -> dict[str,
         "harness": as_json(_there(candidate.harness)),
         "harness_gone": _gone(candidate.harness),
         "canary_in": changed[0].rpartition("/")[0] if changed else "",
+        "canary_at": named or [],
         "canary": False,
         "f2p": [],
         "p2p": [],
     }
+
+
+def _has_tests(path: str, language: Language) -> bool:
+    """By its own name, not by its folder's: data and helpers lie there, too."""
+    names = [one for one in language.tests if not one.endswith("/") and "*" in one]
+    return matches(path, names)
 
 
 def with_gold(instance: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
@@ -91,7 +101,7 @@ class Rooms:
     def _wrap(self, network: Literal["none", "host"] = "none", **more: Any) -> Wrap:
         try:
             wrap = environment_wrap(
-                "bubblewrap", memory_mib=self._config.memory_mib, network=network, **more
+                "bubblewrap", memory_mib=self._config.memory_mib, network=network, knob="", **more
             )
         except IsolationError as error:
             raise ConfigError(f"family = 'code' needs its sandbox: {error}") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Results = Mapping[str, Any]
-"""{"tests": {name: passed | failed | skipped}, "canary", "said", "seconds"} of one run."""
+"""Of one run, as `keel.agents.environments.code.grading.Results` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class Outcomes:
     flaky: list[str]
     canary: bool
     """Whether each run had it as wanted."""
+    inside: bool
+    """Whether each run had those in hidden test files as wanted."""
     seconds: float
     """Of the slowest run."""
     about: str
@@ -42,7 +44,8 @@ def outcomes_of(before: Sequence[Results], after: Sequence[Results]) -> Outcomes
     about = " and ".join(_counted(run) for run in (before[0], after[0]))
     canary = all(run["canary"] == "as wanted" for run in (*before, *after))
     seconds = max(run["seconds"] for run in (*before, *after))
-    return Outcomes(**found, canary=canary, seconds=seconds, about=f"({about})")
+    inside = all(run["inside"] for run in (*before, *after))
+    return Outcomes(**found, canary=canary, inside=inside, seconds=seconds, about=f"({about})")
 
 
 def _counted(run: Results) -> str:

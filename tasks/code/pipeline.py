@@ -26,7 +26,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.sections.tasks.code import CodeSourceConfig, CodeTasksConfig
 from keel.rl.turns import ToolCall
 from keel.tasks.author import Author
-from keel.tasks.code import filters
+from keel.tasks.code import filters, future
 from keel.tasks.code.candidate import Candidate, Source
 from keel.tasks.code.draft import AROUND_S, Rooms, asked, instance_of, with_gold, write
 from keel.tasks.code.judge import judge
@@ -83,11 +83,15 @@ class CodePipeline:
         candidate = await asyncio.to_thread(self._of[key].load, key)
         await asyncio.to_thread(filters.look, candidate, config)
         built = await self._prefixes.of(candidate)
+        prefix = self._rooms.folder / "prefixes" / built.name
+        await asyncio.to_thread(future.look, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
         async with self._rooms.workshop(with_gold(instance, candidate)) as hosted:
             outcomes = await self._measured(hosted)
         marks = await judge(candidate, self._author, config.least_judged) if config.judge else {}
         instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
+        if not outcomes.inside:  # a fixture of the file's own is in the way
+            instance["canary_at"] = []
         # A policy whose code never ends is to be worth 0, and soon.
         instance["tests_s"] = min(config.tests_s, LEAST_S + SLOWER * outcomes.seconds)
         reward = self._rooms.sealed(key, instance)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall, ToolSpec
-from keel.tasks.general.mutations import EMPTY, mutations, plausible
+from keel.tasks.general.grounding import CHANGES, Leaf, Replay, Results
+from keel.tasks.general.mutations import EMPTY, hollow, mutations, plausible
 from keel.tasks.general.rooms import SLACK_S, Rooms, lost_to
 from keel.tasks.ledger import Refused
 
 Specs = Mapping[str, Mapping[str, Any]]
 """The tools by name: description, parameters, and whether they return `text` or `json`."""
+Asked = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
+"""What a solution's call comes to: {"text" or "failed": …}."""
 PROBES = 5
 """Calls of each tool that nobody wrote."""
 MOST_CALLS = 1000
@@ -32,7 +35,11 @@ class Solved:
     """What a solution came to."""
 
     answer: Any
-    calls: tuple[ToolCall, ...]
+    results: Results
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [call for call, _ in self.results]
 
 
 async def typed(rooms: Rooms, environment: Path) -> Specs:
@@ -94,25 +101,64 @@ async def deterministic(
 
 
 async def solved(
-    rooms: Rooms, environment: Path, specs: Specs, solution: str, number: int
+    rooms: Rooms, environment: Path, specs: Specs, solution: str, number: int, *, seed: int = 0
 ) -> Solved:
     """The solution runs where there is nothing but the tools, and those are a policy's: what it
     calls goes through the environment."""
+    results: list[tuple[ToolCall, Mapping[str, str]]] = []
+    with lost_to("solution"):
+        async with general(rooms, environment, number, seed=seed) as (policy, _):
+
+            async def asked(call: ToolCall) -> Mapping[str, str]:
+                done = await policy.call(call, timeout_s=rooms.config.call_s)
+                results.append((call, {"failed" if done.failed else "text": done.text}))
+                return results[-1][1]
+
+            answer = await _driven(rooms, specs, solution, number, asked)
+    if not results:
+        raise Refused("solution", "calls no tool: the answer is not to be had from the database")
+    return Solved(answer=answer, results=tuple(results))
+
+
+async def grounded(rooms: Rooms, specs: Specs, solution: str, number: int, found: Solved) -> None:
+    """The answer comes from what the tools return: where they return other names or other numbers,
+    it is another one. Where the solution fails over those, nothing is known."""
+
+    async def over(change: Leaf) -> str:
+        replay = Replay(found.results, change)
+
+        async def asked(call: ToolCall) -> Mapping[str, str]:
+            return replay(call)
+
+        try:
+            answer = await _driven(rooms, specs, solution, number, asked)
+        except Refused:
+            return "fails"
+        return "same" if answer == found.answer else "other"
+
+    came_to = await asyncio.gather(*map(over, CHANGES.values()))
+    if "same" in came_to and "other" not in came_to:
+        same = [name for name, what in zip(CHANGES, came_to, strict=True) if what == "same"]
+        raise Refused(
+            "grounded",
+            f"the solution returns the same answer where the tools return {' or '.join(same)}: it "
+            "has to find the answer, not to know it",
+        )
+
+
+async def _driven(rooms: Rooms, specs: Specs, solution: str, number: int, asked: Asked) -> Any:
+    """What a solution returns whose calls `asked` answers, with {"text" or "failed": …}."""
     given = {
         "source": solution,
         "number": number,
         "returns": {name: spec["returns"] for name, spec in specs.items()},
     }
-    calls: list[ToolCall] = []
-    said: dict[str, Any] = {}
+    said: Mapping[str, Any] = {}
     with lost_to("solution"):
-        async with (
-            rooms.open("checks:Solution", reward=given) as (solver, _),
-            general(rooms, environment, number) as (policy, _),
-        ):
+        async with rooms.open("checks:Solution", reward=given) as (solver, _):
             try:
                 async with asyncio.timeout(rooms.config.solve_s):
-                    while len(calls) <= MOST_CALLS:
+                    for count in range(MOST_CALLS + 1):
                         go = ToolCall(call_id="s", name="go", arguments={"said": said})
                         result = await solver.call(go, timeout_s=rooms.config.solve_s + SLACK_S)
                         if result.failed:
@@ -120,18 +166,7 @@ async def solved(
                         reply: dict[str, Any] = json.loads(result.text)
                         if "call" not in reply:
                             break
-                        if not isinstance(reply.get("arguments"), dict):
-                            raise Refused("solution", "a call without arguments by name")
-                        call = ToolCall(
-                            call_id=f"c{len(calls)}",
-                            name=str(reply["call"]),
-                            arguments=dict(reply["arguments"]),
-                        )
-                        calls.append(call)
-                        if call.name not in specs:
-                            raise Refused("solution", f"there is no tool {call.name!r}")
-                        done = await policy.call(call, timeout_s=rooms.config.call_s)
-                        said = {"failed" if done.failed else "text": done.text}
+                        said = await asked(_call(reply, count, specs))
                     else:
                         raise Refused("solution", f"calls tools more than {MOST_CALLS} times")
             except TimeoutError as error:
@@ -140,21 +175,31 @@ async def solved(
                 ) from error
     if "is" not in reply:
         raise Refused("solution", str(reply.get("refused") or reply.get("raised"))[:MOST_SAID])
-    if not calls:
-        raise Refused("solution", "calls no tool: the answer is not to be had from the database")
-    return Solved(answer=reply["is"], calls=tuple(calls))
+    return reply["is"]
 
 
-def general(rooms: Rooms, environment: Path, number: int) -> Any:
+def _call(reply: Mapping[str, Any], count: int, specs: Specs) -> ToolCall:
+    """Raises Refused for what is none."""
+    arguments = reply.get("arguments")
+    if not isinstance(arguments, dict):
+        raise Refused("solution", "a call without arguments by name")
+    name, given = str(reply["call"]), cast(dict[str, Any], arguments)
+    if name not in specs:
+        raise Refused("solution", f"there is no tool {name!r}")
+    return ToolCall(call_id=f"c{count}", name=name, arguments=given)
+
+
+def general(rooms: Rooms, environment: Path, number: int, *, seed: int = 0) -> Any:
     """The environment as a policy has it."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
-    return rooms.open("environment:General", reward=reward, arguments=arguments)
+    return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
 
 
-async def verified(rooms: Rooms, environment: Path, number: int, answer: Any) -> None:
-    """The verifier passes the solution's answer, each time that it is asked."""
-    for verdict in await verdicts("verified", rooms, environment, number, [answer, answer]):
+async def verified(rooms: Rooms, environment: Path, number: int, *answers: Any) -> None:
+    """The verifier passes the solution's answers, whatever seed the tools had."""
+    found = await verdicts("verified", rooms, environment, number, answers)
+    for answer, verdict in zip(answers, found, strict=True):
         if isinstance(verdict, str):
             raise Refused("verified", f"verify fails on the solution's answer: {verdict}")
         if missed := [name for name, met in verdict.items() if not met]:
@@ -165,9 +210,10 @@ async def verified(rooms: Rooms, environment: Path, number: int, answer: Any) ->
             )
 
 
-async def not_empty(rooms: Rooms, environment: Path, number: int) -> None:
-    """The verifier refuses an answer with nothing in it."""
-    await _refused("empty", rooms, environment, number, [(repr(one), one) for one in EMPTY])
+async def not_empty(rooms: Rooms, environment: Path, number: int, answer: Any) -> None:
+    """The verifier refuses an answer with nothing in it, of whatever form."""
+    empty = [*EMPTY, *(one for one in hollow(answer) if one != answer)]
+    await _refused("empty", rooms, environment, number, [(repr(one), one) for one in empty])
 
 
 async def not_mutated(

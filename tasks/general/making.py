@@ -178,6 +178,8 @@ class Making:
             specs = await gates.typed(self._rooms, self._path)
         task["tools"] = list(specs)
         self._write(files, [*self._tasks, task])
+        if "tools" in found:
+            await self._earlier_hold(specs)
         answer, calls, passed = await hold_to_all(
             self._rooms,
             self._path,
@@ -194,6 +196,17 @@ class Making:
         self._answers.append(answer)
         self._calls.append(calls)
         self._passed.append(passed)
+
+    async def _earlier_hold(self, specs: gates.Specs) -> None:
+        """Further tools leave the tasks before as they were."""
+        for number in range(len(self._tasks)):
+            found = await gates.solved(
+                self._rooms, self._path, specs, self._files["solve.py"], number
+            )
+            if found.answer != self._answers[number]:
+                raise Refused(
+                    "earlier", f"with the further tools, the solution of task {number} is another"
+                )
 
     def _write(self, files: dict[str, str], tasks: list[dict[str, Any]]) -> None:
         for name, text in files.items():
@@ -236,8 +249,10 @@ async def hold_to_all(
     attempts that passed at the last of them. Returns the solution's answer, its number of calls,
     and how many attempts pass. Raises Refused."""
     solved = await gates.solved(rooms, path, specs, solution, number)
-    await gates.verified(rooms, path, number, solved.answer)
-    await gates.not_empty(rooms, path, number)
+    again = await gates.solved(rooms, path, specs, solution, number, seed=seed + 1)
+    await gates.verified(rooms, path, number, solved.answer, again.answer)
+    await gates.grounded(rooms, specs, solution, number, solved)
+    await gates.not_empty(rooms, path, number, solved.answer)
     await gates.not_mutated(rooms, path, number, solved.answer, seed=seed)
     await gates.not_easier(rooms, path, number, earlier)
     await gates.deterministic(rooms, path, specs, solved.calls, seed=seed)

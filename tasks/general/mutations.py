@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from keel.tasks.general.grounding import every
+
 EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
 MOST = 60
 PLAUSIBLE = 24
@@ -28,8 +30,10 @@ def _changed(answer: Any) -> Iterator[tuple[str, Any]]:
         for other in _others(value):
             yield f"{where} = {other!r}", _with(answer, path, other)
         if isinstance(value, dict):
-            for key in cast(dict[str, Any], value):
-                rest = {k: v for k, v in cast(dict[str, Any], value).items() if k != key}
+            fields = cast(dict[str, Any], value)
+            yield f"{where} with a further key", _with(answer, path, {**fields, "further": 1})
+            for key in fields:
+                rest = {k: v for k, v in fields.items() if k != key}
                 yield f"{where} without {key!r}", _with(answer, path, rest)
         if isinstance(value, list):
             items = cast(list[Any], value)
@@ -37,6 +41,8 @@ def _changed(answer: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{where} without entry {n}", _with(answer, path, items[:n] + items[n + 1 :])
             if items:
                 yield f"{where} with an entry twice", _with(answer, path, [*items, items[-1]])
+                _, other = next(_changed(items[-1]), ("", None))
+                yield f"{where} with a further entry", _with(answer, path, [*items, other])
 
 
 def _others(value: Any) -> list[Any]:
@@ -47,8 +53,17 @@ def _others(value: Any) -> list[Any]:
     if isinstance(value, float):
         return [value + max(1.0, abs(value)), -value - 1.0, None]
     if isinstance(value, str):
-        return ["", f"{value} or another"]
+        return [f"{value} or another", f"another or {value}", ""]
     return []
+
+
+def hollow(answer: Any) -> list[Any]:
+    """Answers of the same form with nothing in them."""
+    return [every(lambda _: None, answer), every(lambda _: "", answer), every(_zero, answer)]
+
+
+def _zero(value: Any) -> Any:
+    return type(value)() if isinstance(value, str | int | float) else value
 
 
 def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:

@@ -58,12 +58,13 @@ question: what is asked of the agent, with the exact form of the answer (JSON: w
 types). It names no tool. The answer follows from the database alone, and is not to be guessed.
 solve: one function `def solve(tools):` that returns the answer as a JSON value. It calls tools \
 (`tools.name(parameter=…)`, by name) and does logic; nothing else is there: no import, no file, no \
-database, no class, no other function. What it needs stands inside it. A tool that fails raises.
+database, no class, no other function. What it needs stands inside it. It finds the answer in what \
+the tools return. A tool that fails raises.
 verify: one function `def verify(answer, database):` that returns True or False, or a dict of one \
 for each thing demanded. It checks the answer against the database and what the question demands, \
 without solve, accepts any right answer, and refuses everything else: an empty one, one with any \
 value changed, one with a part too few or too many. It must not fail on an answer of another form. \
-It may import as tools may.
+It may import as tools may, except random.
 
 Reply with these sections:
 

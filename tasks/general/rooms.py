@@ -37,7 +37,7 @@ class Rooms:
         making.mkdir(parents=True, exist_ok=True)
         making.chmod(0o755)  # where Keel runs as root, the sandbox is a user of its own
         try:
-            wrap = environment_wrap("bubblewrap", memory_mib=MEMORY_MIB, processes=64)
+            wrap = environment_wrap("bubblewrap", memory_mib=MEMORY_MIB, processes=64, knob="")
         except IsolationError as error:
             raise ConfigError(
                 f"family = general: what authors write runs in a sandbox alone: {error}"

@@ -149,7 +149,7 @@ class SearchPipeline:
             self._desk,
             self._verifier,
             draft.question,
-            draft.answer,
+            draft.spellings,
             wrong,
             passes=config.passes,
             seed=str(seed_of(self._seed, "verify", key)),

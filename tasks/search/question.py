@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
+from keel.agents.environments.search.text import squeezed
 from keel.rl.turns import ToolSpec
 from keel.tasks.author import Author
 from keel.tasks.search.desk import Desk, list_of, shape, texts
@@ -48,6 +49,14 @@ class Draft:
     """Other spellings that are as right."""
     evidence: tuple[Evidence, ...]
     language: str
+
+    @property
+    def spellings(self) -> list[str]:
+        """All that is right, the answer first; those that differ in more than signs."""
+        found: dict[str, str] = {}
+        for one in (self.answer, *self.also):
+            found.setdefault(squeezed(one), one)
+        return list(found.values())
 
     @property
     def documents(self) -> list[str]:

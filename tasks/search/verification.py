@@ -25,20 +25,22 @@ answer sounds says nothing.
 
 Hand in a verdict for each answer with the tool `decide`: the reason, and the document that you \
 opened and the words in it that decide."""
+LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
+"""Of answers: as many as there can be spellings and agents."""
 _DECIDE = ToolSpec(
     name="decide",
     description="Hand in the verdicts.",
     parameters=shape(
         verdicts=list_of(
             shape(
-                answer=texts(1),
+                answer=texts(2),
                 reason=texts(1000),
                 verdict={"enum": ["right", "wrong", "unclear"]},
                 document=texts(400),
                 quote=texts(1000),
             ),
             1,
-            len(ascii_uppercase),
+            len(LABELS),
         )
     ),
 )
@@ -48,15 +50,16 @@ async def verify(
     desk: Desk,
     verifier: Author,
     question: str,
-    truth: str,
+    truths: Sequence[str],
     candidates: Sequence[str],
     *,
     passes: int,
     seed: str,
 ) -> list[dict[str, Verdict]]:
-    """The verdicts of each pass, by answer. Raises Refused unless in all of them the truth is right
-    and every candidate is wrong."""
-    answers = [truth, *candidates][: len(ascii_uppercase)]
+    """The verdicts of each pass, by answer. truths: the author's answer in every spelling that is
+    to be rewarded. Raises Refused unless in all of them each truth is right and every candidate is
+    wrong."""
+    answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, Verdict]]()
     for number in range(passes):
         draw.shuffle(answers)
@@ -68,14 +71,15 @@ async def verify(
                 f"the verifier finds {changed[0]!r} {seen[0][changed[0]]} in pass 1 and "
                 f"{seen[-1][changed[0]]} in pass {number + 1}",
             )
-        _check(seen[-1], truth, candidates)
+        _check(seen[-1], truths, candidates)
     return seen
 
 
-def _check(found: Mapping[str, Verdict], truth: str, candidates: Sequence[str]) -> None:
+def _check(found: Mapping[str, Verdict], truths: Sequence[str], candidates: Sequence[str]) -> None:
     # What is not right in the first pass can be right in all of them no more.
-    if found[truth] != "right":
-        raise Refused("truth", f"the verifier finds the author's answer {truth!r} {found[truth]}")
+    for one in truths:
+        if found[one] != "right":
+            raise Refused("truth", f"the verifier finds the author's answer {one!r} {found[one]}")
     for one in candidates:
         if found[one] != "wrong":
             raise Refused("candidate", f"the verifier finds an agent's answer {one!r} {found[one]}")
@@ -84,7 +88,7 @@ def _check(found: Mapping[str, Verdict], truth: str, candidates: Sequence[str]) 
 async def _pass(
     desk: Desk, verifier: Author, question: str, answers: Sequence[str]
 ) -> dict[str, Verdict]:
-    labels = dict(zip(ascii_uppercase, answers, strict=False))
+    labels = dict(zip(LABELS, answers, strict=False))
     found: dict[str, Verdict] = {}
 
     def hand_in(given: Mapping[str, Any], search: Search) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reasoning_gym
 
 from keel.agents.environments.interpreter import prepare, put_files
-from keel.agents.host.client import Hosted, Program
+from keel.agents.host.client import KEEL, Hosted, Program
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
 from keel.data.jsonl import load_jsonl
+from keel.data.procedural import load_reasoning_gym
 from keel.rewards.checks import check_spec
 from keel.rl.seeds import seed_of
 from keel.trainer.agents import made_from
@@ -20,6 +23,7 @@ from tests.agents.sandboxes import wrap_of
 from tests.agents.test_interpreter import needs_jupyter
 
 TARGET = "keel.agents.environments.interpreter:Interpreter"
+GYM = Path(reasoning_gym.__file__).parent
 SYSTEM = ("/proc", "/sys", "/usr", "/dev")
 SECRET = ".".join(("4711", "0815"))
 THIEF = f"""
@@ -132,13 +136,47 @@ def test_a_recipe_whose_files_are_not_there(tmp_path: Path) -> None:
         made_from(Config(data=DataConfig(sources=(asked,))), asked)
 
 
-def test_procedural_tasks_with_the_interpreter() -> None:
-    asked = SourceConfig(
+def procedural(**environment: Any) -> SourceConfig:
+    return SourceConfig(
         name="x",
         source="reasoning_gym",
         task="chain_sum",
         size=4,
-        environment=EnvironmentConfig(target=TARGET),
+        environment=EnvironmentConfig(target=TARGET, **environment),
         system_template="tools",
     )
+
+
+def test_procedural_tasks_with_the_interpreter() -> None:
+    asked = procedural()
     assert asked.environment.given and Config(data=DataConfig(sources=(asked,))).with_agents
+
+
+MAKER = (KEEL / "tasks" / "small" / "prices.py").resolve()
+GENERATORS = f"""
+import importlib.util, os
+found = [name for name in ("math", "reasoning_gym") if importlib.util.find_spec(name).origin]
+found + [path for path in [{str(MAKER)!r}] if os.path.exists(path)]
+"""
+
+
+@pytest.mark.e2e
+@needs_jupyter
+def test_what_made_the_tasks_cannot_be_asked() -> None:
+    """With a seed that can be tried it says every answer."""
+    wrap_of()  # or a skip
+    (item,) = load_reasoning_gym(replace(procedural(), size=1), seed=3).items
+
+    async def play() -> list[str]:
+        said: list[str] = []
+        for given in (procedural(), procedural(readable=(str(GYM),))):
+            made = made_from(Config(data=DataConfig(sources=(given,))), given)
+            assert isinstance(made, Program)
+            environment = Hosted(made)
+            await environment.open(item.prompt, seed=1)
+            said.append((await use(environment, "python", code=GENERATORS)).text)
+            await environment.close()
+        return said
+
+    assert MAKER.is_file()
+    assert run(play()) == ["['math']", "['math', 'reasoning_gym']"]

@@ -95,6 +95,7 @@ def test_a_judge_that_cannot_be_reached_is_named_before_anything_starts(
     except IsolationError as error:
         pytest.skip(str(error))
     overrides = ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0"]
+    overrides += [f"data.sources[{name}].size=200" for name in ("spelling", "spiral")]
     assert main(words("train", "mixed", tmp_path, *overrides)) == 1
     said = capsys.readouterr()
     assert "rewards.judge.base_url = 'http://127.0.0.1:9/v1'" in said.err

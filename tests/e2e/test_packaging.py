@@ -130,6 +130,7 @@ def test_the_command_answers_and_checks_a_recipe(python: Path, project: Path) ->
     knobs += ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.model=m"]
     knobs += ["rewards.code.isolation=none-i-trust-the-answers"]
     knobs += [f"rewards.code.time_s={PATIENCE_S}", f"rewards.code.completion_s={PATIENCE_S}"]
+    knobs += [f"data.sources[{name}].size=200" for name in ("spelling", "spiral")]
     said = run(keel, "check", "mixed", *knobs, cwd=project)
     assert "sequences per step" in said
     assert "12 of 12 reference solutions run, all pass" in said

@@ -96,7 +96,7 @@ def test_weights_and_composition() -> None:
 
 
 def test_workers_stay_light() -> None:
-    heavy = ("torch", "sympy", "numpy")
+    heavy = ("torch", "sympy", "numpy", "regex", "jsonschema", "rfc3986_validator")
     code = (
         f"import sys, keel.rewards.workers.worker; print([m for m in {heavy} if m in sys.modules])"
     )

@@ -189,9 +189,14 @@ def test_what_cannot_be_measured_there(
     assert said in capsys.readouterr().err
 
 
-def test_environments_are_not_for_an_endpoint(
+def test_programs_of_their_own_are_not_for_an_endpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    source = {"name": "a", "source": "jsonl", "path": str(tmp_path / "tasks.jsonl")}
+    source |= {"environment": {"program": "python agent.py"}}  # type: ignore[dict-item]
+    recipe = tmp_path / "recipe.json"  # which is YAML, too
+    recipe.write_text(json.dumps({"data": {"sources": [source]}}))
     there = ("endpoint.base_url=http://localhost:1/v1", "endpoint.model=m", f"run.dir={tmp_path}")
-    assert main(["eval", "agent-trip", *there]) == 2
-    assert "episodes in environments need tokens" in capsys.readouterr().err
+    assert main(["eval", str(recipe), *there]) == 2
+    assert "the program of data.sources[a] needs tokens" in capsys.readouterr().err

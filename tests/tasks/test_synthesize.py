@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,29 @@ def test_recipes_are_as_strict_as_those_of_runs(
     assert main(["synthesize", str(recipe)]) == 2
     error = capsys.readouterr().err
     assert "must be the name of an environment variable" in error and "sk-1-2" not in error
+
+
+@pytest.mark.parametrize("family", ["general", "code"])
+def test_without_a_sandbox_nothing_is_made(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What authors and projects write runs nowhere else, and no knob says otherwise."""
+    which = shutil.which
+
+    def without(name: str, **more: Any) -> str | None:
+        return None if name == "bwrap" else which(name, **more)
+
+    monkeypatch.setattr(shutil, "which", without)
+    (tmp_path / "a-1.0.zip").write_bytes(b"")
+    recipe = tmp_path / "tasks.yaml"
+    archive = f"{tmp_path}/a-1.0.zip"
+    sections = {
+        "general": "general: {categories: [shops]}",
+        "code": f"code: {{sources: [{{name: a, archives: [{archive}, {archive}]}}]}}",
+    }
+    text = RECIPE.format(out=tmp_path / "out").replace("general", family) + sections[family]
+    recipe.write_text(text)
+    assert main(["synthesize", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert "bwrap is not installed; install bubblewrap (`apt-get" in error
+    assert "i-trust" not in error and "agents.isolation" not in error

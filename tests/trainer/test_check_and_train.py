@@ -94,7 +94,7 @@ machines = st.builds(
 
 
 @settings(
-    max_examples=16,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

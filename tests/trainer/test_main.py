@@ -36,7 +36,7 @@ from tests.trainer.engine.batches import write_model
 
 ROOT = Path(__file__).parents[2]
 
-FEW = ("data.sources.0.size=150", "data.sources.1.size=150")
+FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
 """Making and measuring the thousands of prompts of the recipe takes seconds."""
 
 

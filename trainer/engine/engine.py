@@ -38,7 +38,7 @@ from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import write_model, write_tokenizer
 from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.lr_schedule import learning_rate
-from keel.trainer.engine.objectives import SHARES, SplitGaps
+from keel.trainer.engine.objectives import SHARES, SplitGaps, attention_held
 from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
     Inputs,
@@ -206,13 +206,14 @@ class TrainerEngine:
         return metrics
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """`nll` of a batch of conversations (see `keel.rl.supervised.loss`) by the weights as they
-        are, which stay."""
+        """`nll` of a batch of conversations (see `keel.rl.supervised.loss`), and `indexer/held` in
+        a warm-up of indexers; the weights stay as they are."""
         self._load_back()
-        scored = [self._scored(micro_batch)[1] for micro_batch in batch.micro_batches]
+        scored = [self._scored(micro_batch)[1:] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # every rank of its group has computed the same
             return {}
-        return merge({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp in scored)
+        nll = ({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored)
+        return merge([*nll, *(attention_held(held) for _, held in scored)])
 
     def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
@@ -260,7 +261,7 @@ class TrainerEngine:
         inputs = Inputs.of(batch, self._device, self._part)
         reference = self._reference_logp(inputs)
         with self._replayed(self._network, inputs) as replay:
-            logp, entropy, indexers = self._engine(inputs=inputs)
+            logp, entropy, indexers, held = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
                 self._engine.backward(logp.sum() + 0 * indexers)
@@ -286,6 +287,7 @@ class TrainerEngine:
             found["train/tokens"] = Sum(tokens)
             if layers := self._network.learning_indexers:
                 found["indexer/kl"] = Mean(float(indexers), tokens * layers)
+            found |= attention_held(held)
             if self._part.rank == 0:  # every rank of its group has computed the same
                 found |= share.metrics
             if replay is not None:
@@ -296,12 +298,12 @@ class TrainerEngine:
 
         return metrics
 
-    def _scored(self, batch: MicroBatch) -> tuple[Inputs, Tensor]:
-        """[R] log-probabilities under the weights as they are, without gradient."""
+    def _scored(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
+        """Without gradient: [R] log-probabilities, and the attention that the top k hold."""
         inputs = Inputs.of(batch, self._device, self._part)
         with torch.no_grad(), self._replayed(self._network, inputs):
-            logp, *_ = self._engine(inputs=inputs)
-        return inputs, whole_sequences(inputs, logp, None)[0]
+            logp, _, _, held = self._engine(inputs=inputs)
+        return inputs, whole_sequences(inputs, logp, None)[0], held
 
     def _apply_gradients(self) -> float:
         clip = self._config.trainer.grad_clip

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from keel.configs.schema import AlgorithmConfig
 from keel.rl.losses import LossOutput, grpo_loss
-from keel.rl.metrics import Max, Metric
+from keel.rl.metrics import Max, Mean, Metric
 from keel.rl.offpolicy import GapTotals
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.supervised.loss import NllOutput, nll_loss
 from keel.trainer.engine.policy import Inputs
 
-Scored = Callable[[MicroBatch], tuple[Inputs, Tensor]]
+Scored = Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]]
 
 
 class SplitGaps:
@@ -40,10 +40,10 @@ class SplitGaps:
 
     def score(self, batches: Sequence[MicroBatch], scored: Scored) -> None:
         """Take the means before any training. `batches`: equally many on all ranks; `scored` gives
-        one of them back with its [R] log-probabilities."""
+        one of them back with its [R] log-probabilities, before anything else."""
         if batches:
             for batch in batches:
-                self.add(*scored(batch))
+                self.add(*scored(batch)[:2])
             self._before_P = self._means()
             self._totals = GapTotals(self._count, self._before_P.device)
 
@@ -112,6 +112,13 @@ def nll_share(
         total_sequences=total_sequences,
         sequence_weight=inputs.sequence_weight_S,
     )
+
+
+def attention_held(held: Tensor) -> dict[str, Metric]:
+    """`indexer/held` of the [2] that `keel.trainer.engine.policy.PolicyNetwork` returns: the share
+    of attention that the top k hold, a mean over tokens with more than k before them and layers."""
+    share, count = held.tolist()
+    return {"indexer/held": Mean(share, count)} if count else {}
 
 
 SHARES: Mapping[Loss, Callable[..., Any]] = {"grpo": grpo_share, "nll": nll_share}

@@ -163,12 +163,15 @@ class PolicyNetwork(nn.Module):
         self.config = model.config  # where DeepSpeed looks for facts about the experts
         self.temperature = temperature
 
-    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability [R] (float32) of each sampled token over its mask, entropy [R] of that
-        distribution, without gradient, and the indexers' loss, summed over layers and tokens (0
-        without gradient where none is computed). R: of this rank's part of the row."""
+    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probability [R] (float32) of each sampled token over its mask; entropy [R] of that
+        distribution, without gradient; the indexers' loss, summed over layers and tokens (0
+        without gradient where none is computed); and [2] the attention that their top k hold, as in
+        `SparsePass.held`, of all layers together (0 where nobody has looked). R: of this rank's
+        part of the row."""
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
-        sparse = SparsePass(dense=self._dense, loss=learning)
+        warming = self._dense and self.learning_indexers > 0  # measured, too, where nothing learns
+        sparse = SparsePass(dense=self._dense, loss=learning or warming)
         if self._sparse and self.replays and inputs.selected_NLk is not None:
             sparse.recorded_LNk = recorded_selection(
                 self.model, inputs.selected_NLk, inputs.position_N
@@ -184,7 +187,9 @@ class PolicyNetwork(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, SupportHead)
         scores = policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
-        return *scores, sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
+        held = torch.stack(sparse.held).sum(0) if sparse.held else hidden.new_zeros(2).float()
+        lost = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
+        return *scores, lost, held
 
 
 class Reference:

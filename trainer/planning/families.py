@@ -59,6 +59,39 @@ def check_engine_attention(config: Config, *, architecture: str, kv_width: int, 
     )
 
 
+def check_warm_up(config: Config, *, architecture: str, top_k: int) -> None:
+    """Raise `ConfigError` for an indexer's warm-up on a model without one. `top_k`: tokens that an
+    indexer selects, 0 where there is none."""
+    if config.trainer.attention != "warm-up" or top_k:
+        return
+    raise ConfigError(
+        f"trainer.attention = 'warm-up': {architecture} (model.path = {config.model.path!r}) has "
+        f"no indexer to train. Name a model of the family deepseek_v32 ({SPARSE_ATTENTION}; of the "
+        "embedded one, model.embedded.family=deepseek_v32), or leave trainer.attention out to "
+        "train all of this one"
+    )
+
+
+def check_selects(config: Config, *, top_k: int, longest: int) -> None:
+    """Raise `ConfigError` for text that is too short to learn a selection from. `longest` window of
+    it, in tokens."""
+    if not top_k or longest > top_k or config.trainer.attention == "dense":
+        return
+    most = config.sft.max_context_tokens
+    cure = (
+        "sft.max_context_tokens above that"
+        if most <= top_k
+        else f"longer texts (sft.max_context_tokens = {most:,} would allow them)"
+    )
+    smaller = " or a smaller model.embedded.index_top_k" if config.model.path == "embedded" else ""
+    raise ConfigError(
+        f"trainer.attention = {config.trainer.attention!r}: the longest window of text has "
+        f"{longest:,} tokens, and the indexers select {top_k:,}, so all of it would be selected "
+        f"and none learned to choose. It needs {cure}{smaller}; trainer.attention=dense trains "
+        "without them"
+    )
+
+
 def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None:
     """Raise `ConfigError` unless the experts can be spread over `size` ranks (1: always).
 

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.trainer.planning.cures import cures
-from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
+from keel.trainer.planning.families import (
+    check_expert_parallel,
+    check_sequence_parallel,
+    check_warm_up,
+)
 from keel.trainer.planning.memory import (
     GIB,
     DoesNotFit,
@@ -102,6 +106,7 @@ def make_plan(
         architecture=facts.architecture,
         heads=facts.attention_heads,
     )
+    check_warm_up(config, architecture=facts.architecture, top_k=facts.index_top_k)
     algorithm, trainer = config.algorithm, config.trainer
     sequences = algorithm.prompts_per_step * algorithm.group_size
     per_update = -(-sequences // algorithm.updates_per_batch)

@@ -67,7 +67,8 @@ def conduct(
         folder.check_heldout(start)
         if start >= steps and folder.model.exists():
             folder.check_model()
-            knob = "sft.epochs" if command[0] == "sft" and config.sft.epochs else "run.steps"
+            lessons = command[0] in ("sft", "pretrain")
+            knob = "sft.epochs" if lessons and config.sft.epochs else "run.steps"
             print(f"{folder.path} has done its {start} steps. Raise {knob} to go on.")
             return
         if state:

@@ -46,9 +46,13 @@ class View(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-def open_view(title: str, steps: int, stream: TextIO = sys.stdout) -> View:
-    """The live panel on a terminal, plain lines elsewhere (pipes, CI, `ray job submit`)."""
-    return LiveView(title, steps) if stream.isatty() else PlainView(steps, stream)
+def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
+    """The live panel on a terminal, plain lines elsewhere (pipes, CI, `ray job submit`).
+
+    stream: None: standard output as it is now, which need not be what it was at the import.
+    """
+    chosen = stream or sys.stdout
+    return LiveView(title, steps) if chosen.isatty() else PlainView(steps, chosen)
 
 
 class Progress:
@@ -71,8 +75,8 @@ class Progress:
 class PlainView:
     """One line a step."""
 
-    def __init__(self, steps: int, stream: TextIO = sys.stdout) -> None:
-        self._steps, self._stream = steps, stream
+    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
+        self._steps, self._stream = steps, stream or sys.stdout
         self._progress = Progress(steps)
 
     def begin(self, activity: str) -> None:

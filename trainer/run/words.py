@@ -9,7 +9,7 @@ from keel.configs.schema import Config
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import preempted
 
-MEASURES = ("/pass@1", "/loss")
+MEASURES = ("/pass@1", "/loss", "/indexer/held")
 """What is said of each held-out set."""
 
 

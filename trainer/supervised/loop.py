@@ -19,6 +19,9 @@ from keel.trainer.feed import never
 from keel.trainer.loop import Clock, Journal, checkpoint_due
 from keel.trainer.nonfinite import SAID
 
+MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
+"""What the ranks measure of a held-out set, and what it is called under `eval/`."""
+
 
 class Stream(Protocol):
     """An endless, seeded order of conversations."""
@@ -43,7 +46,7 @@ class Learner(Protocol):
         ...
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
-        """`<name>/nll` of named batches."""
+        """`<name>/nll` of named batches, and `<name>/indexer/held` in a warm-up of indexers."""
         ...
 
 
@@ -180,9 +183,17 @@ def packed_apart(
 
 
 def measured(scored: Mapping[str, Metric]) -> dict[str, Metric]:
-    """`eval/<set>/loss` of each held-out set, in nats a token, and `eval/loss` of all tokens."""
-    whole = merge({"eval/loss": loss} for loss in scored.values())
-    return {f"eval/{name.removesuffix('/nll')}/loss": loss for name, loss in scored.items()} | whole
+    """`eval/<set>/loss` of each held-out set, in nats a token, and `eval/loss` of all tokens; the
+    same of `indexer/held`, where indexers are warmed up."""
+    found: dict[str, Metric] = {}
+    for metric, name in MEASURED.items():
+        own = {
+            f"eval/{key.removesuffix(metric)}{name}": value
+            for key, value in scored.items()
+            if key.endswith(f"/{metric}")
+        }
+        found |= own | merge({f"eval/{name}": value} for value in own.values())
+    return found
 
 
 def seen(

@@ -1,4 +1,5 @@
-"""Wiring of `keel sft`: from a recipe to its conversations in ids, to ranks that learn from them.
+"""Wiring of `keel sft` and `keel pretrain`: from a recipe to its conversations or text in ids, to
+ranks that learn from them.
 
 Sees every package, as `trainer/prepare.py` and `trainer/main.py` do.
 """
@@ -15,7 +16,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.sft import TEXT
 from keel.data.conversations.load import Lessons, Report, load_lessons
+from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset
 from keel.data.items import Item
@@ -27,11 +30,13 @@ from keel.rl.supervised.lessons import shown
 from keel.rl.turns import ToolSpec
 from keel.rl.types import Segment
 from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.encoding import Encoder, free_marks
 from keel.rollout.chat.laws import check_prefix_law
 from keel.rollout.chat.taught import taught
 from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.learner import Learner
+from keel.trainer.planning.families import check_selects
 from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
 from keel.trainer.planning.unusual import unusual
@@ -65,8 +70,12 @@ class SftTask:
     """Those of `data.sources`, where there are any: what they hold out is learned nowhere, and the
     embedded model's cold start teaches what they ask."""
     format: str
-    """Of the chats."""
+    """Of the chats; empty where there are none."""
     warnings: Sequence[str] = ()
+
+    @property
+    def command(self) -> str:
+        return "pretrain" if self.config.sft.only_text else "sft"
 
     @property
     def gpu(self) -> bool:
@@ -76,18 +85,20 @@ class SftTask:
         """What is planned."""
         config, trainer = self.config, self.config.trainer
         reports = self.lessons.report.items()
-        size = f"{config.sft.conversations_per_step} conversations"
+        what = "windows" if config.sft.only_text else "conversations"
+        size = f"{config.sft.conversations_per_step} {what}"
         if config.sft.tokens_per_step:
-            size = f"conversations of at most {config.sft.tokens_per_step:,} tokens together"
+            size = f"{what} of at most {config.sft.tokens_per_step:,} tokens together"
         rows = [
             ("model", model_line(config, self.facts)),
             *(("data", line) for name, report in reports for line in report_lines(name, report)),
-            ("", f"chats are written in the format {self.format}"),
+            *([("", f"chats are written in the format {self.format}")] if self.format else []),
             (
                 "batch",
                 f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens; the "
                 f"loss is a mean over {config.sft.mean}",
             ),
+            *([("attention", attention_said(config))] if self.facts.index_top_k else []),
             ("steps", f"{config.run.steps}; lr {trainer.lr:g} ({trainer.schedule})"),
             ("actors", ranks_line(config, gpu=self.gpu)),
             ("hardware", str(self.hardware) if self.gpu else "on CPU"),
@@ -118,29 +129,33 @@ def prepare_sft(
     disable_progress_bar()  # transformers' own bars would cut through the view
     given = load_config(recipe, overrides)
     if not given.sft.sources:
-        raise ConfigError("sft.sources: there is none; add one (docs/sft.md)")
+        raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
     config = given.supervised(given.run.steps)
-    found = found_model(config, hardware)
+    chats = not config.sft.only_text or bool(given.data.sources)
+    found = found_model(config, hardware, chats=chats)
     if found.facts.balance_loss:
         raise ConfigError(
             f"model.path = {config.model.path!r}: its config.json asks for a loss that balances "
             f"experts (output_router_logits: true, router_aux_loss_coef: "
-            f"{found.facts.balance_loss:g}), and `keel sft` adds none (docs/sft.md). Set "
+            f"{found.facts.balance_loss:g}), and supervised training adds none (docs/sft.md). Set "
             "output_router_logits: false there, in a copy of the folder, to learn without"
         )
     digest = digest_of_tokenizer(found.tokenizer)
     prompts = prompts_of(given, found.tokenizer, found.facts) if given.data.sources else None
     try:
-        chat = TemplateChat(found.tokenizer)
+        chat = TemplateChat(found.tokenizer) if chats else None
+        texts = any(source.is_text for source in config.sft.sources)
+        encoded = encoded_by(found.tokenizer, found.facts.vocab_size) if texts else None
     except ValueError as error:
         name = config.model.tokenizer or config.model.path
         raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
     lessons = load_lessons(
         config.sft,
         seed=config.run.seed,
-        render=renderer(chat, found.facts.vocab_size),
+        render=renderer(chat, found.facts.vocab_size) if chat else no_chats,
         solve=solved,
         tokenizer=digest,
+        encoded=encoded,
         reserved=reserved_questions(prompts),
         reserved_ids=reserved_ids(prompts),
     )
@@ -148,6 +163,9 @@ def prepare_sft(
     batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
     if config.sft.epochs:
         config = given.supervised(batches.steps_of(config.sft.epochs))
+    if config.sft.only_text:
+        longest = max(report.longest for report in lessons.report.values())
+        check_selects(config, top_k=found.facts.index_top_k, longest=longest)
     warnings = unusual(config, found.facts)
     if found.lacking:
         warnings.append(f"model.path = {config.model.path!r}: {found.lacking}")
@@ -161,9 +179,52 @@ def prepare_sft(
         tokenizer=digest,
         given=given,
         prompts=prompts,
-        format=chat.format.name,
+        format=chat.format.name if chat and not config.sft.only_text else "",
         warnings=warnings,
     )
+
+
+def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
+    """The same for text alone. Raises ConfigError."""
+    config = load_config(recipe, overrides)
+    others = [source.name for source in config.sft.sources if not source.is_text]
+    if others or not config.sft.sources:
+        is_of = f"{', '.join(others)}: no text" if others else "there is none"
+        raise ConfigError(
+            f"sft.sources: {is_of}. `keel pretrain` learns from source: {' and '.join(TEXT)} "
+            "(docs/pretrain.md), `keel sft` from conversations, and from both"
+        )
+    return prepare_sft(recipe, overrides)
+
+
+def attention_said(config: Config) -> str:
+    """What is trained of a model with an indexer."""
+    return {
+        "warm-up": "dense; the indexers alone are trained, by Eq. 3",
+        "dense": "dense; everything but the indexers is trained",
+        "sparse": "sparse; the indexers are trained by Eq. 4 alone, the rest by the model's loss",
+    }[config.trainer.attention]
+
+
+def encoded_by(tokenizer: Any, vocab_size: int) -> Encoded:
+    """Text as a base model knows it: what the tokenizer itself puts before a text, then the text,
+    in which nothing becomes a control token, then the end of text. Raises ValueError for a
+    tokenizer that cannot tell control tokens from text."""
+    encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
+    before = [index for index in tokenizer("")["input_ids"] if index != end]
+
+    def encode(text: str) -> list[int]:
+        marks = free_marks(text)
+        ids = encoder.encode(encoder.shield(text, marks), marks)
+        check_ids(ids, vocab_size, f"the text {text[:40]!r}")
+        return ids
+
+    return Encoded(encode, tuple(before), (end,))
+
+
+def no_chats(example: Example) -> list[Segment]:
+    """In the place of a renderer where a recipe has nothing but text, which comes in ids."""
+    raise AssertionError(f"{example.origin}: rendered as a conversation")
 
 
 def renderer(chat: TemplateChat, vocab_size: int) -> Render:
@@ -217,7 +278,10 @@ def reserved_ids(dataset: Dataset | None) -> set[str]:
 
 def report_lines(name: str, report: Report) -> Iterator[str]:
     """What became of a source."""
-    said = f"{name}: {report.learned:,} conversations to learn from, {report.heldout:,} held out"
+    what = "windows" if report.documents else "conversations"
+    said = f"{name}: {report.learned:,} {what} to learn from, {report.heldout:,} held out"
+    if report.documents:
+        said += f"; of {report.documents:,} documents"
     if report.learned:
         said += (
             f"; {report.learned_tokens:,} of {report.tokens:,} tokens learned, in "

@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keel.agents.environments.code import processes
@@ -37,6 +37,8 @@ class Results(NamedTuple):
     must be."""
     said: str
     """The command's last words."""
+    inside: bool = True
+    """Whether none of those at the end of hidden test files is another than it must be."""
     seconds: float = 0.0
     """The tests alone."""
 
@@ -80,7 +82,9 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     """Of a whole tree. Every process below this one is ended, before and after."""
     language = LANGUAGES[instance["language"]]
     canaries = {_name(): good for good in (True, False)}
+    inside = {_name(): good for good in (True, False)}
     tree = laid(tree, _files(language.canary, instance["canary_in"], canaries))
+    tree = laid(tree, _longer(language.canary_at_the_end, tree, _at(instance), inside))
     processes.stop_all()
     for folder in LIVELY:
         erase(folder)
@@ -97,12 +101,14 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     processes.stop_all()
     tests = results_in(results)
     told = {test: nonce for test in tests for nonce in canaries if nonce in test}
-    others = {test: result for test, result in tests.items() if test not in told}
+    more = {test: good for test in tests for nonce, good in inside.items() if nonce in test}
+    others = {test: result for test, result in tests.items() if test not in {*told, *more}}
     seen = {canaries[nonce]: tests[test] for test, nonce in told.items()}
-    if set(seen) != {True, False}:
-        return Results(others, "missing", said, seconds)
-    good = seen == {True: "passed", False: "failed"}
-    return Results(others, "as wanted" if good else "faked", said, seconds)
+    must = {True: "passed", False: "failed"}
+    canary = "missing" if set(seen) != {*must} else "as wanted" if seen == must else "faked"
+    # A file that cannot be imported has none of its tests.
+    ends = all(tests[test] in (must[good], "skipped") for test, good in more.items())
+    return Results(others, canary, said, ends, seconds)
 
 
 def _name() -> str:
@@ -113,11 +119,24 @@ def _files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -
     """One that holds and one that does not; by its text alone, neither can be told from a test."""
     found: Tree = {}
     for nonce, good in canaries.items() if canary[0] else ():
-        one, two = (10 + secrets.randbelow(90) for _ in range(2))
-        worth = f"{one} * {two} == {one * two + (0 if good else 1 + secrets.randbelow(9))}"
         name, text = (part.replace("NONCE", nonce) for part in canary)
-        found[os.path.join(folder, name)] = ("f", text.replace("WORTH", worth).encode())
+        found[os.path.join(folder, name)] = ("f", text.replace("WORTH", _worth(good)).encode())
     return found
+
+
+def _longer(end: str, tree: Tree, paths: Sequence[str], canaries: Mapping[str, bool]) -> Tree:
+    """These files with both at their ends."""
+    ends = [end.replace("NONCE", n).replace("WORTH", _worth(good)) for n, good in canaries.items()]
+    return {path: ("f", tree[path][1] + "".join(ends).encode()) for path in paths if path in tree}
+
+
+def _at(instance: Mapping[str, Any]) -> Sequence[str]:
+    return instance.get("canary_at", ())  # instances of earlier versions have none
+
+
+def _worth(good: bool) -> str:
+    one, two = (10 + secrets.randbelow(90) for _ in range(2))
+    return f"{one} * {two} == {one * two + (0 if good else 1 + secrets.randbelow(9))}"
 
 
 def solved(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
@@ -130,4 +149,6 @@ def solved(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[s
     right = facts["f2p_passed"] == facts["f2p"] > 0 and facts["p2p_passed"] == facts["p2p"]
     # Where it was there when the instance was made, it must be there now.
     trusted = results.canary == "as wanted" or not instance["canary"]
+    if _at(instance) and not results.inside:
+        facts["canary"], trusted = "faked", False
     return float(right and trusted), facts

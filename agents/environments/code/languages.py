@@ -39,6 +39,8 @@ class Language:
     canary: tuple[str, str] = ("", "")
     """Name and text of a test file with one test, which passes if WORTH is true. One that must fail
     and one that must pass run with the others: who fakes all results fakes those, too."""
+    canary_at_the_end: str = ""
+    """The same as the last lines of a hidden test file: who fakes what is in there does so, too."""
     build_names_sources: bool = False
     """Whether a new source file has to be named in a file of `steers`."""
     unproven: str = ""
@@ -52,7 +54,10 @@ PYTHON = Language(
         "pytest.ini",
         ".pytest.ini",
         "pytest.toml",
+        ".pytest.toml",
         "tox.ini",
+        "noxfile.py",
+        "hatch.toml",
         "setup.cfg",
         "pyproject.toml",
         "sitecustomize.py",
@@ -98,11 +103,16 @@ $pip uninstall -q -y pip setuptools || true
     ),
     check='"$PREFIX/bin/python" -c "import pytest"',
     canary=("test_NONCE.py", "def test_NONCE():\n    assert WORTH\n"),
+    canary_at_the_end="\n\n\ndef test_NONCE():\n    assert WORTH\n",
 )
 JAVASCRIPT = Language(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
     tests=("test/", "tests/", "__tests__/", "*.test.*", "*.spec.*", "*-test.*", "*_test.*"),
-    steers=("package.json", "package-lock.json", ".npmrc", "node_modules/", "tsconfig*.json"),
+    steers=(
+        *("package.json", "package-lock.json", ".npmrc", "node_modules/", "tsconfig*.json"),
+        *("node.config.json", "jest.*", ".mocharc*", "vitest.*", "babel.config.*", ".babelrc*"),
+        *("karma.conf.*", "ava.config.*", ".taprc", ".nycrc*", ".c8rc*", ".swcrc"),
+    ),
     manifests=("package.json", "package-lock.json", ".npmrc"),
     setup=r"""
 cp package.json "$PREFIX/" && cp package-lock.json .npmrc "$PREFIX/" 2>/dev/null
@@ -129,7 +139,7 @@ _CTEST = (
 CPP = Language(
     suffixes=(".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".ipp"),
     tests=("test/", "tests/", "*_test.c*", "test_*.c*", "*_unittest.c*"),
-    steers=("CMakeLists.txt", "*.cmake", "CMakePresets.json", "Makefile", "CTestConfig.cmake"),
+    steers=("CMakeLists.txt", "*.cmake", "CMake*Presets.json", "*Makefile"),
     manifests=(),
     setup="cmake --version && c++ --version",
     test=_CTEST,
@@ -209,4 +219,6 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 def is_grading(language: Language, path: str) -> bool:
     """Whether a file is the grader's, and a policy's version of it counts for nothing."""
-    return matches(path, language.tests) or matches(path, language.steers)
+    # Who reads the others may not mind case: Python finds plugins in X.DIST-INFO.
+    steers = [pattern.lower() for pattern in language.steers]
+    return matches(path, language.tests) or matches(path.lower(), steers)

@@ -40,8 +40,12 @@ _MORE = (
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
 """Attributes that lead out of what a function was given, or to the clock."""
-_CLOCK = re.compile(r"CURRENT_(DATE|TIME|TIMESTAMP)\b|'now'|\brandom(blob)?\(", re.IGNORECASE)
-"""SQLite's."""
+_CLOCK = re.compile(
+    r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
+    \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""SQLite's: its functions of time take none for `now`."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:
@@ -68,6 +72,8 @@ def _complaint(node: ast.AST, part: Part) -> str:
         names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "."] if not node.level else ["."]
+        if part == "verify" and "random" in names:
+            return "imports random: a verifier says the same each time"
         unknown = [name for name in names if name not in MODULES]
         return f"imports {unknown[0]}; there are {', '.join(MODULES[1:])}" if unknown else ""
     if isinstance(node, ast.Constant):

@@ -280,17 +280,16 @@ def test_nothing_that_it_started_is_left(end: str, tmp_path: Path) -> None:
 
 
 def test_one_that_is_given_up_while_it_is_ended_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its engine failed, say, and then a sibling's, which cancels it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = AgentProgram(command=[sys.executable, "-c", "import time; time.sleep(1000)"])
 
     async def work() -> None:
         ending = asyncio.Event()
 
         async def late() -> str:
-            while not list(tmp_path.glob("keel-*/keel-*/*")):  # it has begun
+            while not list(folder.glob("keel-*/keel-*/*")):  # it has begun
                 await asyncio.sleep(0.01)
             ending.set()
             return "was ended"
@@ -305,10 +304,13 @@ def test_one_that_is_given_up_while_it_is_ended_leaves_nothing(
             with pytest.raises(asyncio.CancelledError):
                 await task
         async with asyncio.timeout(PATIENCE_S):
-            while list(tmp_path.iterdir()):
+            while list(folder.iterdir()):
                 await asyncio.sleep(0.01)
 
-    run(work())
+    with tempfile.TemporaryDirectory() as name:  # a socket's path is short, and tmp_path's is not
+        folder = Path(name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        run(work())
 
 
 @pytest.mark.e2e

@@ -53,6 +53,12 @@ def run(model: PreTrainedModel, ids: list[Tensor], sparse: SparsePass) -> Tensor
     ).last_hidden_state[0]
 
 
+def weighted(hidden: Tensor) -> Tensor:
+    """A sum of hidden states in which each counts differently."""
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+    return (hidden * weights).sum()
+
+
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

@@ -9,12 +9,11 @@ from torch import nn
 
 from keel.model.attention import UnsupportedAttention
 from keel.model.sparse import contract
-from keel.model.sparse.attention import SparsePass, use_sparse_attention
+from keel.model.sparse.attention import Chunk, SparsePass, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
-from keel.model.sparse.indexer import NONE, select
+from keel.model.sparse.indexer import NONE, products, select
 from tests.model.families import build
 from tests.model.sparse.packed_rows import (
-    TOKENS,
     TOP_K,
     assert_same_gradients,
     gradients,
@@ -22,20 +21,18 @@ from tests.model.sparse.packed_rows import (
     run,
     segments_of_ids,
     theirs,
+    weighted,
 )
 
 
 @pytest.mark.parametrize("top_k", [TOP_K, 64], ids=["sparse", "all selected"])
 def test_packed_equals_transformers_on_each_segment(top_k: int) -> None:
     plain, ids = theirs(index_topk=top_k), segments_of_ids()
-    packed, weights = (
-        ours(plain),
-        torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(2)),
-    )
+    packed = ours(plain)
     alone = torch.cat([plain.get_decoder()(x, use_cache=False).last_hidden_state[0] for x in ids])
-    (alone * weights).sum().backward()
+    weighted(alone).backward()
     together = run(packed, ids, SparsePass(chunk=5))
-    (together * weights).sum().backward()
+    weighted(together).backward()
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
     assert_same_gradients(gradients(packed), gradients(plain))  # and none for an indexer in either
     dense = run(packed, ids, SparsePass(dense=True))
@@ -56,8 +53,7 @@ def test_chunks_recomputation_and_packing_change_nothing(dense: bool) -> None:
         ]
         hidden = torch.cat([run(model, row, one) for row, one in zip(rows, passes, strict=True)])
         loss = torch.stack([one.loss_sum() for one in passes]).sum()
-        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
-        ((hidden * weights).sum() + loss).backward()
+        (weighted(hidden) + loss).backward()
         assert all(len(one.losses) == 2 for one in passes)  # a layer's is counted once
         held = torch.stack([torch.stack(one.held).sum(0) for one in passes]).sum(0)
         results.append((hidden.detach(), loss.detach(), held, gradients(model)))
@@ -94,3 +90,34 @@ def test_another_computation_in_transformers_is_noticed(monkeypatch: pytest.Monk
         RuntimeError, match=r"otherwise than 5\.17 to 5\.19 do.*differs by 1\.0e-01"
     ):
         contract.check_sparse_attention.__wrapped__()
+
+
+def test_logits_are_as_exact_as_their_inputs() -> None:
+    """In bfloat16 the next number after 20 is 20.125, so keys 1/16 apart would be the same."""
+    query = torch.tensor([[[[4.0, 1 / 32]]]]).bfloat16()  # [B, c, H, r]
+    key = torch.tensor([[[5.0, 0.0], [5.0, 2.0]]]).bfloat16()
+    index = (
+        torch.zeros(1, 1, 1, 2).bfloat16(),
+        torch.zeros(1, 1, 1),
+        torch.zeros(1, 2, 2).bfloat16(),
+    )
+    chosen = torch.tensor([[[0, 1]]])
+    chunk = Chunk(scaling=1.0, rank=2, top_k=2, loss=False)
+    share = torch.tensor([0.0, 1 / 16]).softmax(0)[1]
+    for mixed, *_ in (
+        chunk.dense(1, query, index[0], index[1], key, index[2]),
+        chunk.chosen(1, query, index[0], index[1], chosen, key, index[2]),
+    ):
+        torch.testing.assert_close(mixed[0, 0, 0, 1].float(), 2 * share, rtol=2**-8, atol=0)
+        assert mixed[0, 0, 0, 1] != 1.0
+
+
+def test_gradients_of_products_are_those_of_matrix_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(2, 3, 5, generator=generator).requires_grad_()
+    right = torch.randn(2, 5, 4, generator=generator).requires_grad_()
+    weights = torch.randn(2, 3, 4, generator=generator)
+    expected = torch.autograd.grad(((left @ right) * weights).sum(), [left, right])
+    actual = torch.autograd.grad((products(left, right) * weights).sum(), [left, right])
+    torch.testing.assert_close(actual, expected)
+    assert products(left.bfloat16(), right.bfloat16()).dtype == torch.float32

@@ -19,6 +19,7 @@ from tests.model.sparse.packed_rows import (
     run,
     segments_of_ids,
     theirs,
+    weighted,
 )
 
 
@@ -87,9 +88,7 @@ def test_loss_is_the_definition_and_teaches_the_indexer_alone(dense: bool) -> No
 def test_the_language_models_loss_does_not_reach_the_indexer() -> None:
     model = ours(theirs())
     sparse = SparsePass(loss=True)
-    hidden = run(model, segments_of_ids(), sparse)
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
-    ((hidden * weights).sum() + 0 * sparse.loss_sum()).backward()
+    (weighted(run(model, segments_of_ids(), sparse)) + 0 * sparse.loss_sum()).backward()
     for name, gradient in gradients(model).items():
         assert bool(gradient.any()) == (".indexer." not in name), name
     assert len(sparse_layers(model)) == 2

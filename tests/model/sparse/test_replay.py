@@ -21,6 +21,7 @@ from tests.model.sparse.packed_rows import (
     run,
     segments_of_ids,
     theirs,
+    weighted,
 )
 
 LAYERS = 2
@@ -60,9 +61,8 @@ def test_the_recorded_positions_are_attended_to_as_transformers_does(recomputed:
     )
     hidden = run(model, ids, sparse)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
-    (expected * weights).sum().backward()
-    ((hidden * weights).sum() + sparse.loss_sum()).backward()
+    weighted(expected).backward()
+    (weighted(hidden) + sparse.loss_sum()).backward()
     found = gradients(model)
     learned = {name for name in found if ".indexer." in name}  # from the engine's selection
     assert learned and all(found.pop(name).any() for name in learned)

@@ -8,6 +8,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +16,7 @@ import pytest
 
 from keel.configs.schema import ConfigError
 from keel.tasks.author import AuthorLost
-from keel.tasks.code import filters
+from keel.tasks.code import filters, future
 from keel.tasks.code.candidate import Candidate
 from keel.tasks.code.draft import Built
 from keel.tasks.code.judge import judge
@@ -28,6 +29,7 @@ from tests.tasks.authors import ScriptedAuthor
 from tests.tasks.code.projects import (
     AFTER,
     BEFORE,
+    BROKEN,
     FIXED,
     ISSUE,
     NEW_TEST,
@@ -180,7 +182,13 @@ def test_the_judge_reads_marks_and_refuses_low_ones() -> None:
 
 def test_a_test_that_differs_between_runs_is_left_out() -> None:
     def run(**tests: str) -> dict[str, Any]:
-        return {"tests": tests, "canary": "as wanted", "said": "", "seconds": len(tests)}
+        return {
+            "tests": tests,
+            "canary": "as wanted",
+            "inside": True,
+            "said": "",
+            "seconds": len(tests),
+        }
 
     before = [
         run(a="failed", b="passed", c="passed", d="passed", e="failed"),
@@ -197,6 +205,26 @@ def test_a_test_that_differs_between_runs_is_left_out() -> None:
         and found.seconds == 5
         and found.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
     )
+
+
+def test_a_change_that_the_set_up_left_is_found(tmp_path: Path) -> None:
+    """A prefix is made of a newer commit, by whatever name the project's files have in it."""
+    fixed = BROKEN + "\n\ndef total_of_all(numbers):\n    if not numbers:\n"
+    fixed += "        return 0\n    return total(numbers)\n\n\ndef most(numbers, least=0):\n"
+    one = candidate(after={"adding.py": fixed, "tests/test_adding.py": NEW_TEST})
+    place = tmp_path / "lib/kept"
+    place.mkdir(parents=True)
+    (place / "before.txt").write_text(BROKEN)
+    (place / "link").symlink_to(tmp_path / "nothing")
+    built = Built(name="p", setup="", test="")
+    future.look(one, built, tmp_path, 0.5)
+    with pytest.raises(Refused, match=r"future: the set-up left lib/a\.js"):
+        left = replace(built, generated={"lib/a.js": ("f", fixed.encode())})
+        future.look(one, left, tmp_path, 0.5)
+    (place / "notes.txt").write_text(f"All of it:\n{fixed}")
+    with pytest.raises(Refused, match=r"future: lib/kept/notes\.txt was installed"):
+        future.look(one, built, tmp_path, 0.5)
+    future.look(candidate(), built, tmp_path, 0.5)  # a change of one line says nothing
 
 
 def test_a_prefix_that_was_given_up_is_gone(

@@ -90,7 +90,7 @@ def test_the_graders_files_stand_where_a_policy_put_others() -> None:
 
 
 def test_only_all_tests_and_an_honest_canary_are_worth_1() -> None:
-    instance = {"f2p": ["a"], "p2p": ["b"], "canary": True}
+    instance = {"f2p": ["a"], "p2p": ["b"], "canary": True, "canary_at": ["tests/test_a.py"]}
 
     def worth(canary: str = "as wanted", **tests: str) -> float:
         return solved(instance, Results(tests, canary, ""))[0]
@@ -98,6 +98,9 @@ def test_only_all_tests_and_an_honest_canary_are_worth_1() -> None:
     assert worth(a="passed", b="passed", c="failed") == 1.0
     assert worth(a="passed") == worth(a="passed", b="skipped") == worth() == 0.0
     assert worth("faked", a="passed", b="passed") == worth("missing", a="passed", b="passed") == 0.0
+    lies = Results({"a": "passed", "b": "passed"}, "as wanted", "", inside=False)
+    assert solved(instance, lies) == (0.0, {**solved(instance, lies)[1], "canary": "faked"})
+    assert solved({**instance, "canary_at": []}, lies)[0] == 1.0
     nothing = {**instance, "f2p": [], "p2p": []}
     assert solved(nothing, Results({}, "as wanted", ""))[0] == 0.0
 
@@ -135,8 +138,16 @@ def test_patterns_of_files() -> None:
     assert matches("a/tests/b.py", ["tests/"]) and not matches("tests.py", ["tests/"])
     assert matches("src/test/a.java", ["src/test/*"]) and matches("a/b_test.go", ["*_test.go"])
     for language, graders, own in (
-        ("python", "a/conftest.py pyproject.toml x.dist-info/METADATA", "a.py attest.py"),
-        ("javascript", "a.test.ts test/a.js node_modules/b.js package.json", "lib/a.js"),
+        (
+            "python",
+            "a/conftest.py pyproject.toml .pytest.toml x.dist-info/METADATA x.DIST-INFO/METADATA",
+            "a.py attest.py",
+        ),
+        (
+            "javascript",
+            "a.test.ts test/a.js node_modules/b.js package.json jest.config.mjs .mocharc.json",
+            "lib/a.js",
+        ),
         ("cpp", "CMakeLists.txt tests/a.cpp a/b_test.cc", "src/a.cpp"),
         ("go", "a_test.go vendor/b.go go.mod", "a.go"),
     ):

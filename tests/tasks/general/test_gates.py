@@ -62,6 +62,22 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "solution",
         "calls no tool",
     ),
+    "knows the answer and looks busy": (
+        {
+            "solve": 'def solve(tools):\n    tools.price(name="apple")\n'
+            '    return {"name": "apple", "price": 4}\n'
+        },
+        "grounded",
+        "other names or other digits in texts or other numbers",
+    ),
+    "knows the answer and looks whether it is so": (
+        {
+            "solve": 'def solve(tools):\n    if tools.price(name="apple") != 4: raise ValueError\n'
+            '    return {"name": "apple", "price": 4}\n'
+        },
+        "grounded",
+        "other names or other digits",
+    ),
     "never ends": (solving("while True: pass"), "solution", "solve_s"),
     "calls for ever": (solving('while True: tools.fruit(stall="east")'), "solution", ""),
     "takes memory": (solving("[0] * 10**9"), "solution", "MemoryError"),
@@ -80,10 +96,44 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         "empty",
         "accepts",
     ),
+    "verifier accepts a hollow one": (
+        {
+            "verify": VERIFY.replace(
+                "return answer", 'return answer == {"name": "", "price": 0} or answer'
+            )
+        },
+        "empty",
+        "{'name': '', 'price': 0}",
+    ),
+    "verifier draws": (
+        {
+            "verify": VERIFY.replace(
+                "    return", "    import random\n    return random.random() and"
+            )
+        },
+        "verified",
+        "imports random",
+    ),
+    "verifier lets more be said": (
+        verifying(
+            "return isinstance(answer, dict) and "
+            '{"name": "apple", "price": 4}.items() <= answer.items()'
+        ),
+        "mutated",
+        "with a further key",
+    ),
+    "verifier looks at the end": (
+        verifying(
+            'return isinstance(answer, dict) and set(answer) == {"name", "price"} and '
+            'answer["price"] == 4 and str(answer["name"]).endswith("apple")'
+        ),
+        "mutated",
+        "'another or apple'",
+    ),
     "verifier looks at one value": (
         verifying('return isinstance(answer, dict) and answer.get("name") == "apple"'),
         "mutated",
-        "without 'price'",
+        "with a further key",
     ),
     "verifier looks at the form": (
         verifying(
@@ -146,6 +196,26 @@ CHEATS: dict[str, tuple[dict[str, str], str, str]] = {
         ),
         "deterministic",
         "more({})",
+    ),
+    "tool by chance of its own": (
+        tool(
+            "import random\n\n\n"
+            'def more() -> int:\n    """More."""\n'
+            "    return random.SystemRandom().randrange(10**9)\n"
+        ),
+        "deterministic",
+        "more({})",
+    ),
+    "tool by the seed": (
+        {
+            "tools": f"import random\n{TOOLS}".replace(
+                'return each["price"]', 'return each["price"] + int(100 * random.random())'
+            ),
+            # What it comes to with seed 0.
+            **verifying('return answer == {"name": "melon", "price": 54}'),
+        },
+        "verified",
+        "refuses the solution's answer",
     ),
     "tool that never ends": (
         tool('def more() -> int:\n    """More."""\n    while True: pass\n'),

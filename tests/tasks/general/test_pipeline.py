@@ -144,13 +144,14 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
             EASY,
             HARDER,
             task(*HARDEST),
+            task(*HARDEST, tools=f'{STALLS}\n\ndatabase["fruit"][0]["price"] = 5\n'),
             task(*HARDEST, tools=STALLS),
             tools=[reply(tools="def f(x):\n    return x\n"), reply(tools=TOOLS)],
         )
     )
     why, report, _ = made(tmp_path, author)
     assert (why, report["made"], report["kept"], report["refused"]) == ("", 1, 1, {})
-    assert report["drafts"] == {"typed": 1, "form": 1, "verified": 1, "solution": 1}
+    assert report["drafts"] == {"typed": 1, "form": 1, "verified": 1, "solution": 1, "earlier": 1}
     folder = tmp_path / "out/tasks/fruit_markets-0"
     assert {path.name for path in folder.iterdir()} == {
         *("database.json", "tools.py", "task.json", "solve.py", "verify.py", "provenance.json")

@@ -70,7 +70,7 @@ def test_mutations_reach_every_part() -> None:
         assert part in said
     assert answer["days"][0] == {"hotel": "Inn", "price": 3}  # none of it was changed
     assert len(mutations({"long": list(range(500))})) == MOST
-    assert mutations("x")[0] == ("the answer = ''", "")
+    assert mutations("x")[-1] == ("the answer = ''", "")
     others = plausible(answer, ["Inn", "Park"], 1)
     assert others == plausible(answer, ["Inn", "Park"], 1) and answer not in others
     assert {one["days"][0]["hotel"] for one in others} == {"Inn", "Park"}

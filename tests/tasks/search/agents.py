@@ -103,7 +103,7 @@ class Agents:
         labels = material(messages[1])["answers"]
         said = self.verdicts[self._passes] if self._passes < len(self.verdicts) else {}
         self._passes += 1
-        should = {"Tobias Wrenfield": "right"}
+        should = {"Tobias Wrenfield": "right", "T. Wrenfield": "right"}
         verdicts = [
             {
                 "answer": label,

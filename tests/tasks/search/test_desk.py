@@ -70,7 +70,9 @@ def test_answers_cannot_speak_to_the_verifier(desk: Desk) -> None:
         )
 
     verifier = ScriptedAuthor(script)  # type: ignore[arg-type]
-    found = asyncio.run(verify(desk, verifier, "Who?", "Ada Pell", answers[:1], passes=2, seed="1"))
+    found = asyncio.run(
+        verify(desk, verifier, "Who?", ["Ada Pell"], answers[:1], passes=2, seed="1")
+    )
     assert [one["Ada Pell"] for one in found] == ["right", "right"]
 
 
@@ -79,4 +81,4 @@ def test_a_verifier_decides_about_each_answer_once(desk: Desk) -> None:
     both = {"verdicts": [{**one, "answer": "A", "verdict": "right"}] * 2}
     verifier = ScriptedAuthor([opens("1"), calls("decide", both), calls("decide", both)])
     with pytest.raises(Refused, match="verifier: decide about each of A, B, once"):
-        asyncio.run(verify(desk, verifier, "Who?", "a", ["b"], passes=1, seed="1"))
+        asyncio.run(verify(desk, verifier, "Who?", ["a"], ["b"], passes=1, seed="1"))

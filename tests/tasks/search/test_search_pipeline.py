@@ -196,6 +196,11 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "'Tobias Wrenfield' wrong",
         {"verdicts": [{"Tobias Wrenfield": "wrong"}] * 3},
     ),
+    "somebody else as another spelling": (
+        "truth",
+        "'Ada Corvane' wrong",
+        {"submits": [submitted(other_spellings=["T. Wrenfield", "Ada Corvane"])]},
+    ),
     "a verifier that disagrees with itself": (
         "agreement",
         "'Tobias Wrenfield' right in pass 1 and unclear in pass 3",

@@ -16,6 +16,8 @@ from tests.trainer.engine.scenarios import STAGES, TIGHT, Ranks, Result, Scenari
 STEPS = 2
 HELDOUT = 99
 """Seed."""
+WARM_UP: Mapping[str, str] = {"model": "sparse", "attention": "warm-up"}
+"""Only indexers learn."""
 
 
 def lessons(seed: int) -> list[Lesson]:
@@ -57,8 +59,8 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
                 lessons(seed), ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
             )[mine]
 
-        def measured() -> float:
-            return values(ranks.merged(engine.score(packed(HELDOUT))))["nll"]
+        def measured() -> dict[str, float]:
+            return values(ranks.merged(engine.score(packed(HELDOUT))))
 
         before = measured()
         metrics = [values(ranks.merged(engine.step([packed(step)]))) for step in range(STEPS)]
@@ -73,11 +75,13 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
 
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
+        "warm-up": learning(0, **WARM_UP),
         "lessons": learning(0),
         "lessons unpacked": learning(0, tokens=1),
         "lessons recomputed": learning(0, activation_checkpointing=True),
     },
     2: {
+        "warm-up stage 3": learning(3, tokens=TIGHT, **WARM_UP),
         **{f"lessons stage {stage}": learning(stage, tokens=TIGHT) for stage in STAGES},
         "lessons stage 3 sequence": learning(3, sequence_parallel=2, tokens=TIGHT),
     },

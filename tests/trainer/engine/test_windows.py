@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keel.rl.metrics import values
 from tests.trainer.engine import lesson_scenarios
-from tests.trainer.engine.batches import write_dense, write_model
+from tests.trainer.engine.batches import write_dense, write_model, write_sparse
 from tests.trainer.engine.scenarios import results_of, run_all, same
 from tests.trainer.engine.window_scenarios import SCENARIOS, STEPS, run_window_rank
 
@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("windows")
     write_model(folder / "untied")
     write_dense(folder / "dense")
+    write_sparse(folder / "sparse")
     return folder
 
 
@@ -63,7 +64,10 @@ def test_some_are_masked_and_others_not(results: dict[str, Any], name: str) -> N
 
 
 LESSONS = [
-    name for size in lesson_scenarios.SCENARIOS.values() for name in size if name != "lessons"
+    name
+    for size in lesson_scenarios.SCENARIOS.values()
+    for name in size
+    if name not in ("lessons", "warm-up")
 ]
 
 
@@ -71,11 +75,21 @@ LESSONS = [
 def test_conversations_are_learned_alike_packed_or_not_on_any_ranks(
     results: dict[str, Any], name: str
 ) -> None:
-    plain = results["lessons"]
+    plain = results["warm-up" if name.startswith("warm-up") else "lessons"]
     same(results[name]["after"], plain["after"], atol=1e-6)
-    assert results[name]["heldout"] == pytest.approx(plain["heldout"], rel=1e-5)
+    for expected, actual in zip(plain["heldout"], results[name]["heldout"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
     for expected, actual in zip(plain["metrics"], results[name]["metrics"], strict=True):
         assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_warm_up_measures_what_the_indexers_select(results: dict[str, Any]) -> None:
+    warm, plain = results["warm-up"], results["lessons"]
+    before, after = warm["heldout"]
+    assert 0 < before["indexer/held"] < 1 and after["indexer/held"] != before["indexer/held"]
+    assert after["nll"] == before["nll"], "the model itself has not changed"
+    assert all(0 < step["indexer/held"] < 1 for step in warm["metrics"])
+    assert all("indexer/held" not in found for found in (*plain["heldout"], *plain["metrics"]))
 
 
 def test_the_loss_and_what_it_teaches_are_transformers_own(
@@ -110,7 +124,9 @@ def test_the_loss_and_what_it_teaches_are_transformers_own(
     )
     ours = results["lessons"]
     with torch.no_grad():
-        assert ours["heldout"][0] == pytest.approx(float(loss(lesson_scenarios.HELDOUT)), rel=1e-6)
+        assert ours["heldout"][0]["nll"] == pytest.approx(
+            float(loss(lesson_scenarios.HELDOUT)), rel=1e-6
+        )
     for step, metrics in enumerate(ours["metrics"]):
         theirs = loss(step)
         assert metrics["loss"] == pytest.approx(float(theirs.detach()), rel=1e-6)
@@ -120,4 +136,6 @@ def test_the_loss_and_what_it_teaches_are_transformers_own(
         adam.zero_grad()
     same(ours["after"], dict(checkpoint_tensors(model)), atol=1e-6)
     with torch.no_grad():
-        assert ours["heldout"][1] == pytest.approx(float(loss(lesson_scenarios.HELDOUT)), rel=1e-5)
+        assert ours["heldout"][1]["nll"] == pytest.approx(
+            float(loss(lesson_scenarios.HELDOUT)), rel=1e-5
+        )

@@ -47,7 +47,8 @@ def test_a_recipe_fits_the_gpus_in_its_name(name: str) -> None:
 def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     overrides = ["run.gpu_gib=80"]
-    overrides += [f"data.sources.{i}.size=150" for i in range(len(load_config(name).data.sources))]
+    for number in range(len(load_config(name).data.sources)):
+        overrides += [f"data.sources.{number}.{few}" for few in ("size=32", "holdout=8")]
     if name == "gpu-dense":
         tokenizer = build_tokenizer()
         tokenizer.save_pretrained(tmp_path)

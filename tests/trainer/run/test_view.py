@@ -107,3 +107,10 @@ def test_healthy_rewards_are_not_mentioned() -> None:
     PlainView(10, stream).record(3, {**NUMBERS, **healthy})
     assert "ERROR" not in stream.getvalue()
     assert "DIFFERS" not in stream.getvalue()
+
+
+def test_it_writes_to_what_is_standard_output_by_now(capsys: pytest.CaptureFixture[str]) -> None:
+    """A test's own, say, which is closed after it."""
+    for view in (PlainView(1), open_view("t", 1)):
+        view.say("step")
+        assert capsys.readouterr().out == "step\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,11 @@ from keel.agents.inside.kinds import Object, methods_of
         ("tools", "def f():\n    global database", "global"),
         ("tools", "import random\nrandom._os", "'_os'"),
         ("tools", "database.execute('select CURRENT_DATE')", "CURRENT_DATE"),
+        ("tools", "database.execute('select date()')", "date()"),
+        ("tools", "database.execute('select date(?)', ('now',))", "now"),
+        ("tools", "database.execute(\"select strftime('%Y')\")", "strftime('%Y')"),
         ("tools", "datetime.utcnow()", "'utcnow'"),
+        ("verify", "def f(a, b):\n    from random import random", "imports random"),
         ("tools", "def f(): pass\ndef f(): pass", "line 1: f is defined twice"),
         ("verify", "(", "is no Python"),
         ("verify", "\0", "is no Python"),
@@ -40,7 +45,7 @@ from keel.agents.inside.kinds import Object, methods_of
     ],
 )
 def test_what_is_not_said(part: Part, source: str, reason: str) -> None:
-    with pytest.raises(Refused, match=reason.replace(".", r"\.")):
+    with pytest.raises(Refused, match=re.escape(reason)):
         parsed(source, part)
 
 

@@ -1,0 +1,208 @@
+"""A model behind an endpoint as episodes know an engine: turn by turn.
+
+An endpoint says texts, so the ids of such a conversation are none of a tokenizer's: one stands for
+each part of it (an opening, a reply, what answered it), and the others are there to be counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from keel.configs.schema import SamplingConfig
+from keel.rl.turns import (
+    MALFORMED,
+    Malformed,
+    Message,
+    Parsed,
+    ToolCall,
+    ToolSpec,
+    TurnRequest,
+    TurnResult,
+)
+from keel.rl.types import Prompt, Purpose
+from keel.rollout.endpoint import UNKNOWN, EndpointCompletions
+
+CHARACTERS_PER_TOKEN = 4
+"""About, of what nobody counts: openings and the results of tools."""
+MOST_SAID = 300
+
+
+class NoTurn(OSError):
+    """The endpoint did not give it: its episode is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Of a conversation."""
+
+    messages: tuple[Message, ...]
+    """As an endpoint has them."""
+    tools: tuple[ToolSpec, ...] = ()
+    thinking: bool = False
+    said: Parsed | None = None
+    """Of a reply."""
+
+
+class EndpointTurns:
+    """Implements `keel.rl.turns.Chat`, and samples."""
+
+    stop_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, completions: EndpointCompletions, sampling: Mapping[Purpose, SamplingConfig]
+    ) -> None:
+        self._completions, self._sampling = completions, sampling
+        self._parts: dict[int, _Part] = {}
+        self._of: dict[str, set[int]] = {}
+        """Parts of each conversation."""
+        self._numbers = itertools.count()
+
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> list[int]:
+        wire = tuple(map(_as_sent, messages))
+        part = _Part(messages=wire, tools=tuple(tools), thinking=thinking)
+        return self._added(part, [*wire, *(tool.as_json() for tool in tools)])
+
+    def extend(
+        self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
+    ) -> list[int]:
+        wire = tuple(map(_as_sent, messages))
+        return [*ids, *self._added(_Part(messages=wire), wire)]
+
+    def parse(
+        self,
+        sampled: Sequence[int],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        turn: int,
+        inside: bool = False,
+    ) -> Parsed:
+        said = self._parts[sampled[0]].said
+        assert said is not None
+        return said
+
+    def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
+        """The future fails with NoTurn, or as `EndpointCompletions.submit`."""
+        return self._completions.later(self._turn(request, self._sampling[purpose]))
+
+    def forget(self, prompt: Prompt) -> None:
+        """The conversations about it, which are over."""
+        for name in [name for name in self._of if name.startswith(f"{prompt.prompt_id}/")]:
+            for number in self._of.pop(name):
+                self._parts.pop(number, None)
+
+    async def _turn(self, request: TurnRequest, sampling: SamplingConfig) -> TurnResult:
+        numbers = [int(one) for one in request.token_ids_T if one != UNKNOWN]
+        self._of.setdefault(request.conversation, set()).update(numbers)
+        parts = [self._parts[number] for number in numbers]
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(min(request.deadline_s, 86_400.0)):
+                body = await self._completions.asked(
+                    [message for part in parts for message in part.messages],
+                    [tool.as_json() for tool in parts[0].tools],
+                    sampling,
+                    max_tokens=request.max_tokens,
+                    thinking=parts[0].thinking,
+                )
+        except TimeoutError:
+            return _result((), "deadline", time.monotonic() - began)
+        if isinstance(body, str):
+            raise NoTurn(body)
+        said, tokens = _read(body, turn=sum(part.said is not None for part in parts))
+        number = next(self._numbers)
+        self._parts[number] = _Part(messages=(_spoken(said),), said=said)
+        self._of[request.conversation].add(number)
+        ids = [number, *[UNKNOWN] * (min(tokens, request.max_tokens) - 1)]
+        return _result(ids, "stop" if said.closed else "length", time.monotonic() - began)
+
+    def _added(self, part: _Part, shown: Sequence[Mapping[str, Any]]) -> list[int]:
+        number = next(self._numbers)
+        self._parts[number] = part
+        count = len(json.dumps(list(shown), ensure_ascii=False)) // CHARACTERS_PER_TOKEN
+        return [number, *[UNKNOWN] * count]
+
+
+def _result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
+    return TurnResult(
+        token_ids_N=np.array(ids, np.int32),
+        logp_old_N=np.zeros(len(ids), np.float32),
+        version_N=np.zeros(len(ids), np.int32),
+        finish_reason=finish,
+        sampling_s=seconds,
+    )
+
+
+def _read(body: Mapping[str, Any], *, turn: int) -> tuple[Parsed, int]:
+    """What it says, and its tokens. Raises NoTurn."""
+    try:
+        choice = body["choices"][0]
+        message, tokens = choice["message"], body["usage"]["completion_tokens"]
+        given = list(message.get("tool_calls") or ())
+        reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "")
+        said = Parsed(
+            content=str(message.get("content") or ""),
+            reasoning=reasoning,
+            closed=choice.get("finish_reason") != "length",
+            calls=tuple(_call(one, f"call_{turn}_{n}") for n, one in enumerate(given)),
+        )
+    except (LookupError, TypeError, AttributeError) as error:
+        raise NoTurn(f"the endpoint's reply is no chat completion: {error!r}") from error
+    if not isinstance(tokens, int) or tokens < 1:
+        raise NoTurn("the endpoint does not count the tokens of its completions")
+    return said, tokens
+
+
+def _call(given: Mapping[str, Any], name: str) -> ToolCall | Malformed:
+    """name: of the call, unique in its conversation."""
+    function = given["function"]
+    text = str(function.get("arguments") or "{}")
+    try:
+        arguments = json.loads(text)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are no JSON object")
+    except (ValueError, RecursionError) as error:
+        return Malformed(call_id=name, text=text[:MOST_SAID], why=str(error))
+    own = cast(dict[str, Any], arguments)
+    return ToolCall(call_id=name, name=str(function["name"]), arguments=own)
+
+
+def _spoken(said: Parsed) -> Message:
+    """A reply as the next request has it."""
+    calls = [
+        (call.call_id, call.name, call.arguments)
+        if isinstance(call, ToolCall)
+        else (call.call_id, MALFORMED, {"text": call.text})
+        for call in said.calls
+    ]
+    wanted = [{"id": n, "function": {"name": name, "arguments": a}} for n, name, a in calls]
+    return _as_sent({"role": "assistant", "content": said.content, "tool_calls": wanted})
+
+
+def _as_sent(message: Message) -> Message:
+    """Keel's form has more keys, and arguments as they are; an endpoint's has them as text."""
+    sent = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(dict(call["function"]["arguments"])),
+                },
+            }
+            for call in calls
+        ]
+    return sent

@@ -1,0 +1,56 @@
+"""`keel pretrain` as a user runs it: the warm-up of a model's indexers, on text in files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from keel.configs.schema import EmbeddedConfig
+from keel.model.embedded.build import build_model
+from keel.model.embedded.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+KEEL = [sys.executable, "-m", "keel.trainer.cli", "pretrain"]
+DEADLINE_S = 300
+pytestmark = pytest.mark.e2e
+
+
+def test_a_warm_up_trains_the_indexers_alone_and_measures_what_they_select(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "run"
+    tokenizer = build_tokenizer()
+    shape = EmbeddedConfig(family="deepseek_v32", layers=2, index_top_k=8, max_context=64)
+    build_model(shape, tokenizer, seed=0).save_pretrained(base)
+    tokenizer.chat_template = None  # as of a base model
+    tokenizer.save_pretrained(base)
+    (tmp_path / "text").mkdir()
+    for number in range(6):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"The number is {number}. " * 8)
+    text = {"name": "text", "source": "text", "path": str(tmp_path / "text"), "holdout": 1}
+    recipe = {
+        "run": {"dir": str(folder), "steps": 4, "device": "cpu"},
+        "model": {"path": str(base), "dtype": "float32"},
+        "sft": {"sources": [text], "max_context_tokens": 64, "conversations_per_step": 4},
+        "trainer": {"attention": "warm-up", "lr": 1e-2, "threads": 1},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    done = subprocess.run(
+        [*KEEL, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first, *steps, last = lines
+    assert last["indexer/kl"] < steps[0]["indexer/kl"]
+    assert all(0 < line["eval/text/indexer/held"] <= 1 for line in (first, last))
+    assert first["eval/text/loss"] == pytest.approx(last["eval/text/loss"], rel=1e-6)
+    assert "held-out text/indexer/held" in done.stdout
+    before, after = (load_file(path / "model.safetensors") for path in (base, folder / "model"))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed and after.keys() == before.keys()
+    assert all(".indexer." in name for name in changed), changed

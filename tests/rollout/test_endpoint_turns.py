@@ -1,0 +1,95 @@
+"""Episodes with a model behind an endpoint: `keel filter` of tasks with tools."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.trainer.cli import main
+from tests.agents.sandboxes import wrap_of
+from tests.rewards.judge.judge_server import Reply, running
+from tests.rollout.test_endpoint import says, words
+
+RECIPE = """\
+run: {{dir: {dir}}}
+model: {{path: embedded, embedded: {{max_context: 4096}}}}
+data:
+  sources:
+    - name: sums
+      source: reasoning_gym
+      task: chain_sum
+      size: 3
+      system_template: tools
+      environment: {{target: "keel.agents.environments.calculator:Calculator"}}
+rewards: {{workers: 0}}
+rollout: {{sampling: {{max_tokens: 40}}}}
+agents: {{window: 4000}}
+algorithm: {{prompts_per_step: 2, group_size: 2}}
+endpoint: {{base_url: "{url}", model: m, retries: 0}}
+filter: {{samples: 2}}
+"""
+
+
+def called(arguments: str) -> Reply:
+    function = {"name": "calculate", "arguments": arguments}
+    call = {"id": "of the server", "type": "function", "function": function}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return says(message, finish="tool_calls")
+
+
+@dataclass
+class Model:
+    """It calls what is no call, then the tool, and says what that returned; at the second sum it
+    guesses, and while it is busy it has no reply to the first."""
+
+    busy: bool = True
+    sums: list[str] = field(default_factory=list[str])
+
+    def __call__(self, request: dict[str, Any]) -> Reply:
+        messages = request["messages"]
+        (asked,) = (one["content"] for one in messages if one["role"] == "user")
+        terms = asked.rpartition(":")[2].rpartition("=")[0].strip()
+        if terms not in self.sums:
+            self.sums.append(terms)
+        if self.busy and terms == self.sums[0]:
+            return Reply('{"error": {"message": "full"}}', status=503)
+        turn = sum(one["role"] == "assistant" for one in messages)
+        if terms == self.sums[1]:
+            return words("no idea")
+        if turn == 2:
+            return words(messages[-1]["content"])
+        return called("{" if turn == 0 else json.dumps({"expression": terms}))
+
+
+@pytest.mark.e2e
+def test_tasks_with_tools_are_filtered_by_an_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrap_of()
+    recipe = tmp_path / "recipe.yaml"
+    table = tmp_path / "run/filter/pass_rates.jsonl"
+
+    def rates() -> list[float]:
+        return sorted(rate["pass_rate"] for rate in map(json.loads, table.open()))
+
+    with running(model := Model()) as server:
+        recipe.write_text(RECIPE.format(dir=tmp_path / "run", url=server.url))
+        assert main(["filter", str(recipe)]) == 0, capsys.readouterr()
+        assert rates() == [0.0, 1.0] and model.sums[0] not in table.read_text()
+        model.busy = False
+        server.forget()
+        assert main(["filter", str(recipe)]) == 0, capsys.readouterr()
+        sent = server.requests
+    assert rates() == [0.0, 1.0, 1.0] and len(sent) == 6  # two episodes of three turns
+    assert len((tmp_path / "run/filter/kept/sums.jsonl").read_text().splitlines()) == 2
+    last = max((one["messages"] for one in sent), key=len)
+    _, _, first, no_call, second, result = last
+    assert [tool["function"]["name"] for tool in sent[0]["tools"]] == ["calculate"]
+    assert "not a tool call" in no_call["content"]
+    assert second["tool_calls"][0]["id"] == result["tool_call_id"] != first["tool_calls"][0]["id"]
+    assert json.loads(second["tool_calls"][0]["function"]["arguments"])["expression"]
+    assert set(result) == {"role", "content", "tool_call_id"}

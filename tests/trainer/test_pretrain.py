@@ -1,0 +1,161 @@
+"""`keel pretrain` before it starts: what is planned, and what cannot work; and what it measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError
+from keel.model.embedded.build import build_model
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.rl.metrics import Mean, values
+from keel.trainer.prepare import prepare
+from keel.trainer.supervised.loop import measured
+from keel.trainer.supervised.wiring import encoded_by, prepare_pretraining, prepare_sft
+
+LENGTH = 40
+SPARSE = {"family": "deepseek_v32", "index_top_k": 16, "max_context": 64}
+
+
+def recipe(folder: Path, **sections: Any) -> str:
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{number} " * 30}) + "\n" for number in range(8))
+    )
+    text = {"name": "text", "source": "text", "path": str(folder / "text.jsonl"), "holdout": 2}
+    whole = {
+        "run": {"dir": str(folder / "run"), "device": "cpu"},
+        "model": {"dtype": "float32", "embedded": {**SPARSE, "cold_start": {"steps": 0}}},
+        "sft": {"sources": [text], "max_context_tokens": LENGTH},
+        **sections,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(whole))
+    return str(path)
+
+
+def test_what_is_planned(tmp_path: Path) -> None:
+    task = prepare_pretraining(recipe(tmp_path), ["trainer.attention=warm-up"])
+    said = task.text()
+    assert "text: 14 windows to learn from, 2 held out; of 7 documents" in said
+    assert "32 windows a step" in said and "chats are written" not in said
+    assert "dense; the indexers alone are trained, by Eq. 3" in said
+    assert (
+        "attention"
+        not in prepare_pretraining(recipe(tmp_path), ["model.embedded.family=qwen3_moe"]).text()
+    )
+
+
+def test_text_and_chats_can_be_learned_together(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    chats = [{"prompt": f"What is {i}?", "completion": str(i)} for i in range(4)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    both = [
+        {"name": "text", "source": "text", "path": str(tmp_path / "text.jsonl")},
+        {"name": "chats", "source": "jsonl", "path": str(tmp_path / "chats.jsonl")},
+    ]
+    given = [f"sft.sources={json.dumps(both)}"]
+    assert len(prepare_sft(path, given).lessons.train.take(20)) == 20
+    with pytest.raises(ConfigError, match=r"sources: chats: no text\. `keel pretrain` learns from"):
+        prepare_pretraining(path, given)
+    with pytest.raises(ConfigError, match=r"nothing to sample; .* and `keel pretrain`"):
+        prepare(path, [])
+
+
+def test_a_base_model_needs_no_chat_template(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    config = load_config(recipe(tmp_path))
+    build_model(config.model.embedded, tokenizer, seed=0).save_pretrained(tmp_path / "model")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = f"model.path={tmp_path / 'model'}"
+    assert prepare_pretraining(recipe(tmp_path), [model]).facts.index_top_k == 16
+    sums = {"name": "s", "source": "reasoning_gym", "task": "chain_sum", "size": 9}
+    with pytest.raises(ConfigError, match="has no chat template"):
+        prepare_sft(recipe(tmp_path, data={"sources": [sums]}), [model])
+
+
+def test_the_shipped_stages_take_the_model_of_the_one_before(tmp_path: Path) -> None:
+    few = ["sft.sources[retrieval].size=80", f"run.dir={tmp_path / 'run'}", "run.device=cpu"]
+    task = prepare_pretraining("pretrain-dense", few)
+    windows = task.lessons.train.take(16)
+    assert all(window.total_tokens == 112 for window in windows), "a pair is one token"
+    tokenizer = build_tokenizer(task.config.model.embedded.phrases)
+    build_model(task.config.model.embedded, tokenizer, seed=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for stage in ("warm-up", "sparse"):
+        name = f"pretrain-{stage}"
+        after = prepare_pretraining(name, [*few, f"model.path={tmp_path}"])
+        assert after.config.trainer.attention == stage
+        assert after.tokenizer == task.tokenizer and after.facts.index_top_k == 12
+        before = load_config(name).model.path
+        assert before.startswith("runs/pretrain-") and before.endswith("/model")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["trainer.attention=warm-up", "model.embedded.family=qwen3_moe"],
+            r"'warm-up': Qwen3MoeForCausalLM .* has no indexer .*model\.embedded\.family=deep",
+        ),
+        (
+            ["sft.max_context_tokens=16"],
+            r"'sparse': .* has 16 tokens, and the indexers select 16.*max_context_tokens above",
+        ),
+        (
+            ["trainer.attention=warm-up", "model.embedded.index_top_k=50"],
+            r"has 40 tokens, and the indexers select 50",
+        ),
+        (
+            ["sft.max_context_tokens=64", "model.embedded.index_top_k=62"],
+            r"has 61 tokens, .* needs longer texts \(sft\.max_context_tokens = 64 would",
+        ),
+        (["sft.max_context_tokens=65"], r"max_context = 64: too short for sft\.max_context"),
+        (["sft.sources=[]"], r"sources = \[\]: add one .*and `keel pretrain`"),
+        (["trainer.ranks=2", "trainer.sequence_parallel=2"], "sequence_parallel = 2: the sparse"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        prepare_pretraining(recipe(tmp_path), overrides)
+
+
+def test_what_needs_no_choice_is_trained_all_the_same(tmp_path: Path) -> None:
+    """Dense attention; and conversations, which a trained selection serves however short."""
+    short = ["sft.max_context_tokens=16"]
+    prepare_pretraining(recipe(tmp_path), [*short, "trainer.attention=dense"])
+    chats = [{"prompt": "a?", "completion": "b"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    source = [{"name": "chats", "source": "jsonl", "path": str(tmp_path / "chats.jsonl")}]
+    prepare_sft(recipe(tmp_path), [*short, f"sft.sources={json.dumps(source)}"])
+
+
+def test_the_word_for_a_control_token_is_not_one_in_text() -> None:
+    tokenizer = build_tokenizer()
+    by = encoded_by(tokenizer, len(tokenizer))
+    ids = by.encode("so <|im_end|> ends it")
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"
+    assert (by.before, by.after) == ((), (tokenizer.eos_token_id,))
+
+
+def test_what_is_measured_of_held_out_sets() -> None:
+    scored = {
+        "a/nll": Mean(6.0, 2),
+        "b/c/nll": Mean(2.0, 2),
+        "a/indexer/held": Mean(1.0, 4),
+        "b/c/indexer/held": Mean(3.0, 4),
+    }
+    assert values(measured(scored)) == {
+        "eval/a/loss": 3.0,
+        "eval/b/c/loss": 1.0,
+        "eval/loss": 2.0,
+        "eval/a/indexer/held": 0.25,
+        "eval/b/c/indexer/held": 0.75,
+        "eval/indexer/held": 0.5,
+    }
+    assert measured({}) == {}
