@@ -80,6 +80,9 @@ class Remote:
         how = self.config.sampling(purpose, prompt.domain)
         return self.completions.submit(prompt, group_size=size, sampling=how)
 
+    def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
+        return hurry
+
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     """`keel eval`: the held-out sets, or the prompts to train on, in each of `eval.variants`, by a
@@ -136,7 +139,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
                         None if to_be_had_later(groups) else out.record(prompt, groups)
                     ),
                     said=out.said,
-                    stop=stop,
+                    stop=system.attended(stop),
                     say=partial(print, flush=True),
                 )
         print(out.finish())
@@ -318,7 +321,7 @@ def _ask(
             score=partial(system.scorer.submit, purpose="eval"),
             record=record,
             said=out.said,
-            stop=stop,
+            stop=system.attended(stop),
             say=partial(print, flush=True),
         )
 

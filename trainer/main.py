@@ -19,6 +19,7 @@ from rich.console import Console
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig
+from keel.model.ray_calls import lost
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
@@ -31,6 +32,7 @@ from keel.trainer.replay import replay
 from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
+from keel.trainer.run.ledger import Ledger
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, save_checkpoint
 from keel.trainer.run.view import View
@@ -49,6 +51,7 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
         task.config,
         text=task.text(),
         restore=task.dataset.train.restore,
+        position=task.dataset.train.state,
         started=lambda folder: running(task, print, folder.rewards),
         drive=run_loop,
     )
@@ -62,6 +65,7 @@ def sft(recipe: str, overrides: Sequence[str]) -> None:
         task.config,
         text=task.text(),
         restore=task.batches.restore,
+        position=task.batches.position,
         started=lambda _: teaching(task, print),
         drive=run_lessons,
     )
@@ -153,6 +157,9 @@ def run(command: str, *arguments: Any) -> int:
 
     def said(text: object, status: int) -> int:
         tell(f"keel {command}: {text}", sys.stderr)
+        if lost():  # Ray's threads would not let this process end in peace
+            sys.stdout.flush()
+            os._exit(status)
         return status
 
     try:
@@ -214,10 +221,13 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
             ),
         )
         system.pool.say = partial(journal.say, "engine")
+        if system.watch is not None:
+            system.watch.say = partial(journal.say, "frozen")
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)
         interrupt = stack.enter_context(Interrupt(view.say, grace_s=config.run.grace_s))
+        ledger = Ledger(dataset.train, partial(journal.say, "ledger"))
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,
@@ -228,9 +238,11 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
-            hurry=interrupt.hurry,
+            account=ledger.account,
+            hurry=system.attended(interrupt.hurry),
         )
         reached = loop.train(parts, config, start=start)
+        journal.note("ledger", ledger.words())
     if journal.ends:
         raise RuntimeError(
             f"{journal.ends}. The run has ended with a checkpoint of step {reached}, and goes on "

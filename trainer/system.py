@@ -29,6 +29,8 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer.agents import demonstrate, episode_runner
 from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.cluster.reservation import reserved
+from keel.trainer.cluster.watch import Watch, watched
+from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
@@ -43,6 +45,17 @@ class System:
     learner: Learner
     scorer: Scorer
     agents: EpisodeRunner | None = None
+    watch: Watch | None = None
+
+    def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
+        """The same, raising what makes it idle to wait any longer (`Watch.check`)."""
+
+        def looked() -> bool:
+            if self.watch is not None:
+                self.watch.check()
+            return hurry()
+
+        return looked
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """size: completions (0: what the recipe says of the purpose)."""
@@ -76,6 +89,7 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
             judge.check_reachable()
         start_ray()
         stack.callback(end_ray)
+        watch = stack.enter_context(watched(say))
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
@@ -117,14 +131,16 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
         if seats and seats.placement.shared:
             # vLLM takes all that the GPU has lost while it started for its own use, and makes its
             # KV cache smaller by it: the trainer must not take memory in the meantime.
-            engines.result()
+            wait_for(engines, watch.well)
         trainer = both.submit(learner.start)
-        for line in (*engines.result(), *trainer.result()):
+        for line in (*wait_for(engines, watch.well), *wait_for(trainer, watch.well)):
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
         agents = stack.enter_context(episodes(task, pool))
-        system = System(task=task, pool=pool, learner=learner, scorer=scorer, agents=agents)
+        system = System(
+            task=task, pool=pool, learner=learner, scorer=scorer, agents=agents, watch=watch
+        )
         if sleep:
             system.wake()
         yield system

@@ -31,6 +31,7 @@ from keel.rollout.chat.laws import check_prefix_law
 from keel.rollout.chat.taught import taught
 from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
+from keel.trainer.cluster.watch import watched
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
@@ -233,6 +234,7 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
     with ExitStack() as stack:
         start_ray()
         stack.callback(end_ray)
+        stack.enter_context(watched(say))
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
