@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -60,4 +61,4 @@ def test_the_policy_is_without_noise_and_its_config_as_it_was() -> None:
 
 def _model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(deepcopy(config))  # models write into theirs

@@ -24,4 +24,4 @@ def test_steps_that_begin_turns_beside_a_whole_batch_are_captured(seqs: int, mos
     theirs = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if n <= min(own, most)}
     assert theirs <= set(sizes)
     if most == 8192:
-        assert sizes[-1] == 2 * own and len(sizes) <= len(theirs) + 6
+        assert sizes[-1] == 4 * own and len(sizes) <= len(theirs) + 10

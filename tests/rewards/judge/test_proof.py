@@ -125,6 +125,8 @@ def service(server: Server) -> Iterator[JudgeService]:
 
 
 def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None:
+    server.forget()
+    server.behave = scripted("1", "1", "1")
     result = service.submit_text(PROMPT, answer("right")).result(PATIENCE_S)
     assert isinstance(result, Judged)
     assert result.value == 1.0
