@@ -9,6 +9,7 @@ whoever looks may have been stopped too, together with all the rest, and have go
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -144,10 +145,12 @@ def end(processes: Sequence[psutil.Process]) -> str:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    left = [process for process in processes if not gone(process)]
-    _, alive = psutil.wait_procs(left, timeout=GONE_S)
-    late = [process.pid for process in alive if not gone(process)]
-    return f", but process {late[0]} is not gone within {GONE_S:g} s" if late else ""
+    until = time.monotonic() + GONE_S
+    while left := [process.pid for process in processes if not gone(process)]:
+        if time.monotonic() >= until:
+            return f", but process {left[0]} is not gone within {GONE_S:g} s"
+        time.sleep(0.02)
+    return ""
 
 
 def gone_by(pid: int) -> bool:

@@ -78,6 +78,8 @@ class Watch:
         """What ends from now on is meant to."""
         os.eventfd_write(self._stopping, 1)
         self._thread.join(STOP_S)
+        while not self._thread.is_alive() and self._wake:
+            os.close(self._wake.pop())
 
     def _run(self) -> None:
         try:
@@ -86,9 +88,6 @@ class Watch:
                     return
         except ray_calls.RayLost:  # which somebody else has found, and says
             return
-        finally:
-            for opened in self._wake:
-                os.close(opened)
 
     def _note(self, sight: Sight) -> bool:
         """Whether to look again."""
