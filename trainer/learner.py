@@ -319,6 +319,8 @@ class Learner:
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._whereabouts):
             place = self._whereabouts[rank]
+            if "worker process has died" in text:  # all the rest is Ray's guesses
+                text = f"trainer rank {rank} died during {what}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
         failure = Lost(text) if dead else RuntimeError(text)
         failure.__cause__ = error

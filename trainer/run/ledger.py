@@ -30,19 +30,23 @@ class Ledger:
     def __init__(self, stream: Drawn, say: Callable[[str], Any]) -> None:
         """stream: of prompts, where the stretch begins; say: told of what does not add up."""
         self._stream, self._say = stream, say
-        self._at = stream.state()
+        self._at, self._discarding = stream.state(), list[str]()
         self.trained = self.discarded = self.lost = self.twice = 0
 
-    def account(self, batch: Batch, position: Mapping[str, Any]) -> dict[str, Metric]:
-        """Note that `batch` has been trained on. position: where the stream stands after it.
+    def account(
+        self, batch: Batch, position: Mapping[str, Any], discarding: Sequence[Prompt]
+    ) -> dict[str, Metric]:
+        """Note that `batch` has been trained on. position: where the stream stands after it;
+        discarding: whose groups are filtered out and in no batch yet.
 
         Metrics: `ledger/waiting` prompts that were taken and not trained on yet, `ledger/lost` and
         `ledger/twice` in this step.
         """
         drawn = self._stream.draws(self._at["drawn"], position["drawn"])
-        due = Counter([*self._at["unfinished"], *(prompt.prompt_id for prompt in drawn)])
-        done = Counter([*names(batch.groups), *names(batch.discarded)])
-        found = done + Counter(position["unfinished"])
+        before = [*self._at["unfinished"], *self._discarding]
+        after = [*position["unfinished"], *(prompt.prompt_id for prompt in discarding)]
+        due = Counter([*before, *(prompt.prompt_id for prompt in drawn)])
+        found = Counter([*names(batch.groups), *names(batch.discarded), *after])
         lost, twice = due - found, found - due
         self.trained += len(batch.groups)
         self.discarded += len(batch.discarded)
@@ -52,7 +56,7 @@ class Ledger:
             if wrong:
                 some = ", ".join(sorted(wrong)[:MOST_NAMED])
                 self._say(f"{wrong.total()} prompt(s) {what}: {some}")
-        self._at = dict(position)
+        self._at, self._discarding = dict(position), after[len(position["unfinished"]) :]
         return {
             "ledger/waiting": Sum(len(position["unfinished"])),
             "ledger/lost": Sum(lost.total()),

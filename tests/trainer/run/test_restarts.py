@@ -34,7 +34,7 @@ def test_losses_are_counted_as_a_rate() -> None:
         restarts.another(Lost("those are long ago"))
     never = Restarts(0)
     never.begun = True
-    with pytest.raises(Lost, match="gone\nrun.max_restarts = 0. What was saved is there"):
+    with pytest.raises(Lost, match=r"gone\nrun\.max_restarts = 0\. What was saved is there"):
         never.another(Lost("gone"))
 
 
