@@ -89,12 +89,12 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
             judge.check_reachable()
         start_ray()
         stack.callback(end_ray)
-        watch = stack.enter_context(watched(say))
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
+        watch = stack.enter_context(watched(say))
         if config.rewards.judge.serve:
             where = seats.options(JUDGE, 0) if seats else {}
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)

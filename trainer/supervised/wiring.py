@@ -234,12 +234,12 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
     with ExitStack() as stack:
         start_ray()
         stack.callback(end_ray)
-        stack.enter_context(watched(say))
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
+        stack.enter_context(watched(say))
         learner = Learner(
             starting_model(task, say),
             config,
