@@ -12,7 +12,6 @@ from math import ceil
 from typing import Literal
 
 from keel.rl.turns import Message
-from keel.rl.types import Trajectory
 
 FULL = 0.8
 """Share of the window at which a context is rewritten."""
@@ -112,18 +111,6 @@ def steps_of(messages: Sequence[Message]) -> list[list[Message]]:
         else:
             steps.append([message])
     return steps
-
-
-def fewest_steps(trajectories: Sequence[Trajectory], steps: Sequence[int]) -> int | None:
-    """Index of the finished trajectory with the fewest steps, the first of several. None if none
-    has finished. Parallel-fewest-step, the baseline of the report's section 4.4.
-
-    `steps`: of each trajectory, its turns.
-    """
-    if len(trajectories) != len(steps):
-        raise ValueError(f"{len(trajectories)} trajectories and steps of {len(steps)}")
-    finished = [i for i, trajectory in enumerate(trajectories) if not trajectory.cut]
-    return min(finished, key=lambda i: steps[i], default=None)
 
 
 def _discard(steps: list[list[Message]], share: float) -> list[list[Message]]:

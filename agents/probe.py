@@ -3,6 +3,7 @@ before any engine starts."""
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ _CURES: dict[Fault, str] = {
     "garbage": "Its interpreter must be a Python from 3.9 on",
 }
 """Where what is said of a fault holds none."""
+_MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,10 @@ def _why(program: Program | McpServer, name: str, task: Prompt, error: Environme
     if isinstance(program, Program):
         where = f"interpreter {program.python}, {where}"
     cure = _CURES.get(error.fault, "")
+    missing = _MISSING.search(what)
+    if missing and error.fault == "raised" and isinstance(program, Program):
+        package = missing[1].partition(".")[0]
+        cure = f"Install what it lacks: {program.python} -m pip install {package}"
     parts = (f"{what} ({where}){said}", cure)
     return f"environment {name} cannot be opened for task {task.prompt_id}: " + ". ".join(
         filter(None, parts)

@@ -236,12 +236,6 @@ class Config:
                     source.thinking,
                     "must be true with agents.tools_in_thinking, which leaves no tool without it",
                 )
-                require(
-                    not source.environment.demonstrations,
-                    f"data.sources[{source.name}].environment.demonstrations",
-                    source.environment.demonstrations,
-                    "shows calls after the thinking; leave it empty with agents.tools_in_thinking",
-                )
             require(
                 agents.tools_in_thinking or source.system_template != "tools-in-thinking",
                 f"data.sources[{source.name}].system_template",

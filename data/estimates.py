@@ -1,5 +1,5 @@
 """What a sample of prompts and completions says of all like them: intervals, paired differences,
-majority votes."""
+majority votes, the shortest of several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
@@ -87,6 +88,29 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
     rng = np.random.default_rng(0)
     drawn: list[list[int]] = [rng.permutation(len(answers))[:k].tolist() for _ in range(VOTES)]
     return float(np.mean([_elected([answers[n] for n in votes], right) for votes in drawn]))
+
+
+def fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: int) -> float:
+    """Chance that, of k of these trajectories, the finished one with the fewest steps is right;
+    several with as few are as likely each. Where none has finished, none is right. Exact.
+    Parallel-fewest-step, DeepSeek-V3.2 (2025), section 4.4.
+
+    steps: of each, None where it has not finished. Raises ValueError unless 1 ≤ k ≤ their number.
+    """
+    total = len(steps)
+    if len(right) != total or not 1 <= k <= total:
+        raise ValueError(
+            f"fewest@{k} of {total} trajectories ({len(right)} graded): k must be from 1 to their "
+            "number"
+        )
+    chance = 0.0
+    for least in sorted({number for number in steps if number is not None}):
+        of_least = [ok for number, ok in zip(steps, right, strict=True) if number == least]
+        fewer = sum(number is not None and number < least for number in steps)
+        # All k of those with no fewer steps, and not all of those with more or unfinished.
+        draws = comb(total - fewer, k) - comb(total - fewer - len(of_least), k)
+        chance += draws / comb(total, k) * sum(of_least) / len(of_least)
+    return chance
 
 
 def _elected(answers: Sequence[str], right: str) -> float:

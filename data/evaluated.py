@@ -49,7 +49,8 @@ class Asked:
     """Of the prompt as the recipe has it, before any variant."""
     samples: Sequence[Mapping[str, Any]]
     """Of each completion: correct, error, parts, tokens, thinking (characters), finish_reason,
-    answer, messages; and `record`, what `keel sft` needs beside them."""
+    answer, messages, and turns, if it worked in an environment; and `record`, what `keel sft` needs
+    beside them."""
     missing: Sequence[str]
     """A reason for each completion that was asked for and did not come."""
     prompt: Sequence[Mapping[str, Any]] = ()
@@ -62,6 +63,17 @@ class Asked:
     @property
     def passes(self) -> int:
         return sum(passed(sample["correct"]) for sample in self.samples)
+
+    @property
+    def right(self) -> list[bool]:
+        """One for each completion, the missing ones wrong."""
+        return [passed(s["correct"]) for s in self.samples] + [False] * len(self.missing)
+
+    @property
+    def steps(self) -> list[int | None]:
+        """Turns of each completion; None where it was cut, is missing, or had none."""
+        ended = [s.get("turns") if s["finish_reason"] == "stop" else None for s in self.samples]
+        return ended + [None] * len(self.missing)
 
     @property
     def answers(self) -> list[str]:
@@ -91,6 +103,7 @@ def asked_of(
             "thinking": len(thinking(trajectory)),
             "finish_reason": trajectory.finish_reason,
             "answer": answer(trajectory),
+            **({} if trajectory.usage is None else {"turns": trajectory.usage.turns}),
             **_kept(group.group.prompt, trajectory, tokenizer),
         }
         for group in groups

@@ -9,14 +9,21 @@ from statistics import fmean, median
 from typing import Any
 
 from keel.configs.schema import ConfigError
-from keel.data.estimates import Difference, majority_at_k, paired_difference, pass_interval
+from keel.data.estimates import (
+    Difference,
+    fewest_steps_at_k,
+    majority_at_k,
+    paired_difference,
+    pass_interval,
+)
 from keel.data.evaluated import RIGHT, Asked, read_evaluation
 from keel.rl.evaluation import pass_at_k, passed
 
 
 def summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
-    """Of the completions to some prompts. pass_at: k of pass@k and maj@k, none above the number of
-    completions to a prompt; submissions: of `contest_score`, 0 for none."""
+    """Of the completions to some prompts. pass_at: k of pass@k and maj@k (and fewest@k, where all
+    worked in turns), none above the number of completions to a prompt; submissions: of
+    `contest_score`, 0 for none."""
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
     passes, numbers = [one.passes for one in asked], [one.number for one in asked]
@@ -30,6 +37,10 @@ def summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) ->
         if k > 1:
             found[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in asked)
             found[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in asked)
+            if samples and all("turns" in sample for sample in samples):
+                found[f"fewest@{k}"] = fmean(
+                    fewest_steps_at_k(one.steps, one.right, k) for one in asked
+                )
     if submissions:
         found["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
@@ -89,9 +100,10 @@ def results(
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """`results`, for people."""
     head = ["", "prompts", "pass@1", "95 %"]
-    first = next(iter(next(iter(found.values())).values()))
-    more = [name for name in first if name.startswith(("pass@", "maj@")) and "_" not in name][1:]
-    more += ["contest"] if "contest" in first else []
+    names = dict.fromkeys(name for sets in found.values() for of in sets.values() for name in of)
+    at_k = ("pass@", "maj@", "fewest@")
+    more = [name for name in names if name.startswith(at_k) and "_" not in name][1:]
+    more += ["contest"] if "contest" in names else []
     rows = [[*head, *more, "score", "tokens", "most", "cut", "unscored"]]
     for variant, sets in found.items():
         for name, of in sets.items():
@@ -102,7 +114,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
                     f"{of['prompts']:,}",
                     f"{of['pass@1']:.3f}",
                     f"{low:.3f}–{high:.3f}",
-                    *(f"{of[metric]:.3f}" for metric in more),
+                    *(f"{of[metric]:.3f}" if metric in of else "–" for metric in more),
                     "–" if of["score"] is None else f"{of['score']:.3f}",
                     "–" if of["tokens_mean"] is None else f"{of['tokens_mean']:,.1f}",
                     "–" if of["tokens_most"] is None else f"{of['tokens_most']:,}",

@@ -112,9 +112,17 @@ async def _looked_at(
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         later = f", then {found.forked_s:.2f} s each, forked" if found.forked_s else ""
         later += f", each by itself: {found.why_not}" if found.why_not else ""
+        own = config.budget(source.domain_name)
+        room = own.window - (found.opening_tokens or 0)
+        little = ""
+        if room < own.max_tokens:
+            little = (
+                f". WARNING: that leaves {room} tokens of the window of {own.window} "
+                f"(agents.window), and a turn may take {own.max_tokens}"
+            )
         notes[f"{source.name}, its environment"] = (
             f"opens in {found.seconds:.1f} s{later}, with {found.opening_tokens} tokens; tools: "
-            f"{', '.join(names[:SHOWN]) or 'none'}{more}"
+            f"{', '.join(names[:SHOWN]) or 'none'}{more}{little}"
         )
     if (driver := agent_program(config, source)) is not None:
         assert chat is not None

@@ -279,6 +279,10 @@ def _check_variant(config: Config, variant: EvalVariant) -> None:
         )
     if variant.context != "as-in-training" and not config.with_agents:
         raise ConfigError(f"{knob}.context = {variant.context}: no source has an environment")
+    try:
+        as_in(variant, config)
+    except ConfigError as error:
+        raise ConfigError(f"{knob}: {error}") from error
 
 
 def _ask(
@@ -310,7 +314,7 @@ def _ask(
         out.add(found)
 
     config = subject.config
-    with _in(config, system, variant) as changed:
+    with as_the_variant_has_it(config, system, variant) as changed:
         if len(config.eval.each_variant) > 1:
             print(f"variant {variant.name}", flush=True)
         sample_prompts(
@@ -327,13 +331,11 @@ def _ask(
 
 
 @contextmanager
-def _in(given: Config, system: System | Remote, variant: EvalVariant) -> Iterator[System | Remote]:
-    """The system, to sample as the variant has it."""
-    config = given
-    if variant.max_tokens:
-        config = config.with_max_tokens(variant.max_tokens)
-    if variant.context != "as-in-training":
-        config = replace(config, agents=replace(config.agents, context=variant.context))
+def as_the_variant_has_it(
+    given: Config, system: System | Remote, variant: EvalVariant
+) -> Iterator[System | Remote]:
+    """The system, to sample so."""
+    config = as_in(variant, given)
     if config is given:
         yield system
         return
@@ -343,6 +345,15 @@ def _in(given: Config, system: System | Remote, variant: EvalVariant) -> Iterato
     changed = replace(system.task, config=config)
     with episodes(changed, system.pool) as agents:
         yield replace(system, task=changed, agents=agents)
+
+
+def as_in(variant: EvalVariant, config: Config) -> Config:
+    """The budgets that it changes. Raises ConfigError where they do not go together."""
+    if variant.max_tokens:
+        config = config.with_max_tokens(variant.max_tokens)
+    if variant.context != "as-in-training":
+        config = replace(config, agents=replace(config.agents, context=variant.context))
+    return config
 
 
 def to_be_had_later(groups: Sequence[ScoredGroup]) -> bool:

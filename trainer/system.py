@@ -204,6 +204,7 @@ def start_of(config: Config, dataset: Dataset, say: Callable[[str], None], *, gp
         sources=config.data.sources,
         heldout_questions=heldout_questions(dataset),
         demonstrate=partial(demonstrate, config),
+        tools_in_thinking=config.agents.tools_in_thinking,
         device="cuda" if gpu and torch.cuda.is_available() else "cpu",
         progress=progress,
     )

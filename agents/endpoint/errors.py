@@ -14,11 +14,18 @@ class Refused(Exception):
     """A request that gets an error instead of a turn."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        limit: FinishReason | None = None,
     ) -> None:
-        """status: of HTTP. param: the field that is wrong."""
+        """status: of HTTP. param: the field that is wrong. limit: of the budget, that it met."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.limit: FinishReason | None = limit
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -47,9 +54,10 @@ def spent(budget: Budget, limit: FinishReason, context: int = 0) -> Refused:
             f"messages resulted in {context} tokens; one at least must be left to sample",
             param="messages",
             code="context_length_exceeded",
+            limit=limit,
         )
     what, code = {
         "turns": (f"{budget.turns} turns", "turns_spent"),
         "deadline": (f"{budget.deadline_s:g} s", "time_spent"),
     }.get(limit, (f"{budget.tokens} sampled tokens", "tokens_spent"))
-    return Refused(403, f"the trajectory's budget of {what} is spent", code=code)
+    return Refused(403, f"the trajectory's budget of {what} is spent", code=code, limit=limit)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from keel.agents.budget import Budget, with_turn
 from keel.agents.conversation import SegmentRecord
+from keel.agents.endpoint.endings import Endings
 from keel.agents.endpoint.errors import Refused, spent
 from keel.agents.endpoint.lookup import Turn, Turns
 from keel.agents.endpoint.matching import chain, key_of_tools, link
@@ -90,7 +91,8 @@ class Recording:
         self._told: set[str] = set()
         """Keys of messages that stand in the transcript."""
         self._usage = Usage(turns=0)
-        self._ended: FinishReason = "stop"
+        self._endings = Endings()
+        self._late = False
         self.refusal = ""
         """Why the last request that was refused was."""
         self.over = False
@@ -109,18 +111,24 @@ class Recording:
         tools_key = key_of_tools(asked.tools)
         keys = chain(asked.messages)
         request_key = f"{keys[-1]} {tools_key} {asked.may_call} {asked.max_tokens}"
-        try:
-            return await self._turn(asked, keys, tools_key, request_key)
-        except Refused as refused:
-            failed = refused.status >= 500
-            self._count("failed" if failed else "refused")
-            self._unanswered[request_key] += failed
-            self.refusal = self.refusal if failed else refused.message
-            raise
-        except asyncio.CancelledError:
-            self._count("given_up")
-            self._unanswered[request_key] += 1
-            raise
+        roles = [message["role"] for message in asked.messages]
+        opening = roles.index("assistant") if "assistant" in roles else len(roles)
+        with self._endings.request(keys[opening]) as under_way:
+            try:
+                reply = await self._turn(asked, keys, tools_key, request_key)
+                under_way.ended = reply.ended
+                return reply
+            except Refused as refused:
+                under_way.ended = refused.limit
+                failed = refused.status >= 500
+                self._count("failed" if failed else "refused")
+                self._unanswered[request_key] += failed
+                self.refusal = self.refusal if failed else refused.message
+                raise
+            except asyncio.CancelledError:
+                self._count("given_up")
+                self._unanswered[request_key] += 1
+                raise
 
     def lose(self, reply: Reply) -> None:
         """Its client went before it got it. It gets it when it asks again."""
@@ -142,7 +150,7 @@ class Recording:
                 left = inf
             if left <= 0:
                 if self._idle_since is not None:
-                    self._ended = "deadline"
+                    self._late = True
                 return f"did not {what} within {most:g} s"
             self._changed.clear()
             with suppress(TimeoutError):
@@ -166,7 +174,7 @@ class Recording:
             opening=self._opening,
             messages=tuple(self._transcript[len(self._opening) :]),
             usage=self._usage,
-            finish_reason=self._ended,
+            finish_reason="deadline" if self._late else self._endings.last,
             counts=self.counts,
             failure=self._failure,
             refusal=self.refusal,
@@ -211,7 +219,7 @@ class Recording:
         try:
             result = await self._sampled(request, context_key, limit)
             if not len(result.token_ids_N):
-                raise self._spent("deadline")
+                raise spent(self._budget, "deadline")
             if extends:
                 record.extend(ids)
             try:
@@ -232,11 +240,14 @@ class Recording:
             turn=self._usage.turns,
             inside=before is not None and before.inside,
         )
-        cut = result.finish_reason != "stop"
+        full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
+        ended: FinishReason = "window" if full else result.finish_reason
         reply = Reply(
             reply_id=f"chatcmpl-{secrets.token_hex(12)}",
-            message=handed_out(parsed, cut=cut, may_call=asked.may_call and parsed.closed),
-            cut=cut,
+            message=handed_out(
+                parsed, cut=ended != "stop", may_call=asked.may_call and parsed.closed
+            ),
+            ended=ended,
             prompt_tokens=len(ids),
             completion_tokens=len(result.token_ids_N),
             cached_tokens=result.cached_tokens,
@@ -253,10 +264,6 @@ class Recording:
         self._tell(asked.messages, keys, reply.message)
         self._turns.add(turn, keys[-1])
         self._use(parsed, reply, result, repeated, tools)
-        full = len(record.ids) >= self._budget.window
-        self._ended = (
-            "window" if full and result.finish_reason == "length" else result.finish_reason
-        )
         return reply
 
     async def _admit(self, context: int, wanted: int | None) -> int:
@@ -274,7 +281,7 @@ class Recording:
                     if room > 0:
                         return min(room, wanted or room)
                     if not self._sampling or limit in ("window", "deadline"):
-                        raise self._spent(limit, context)
+                        raise spent(self._budget, limit, context)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
@@ -378,10 +385,6 @@ class Recording:
 
     def _over(self) -> Refused:
         return Refused(404, "this trajectory is over", code="trajectory_over")
-
-    def _spent(self, limit: FinishReason, context: int = 0) -> Refused:
-        self._ended = limit
-        return spent(self._budget, limit, context)
 
     def _failed(self, why: str) -> Refused:
         self._failure = why

@@ -11,6 +11,7 @@ from typing import Any
 from keel.agents.conversation import spoken
 from keel.agents.endpoint.requests import sound
 from keel.rl.turns import Message, Parsed
+from keel.rl.types import FinishReason
 
 PIECE = 24
 """Characters of one chunk of a stream."""
@@ -25,14 +26,15 @@ class Reply:
     reply_id: str
     message: Message
     """As it was handed out; arguments are objects."""
-    cut: bool
+    ended: FinishReason
+    """How the turn did: by itself, or what cut it."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
 
     @property
     def finish_reason(self) -> str:
-        if self.cut:
+        if self.ended != "stop":
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"
 

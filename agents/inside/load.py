@@ -56,10 +56,11 @@ def _load(target: str) -> Any:
             found = importlib.import_module(name)
     except Exception as error:  # a module may raise anything
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        install = f"{sys.executable} -m pip install {str(missing).partition('.')[0]}"
         if missing and not f"{name}.".startswith(f"{missing}."):
-            cure = f"; install it for this interpreter: {sys.executable} -m pip install {missing}"
+            cure = f"; install it for this interpreter: {install}"
         elif missing:
-            cure = f"; looked in {', '.join(filter(None, sys.path))}"
+            cure = f"; looked in {', '.join(filter(None, sys.path))}; if it is a package: {install}"
         else:
             cure = f" ({place(error)})" if place(error) else ""
         raise Refused(f"{name} cannot be imported: {told(error)}{cure}") from error

@@ -31,6 +31,7 @@ def ensure_embedded(
     sources: Sequence[SourceConfig],
     heldout_questions: Collection[str],
     demonstrate: Demonstrate | None = None,
+    tools_in_thinking: bool = False,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
@@ -40,6 +41,7 @@ def ensure_embedded(
     names. Processes that need the same model at once may all train it; the first to finish wins
     and the others use its copy. No question in `heldout_questions` is trained on. `demonstrate`: of
     sources with environments; goes into another process if the model is taught on a GPU.
+    `tools_in_thinking`: where they call tools.
 
     `device`: where it is taught, `cpu` or a GPU of this machine (`cuda`). The GPU is used by a
     process of its own and is free again afterwards.
@@ -50,7 +52,14 @@ def ensure_embedded(
         RuntimeError: the process on the GPU died.
     """
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    key = content_key(config, seed, sources, heldout_questions, device=device)
+    key = content_key(
+        config,
+        seed,
+        sources,
+        heldout_questions,
+        tools_in_thinking=tools_in_thinking,
+        device=device,
+    )
     folder = root / f"embedded-{key}"
     if folder.is_dir():
         return folder
@@ -62,6 +71,7 @@ def ensure_embedded(
         sources=sources,
         heldout_questions=heldout_questions,
         demonstrate=demonstrate,
+        tools_in_thinking=tools_in_thinking,
     )
     if device == "cpu" or not config.cold_start.steps:
         make(progress=progress)
@@ -78,6 +88,7 @@ def make_folder(
     sources: Sequence[SourceConfig],
     heldout_questions: Collection[str],
     demonstrate: Demonstrate | None = None,
+    tools_in_thinking: bool = False,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> None:
@@ -95,6 +106,7 @@ def make_folder(
                 config.cold_start.questions, config.cold_start.steps * config.cold_start.batch_size
             ),
             demonstrate=demonstrate,
+            tools_in_thinking=tools_in_thinking,
         )
         model.to(device)  # pyright: ignore[reportArgumentType] (transformers' stub is too narrow)
         train(model, tokenizer, examples, config.cold_start, seed=seed, progress=progress)
@@ -120,6 +132,7 @@ def content_key(
     sources: Sequence[SourceConfig],
     heldout_questions: Collection[str],
     *,
+    tools_in_thinking: bool = False,
     device: str = "cpu",
 ) -> str:
     """Hash of everything that the cold-started weights depend on. A GPU rounds otherwise than a
@@ -147,6 +160,8 @@ def content_key(
     ]
     if shown:
         content["demonstrations"] = shown
+        if tools_in_thinking:
+            content["tools_in_thinking"] = True
     if device != "cpu" and config.cold_start.steps:
         content["device"] = device
     text = json.dumps(content, sort_keys=True, default=str)

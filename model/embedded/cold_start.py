@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
 from keel.model.embedded.conversations import Demonstration, conversation_ids, demonstrated
 from keel.model.embedded.solutions import solution
 from keel.model.embedded.tokenizer import TURN_END
-from keel.rl.turns import Message
 
 DATA_SEED = 1 << 40
 """Added to the seed of the questions, far from any seed that a recipe gives its prompts."""
@@ -71,9 +71,11 @@ def make_examples(
     heldout_questions: Collection[str],
     count: int,
     demonstrate: Demonstrate | None = None,
+    tools_in_thinking: bool = False,
 ) -> list[Example]:
     """About `count` questions of the reasoning_gym sources and conversations of the sources that
-    `demonstrate` has some of, by weight. No question is a held-out one.
+    `demonstrate` has some of, by weight. No question is a held-out one. tools_in_thinking: as
+    `conversation_ids` has it.
 
     Raises:
         ConfigError: no source to learn from, or every question of a source is held out.
@@ -94,8 +96,14 @@ def make_examples(
     for source in taught:
         share = math.ceil(count * source.weight / total)
         if demonstrate is not None and demonstrated(source):
+            lesson = partial(
+                conversation_ids,
+                tokenizer,
+                thinking=source.thinking,
+                tools_in_thinking=tools_in_thinking,
+            )
             examples += [
-                Example(*(_shown(source, tokenizer, one, way) for way in (one.worked, one.hasty)))
+                Example(*(Lesson(*lesson(said, one.tools)) for said in (one.worked, one.hasty)))
                 for one in demonstrate(source.name, share)
             ]
             continue
@@ -234,16 +242,6 @@ def _source_examples(
         Example(_lesson(prompt, careful), _lesson(prompt, quick))
         for prompt, careful, quick in zip(prompts, worked, hasty, strict=True)
     ]
-
-
-def _shown(
-    source: SourceConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    demonstration: Demonstration,
-    said: Sequence[Message],
-) -> Lesson:
-    ids = conversation_ids(tokenizer, said, demonstration.tools, thinking=source.thinking)
-    return Lesson(*ids)
 
 
 def _lesson(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Lesson:

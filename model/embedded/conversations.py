@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerFast
 
 from keel.configs.schema import SourceConfig
-from keel.model.embedded.tokenizer import TURN_END
+from keel.model.embedded.tokenizer import THINK_END, THINK_START, TURN_END
 from keel.rl.turns import Message, ToolSpec
 
 
@@ -34,9 +34,11 @@ def conversation_ids(
     tools: Sequence[ToolSpec],
     *,
     thinking: bool,
+    tools_in_thinking: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """The ids of `messages` up to the last turn of the assistant's, and which of them it says: the
-    same as when each turn is sampled after the ids of what came before it.
+    same as when each turn is sampled after the ids of what came before it. tools_in_thinking: turns
+    with calls leave the thinking open for the next one (`agents.tools_in_thinking`).
 
     Raises ValueError where the template shows earlier messages otherwise once others follow: a
     second user message would end the thinking.
@@ -44,6 +46,7 @@ def conversation_ids(
     ids: list[int] = []
     said: list[bool] = []
     done = ""
+    inside = False
 
     def add(text: str, *, by_policy: bool) -> None:
         new: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore
@@ -56,12 +59,25 @@ def conversation_ids(
         before = _text(tokenizer, messages[:place], tools, thinking=thinking, speak=True)
         after = _text(tokenizer, messages[: place + 1], tools, thinking=thinking, speak=False)
         turn, ended, _ = after[len(before) :].rpartition(TURN_END)
-        if not (before.startswith(done) and after.startswith(before) and ended):
+        thought = tools_in_thinking and done and messages[place - 1]["role"] != "tool"
+        if thought or not (before.startswith(done) and after.startswith(before) and ended):
             raise ValueError(f"message {place}: the template shows what is before it otherwise now")
         add(before[len(done) :], by_policy=False)
-        add(turn + ended, by_policy=True)
         done = before + turn + ended
+        if tools_in_thinking:
+            turn = _in_thinking(message, turn, goes_on=inside)
+            inside = bool(message.get("tool_calls"))
+        add(turn + ended, by_policy=True)
     return ids, said
+
+
+def _in_thinking(message: Message, turn: str, *, goes_on: bool) -> str:
+    """A turn with its calls in the thinking, and with its words after it. `goes_on`: the turn
+    before has left the thinking open."""
+    reasoning = str(message.get("reasoning_content") or "").strip("\n")
+    thought = ("" if goes_on else f"{THINK_START}\n") + (f"{reasoning}\n" if reasoning else "")
+    after = turn.rpartition(THINK_END)[2].lstrip("\n")
+    return thought + after if message.get("tool_calls") else f"{thought}{THINK_END}\n\n{after}"
 
 
 def _text(

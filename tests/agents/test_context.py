@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,11 +15,9 @@ from keel.agents.context import (
     AskFirst,
     ContextManager,
     Rewrite,
-    fewest_steps,
     steps_of,
 )
 from keel.rl.turns import Message
-from keel.rl.types import Segment, Trajectory
 
 OPENING: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "task"}]
 METHODS = ("none", "summary", "discard-75", "discard-all")
@@ -161,25 +158,3 @@ def test_steps_hold_a_call_and_its_results() -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         manager(**{"method": "summary"} | options)
-
-
-def test_the_finished_one_with_the_fewest_steps() -> None:
-    segment = Segment(
-        prompt_id="p",
-        token_ids_T=np.array([1, 2], np.int32),
-        trainable_T=np.array([False, True]),
-        logp_old_T=np.zeros(2, np.float32),
-        version_T=np.array([-1, 0], np.int32),
-    )
-
-    def ended(reason: Any) -> Trajectory:
-        return Trajectory(
-            prompt_id="p", sibling=0, segments=(segment,), finish_reason=reason, messages=()
-        )
-
-    of = [ended("length"), ended("stop"), ended("stop"), ended("stop")]
-    assert fewest_steps(of, [1, 4, 3, 3]) == 2
-    assert fewest_steps(of[:1], [1]) is None
-    assert fewest_steps([], []) is None
-    with pytest.raises(ValueError, match="4 trajectories"):
-        fewest_steps(of, [1])

@@ -61,6 +61,7 @@ SOURCES = {
     "hangs.py": "import time\ntime.sleep(1000)\n",
     "eats.py": "class Shop:\n    def opening(self): self.x = bytearray(1 << 30)\n",
     "opens.py": "class Shop:\n    def opening(self): raise KeyError('no such shop')\n",
+    "lacks.py": "class Shop:\n    def opening(self): import a_package_that_nobody_has.sub\n",
     "many.py": "def add(a: int) -> int:\n    return a\nmany = [add, add]\n",
 }
 
@@ -69,6 +70,8 @@ SOURCES = {
     ("target", "why", "cure"),
     [
         ("shap", "cannot be imported: ModuleNotFoundError: No module named 'shap'", "looked in"),
+        ("shap:make", "No module named 'shap'", "-m pip install shap"),
+        ("lacks:Shop", "lacks.py:2 in opening", "-m pip install a_package_that_nobody_has"),
         ("needs", "No module named 'a_package_that", "-m pip install a_package_that_nobody_has"),
         ("raises", "RuntimeError: not today (", "raises.py:1 in <module>"),
         ("needs:", "cannot be imported", f"(interpreter {sys.executable}, folder "),

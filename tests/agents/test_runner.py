@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,28 @@ def test_the_same_prompt_draws_anew_and_the_same_run_draws_the_same() -> None:
     first, second = seeds(update=False)
     assert not first & second and seeds(update=False) == [first, second]
     assert not seeds(update=True)[1] & (first | second)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_asks_what_it_would_have_asked() -> None:
+    """The same tasks, contexts and draws, though the prompts have been asked before."""
+    prompts = [TASK, replace(TASK, prompt_id="s/2")]
+
+    def asked(before: Sequence[int]) -> list[Any]:
+        policy, world = says("@add 40, 2", "42"), World()
+        with running(policy, world) as runner:
+            for version in before:
+                runner.updating(version)
+                runner.submit(TASK, group_size=2, purpose="train").result(PATIENCE_S)
+            policy.requests.clear()
+            world.made.clear()
+            runner.updating(3)
+            for prompt in prompts:
+                runner.submit(prompt, group_size=2, purpose="train").result(PATIENCE_S)
+        tasks = sorted(environment.log[0] for environment in world.made)
+        turns = sorted((r.conversation, r.seed, r.token_ids_T.tolist()) for r in policy.requests)
+        return [tasks, turns]
+
+    assert asked(before=[]) == asked(before=[0, 1, 2])
 
 
 def test_no_more_are_open_than_allowed() -> None:

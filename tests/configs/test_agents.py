@@ -109,9 +109,6 @@ def test_tools_in_the_thinking_want_thinking_and_their_prompt_wants_them() -> No
     assert config(asked, SUMS, tools_in_thinking=True).agents.max_thinking_calls == 20
     with pytest.raises(ConfigError, match=r"sources\[shop\].thinking = False: must be true"):
         config(source(thinking=False), tools_in_thinking=True)
-    shown = source(environment=replace(SHOP, demonstrations="shop:shown"))
-    with pytest.raises(ConfigError, match=r"demonstrations .* shows calls after the thinking"):
-        config(shown, tools_in_thinking=True)
 
 
 def test_the_window_is_what_engines_and_trainer_are_planned_for() -> None:

@@ -6,8 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from keel.data.estimates import majority_at_k, paired_difference, pass_interval
+from keel.data.estimates import (
+    fewest_steps_at_k,
+    majority_at_k,
+    paired_difference,
+    pass_interval,
+)
 
 
 def test_one_completion_a_prompt_is_wilsons_interval() -> None:
@@ -81,3 +88,26 @@ def test_a_vote() -> None:
     assert majority_at_k(answers, "a", 3) == pytest.approx(exact, abs=0.1)
     with pytest.raises(ValueError, match="maj@7 of 6"):
         majority_at_k(answers, "a", 7)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([None, 1, 2, 3]), st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
+def test_the_finished_one_with_the_fewest_steps(
+    ended: list[tuple[int | None, bool]], k: int
+) -> None:
+    """By every draw of k."""
+
+    def chosen(drawn: tuple[tuple[int | None, bool], ...]) -> float:
+        least = min((steps for steps, _ in drawn if steps is not None), default=None)
+        right = [ok for steps, ok in drawn if steps == least and steps is not None]
+        return float(np.mean(right)) if right else 0.0
+
+    steps, right = [one for one, _ in ended], [ok for _, ok in ended]
+    if k > len(ended):
+        with pytest.raises(ValueError, match=f"fewest@{k} of {len(ended)}"):
+            fewest_steps_at_k(steps, right, k)
+        return
+    draws = [chosen(drawn) for drawn in itertools.combinations(ended, k)]
+    assert fewest_steps_at_k(steps, right, k) == pytest.approx(np.mean(draws))

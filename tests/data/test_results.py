@@ -1,4 +1,4 @@
-"""What an evaluation comes to where completions are handed in as in a contest."""
+"""What an evaluation comes to, where completions are handed in as in a contest, and of agents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from keel.data.results import contest_score
+from keel.data.evaluated import Asked
+from keel.data.results import contest_score, results, table
 
 
 def sample(thinking: int, small: float, large: float, **more: Any) -> dict[str, Any]:
@@ -51,3 +52,33 @@ def test_completions_of_an_older_release_count_in_their_order() -> None:
     plain = {"error": 0.0, "finish_reason": "stop"}  # neither parts nor thinking
     samples = [{**plain, "correct": 0.0}, {**plain, "correct": 1.0}]
     assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
+
+
+def asked(source: str, samples: list[dict[str, Any]], missing: int = 0) -> Asked:
+    known = {"error": 0.0, "answer": "a", "tokens": 3, "finish_reason": "stop"}
+    return Asked(
+        variant="recipe",
+        source=source,
+        domain=source,
+        id=f"{source}/0",
+        digest="d",
+        samples=[{**known, **one} for one in samples],
+        missing=["late"] * missing,
+    )
+
+
+def test_the_shortest_of_those_that_finished_where_all_worked_in_turns() -> None:
+    trips = [
+        {"correct": 0.0, "turns": 1, "finish_reason": "length"},
+        {"correct": 1.0, "turns": 2},
+        {"correct": 0.0, "turns": 3},
+    ]
+    plain = [{"correct": 1.0}] * 4
+    found = results([asked("trip", trips, missing=1), asked("sums", plain)], [1, 2, 4])
+    trip, sums, everything = (found["recipe"][name] for name in ("trip", "sums", "all"))
+    assert trip["fewest@4"] == 1.0 and trip["pass@1"] == 0.25
+    assert trip["fewest@2"] == pytest.approx(1 / 2)  # three of the six pairs have the second
+    assert not any(name.startswith("fewest") for of in (sums, everything) for name in of)
+    head, *rows = table(found)
+    cells = {row.split()[0]: row.split()[head.split().index("fewest@4")] for row in rows}
+    assert cells == {"trip": "1.000", "sums": "–", "all": "–"}

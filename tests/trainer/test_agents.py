@@ -70,6 +70,9 @@ def checked(recipe: Config) -> dict[str, str]:
 def test_what_an_environment_is_like_is_said_before_a_run() -> None:
     ((name, note),) = checked(config()).items()
     assert name == "shop, its environment" and "tools: " in note and "tokens" in note
+    tokens = int(re.findall(r"with (\d+) tokens", note)[0])
+    ((_, narrow),) = checked(config(window=tokens + 3)).items()
+    assert "WARNING: that leaves 3 tokens" in narrow and "WARNING" not in note
 
 
 def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:

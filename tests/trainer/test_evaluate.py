@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.configs.schema import EvalVariant
+from keel.configs.load import load_config
+from keel.configs.schema import Config, EvalVariant
+from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rollout.chat.chat import TemplateChat
 from keel.trainer.cli import main
-from keel.trainer.evaluate import as_asked
+from keel.trainer.evaluate import as_asked, as_the_variant_has_it
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.system import System, episodes
 
 FEW = (
     "data.sources[spelling].size=12",
@@ -30,6 +34,9 @@ FEW = (
     "eval.samples=4",
     "algorithm.group_size=3",
 )
+
+
+OPEN = "data.sources[trip].environment.isolation=none-i-trust-the-environments"
 
 
 @dataclass
@@ -256,6 +263,32 @@ def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
     assert not any(p.thinking for (p, _), end in zip(fake.asked, ends, strict=True) if not end)
 
 
+@dataclass(frozen=True)
+class Agents:
+    """As far as a variant looks into a started system."""
+
+    config: Config
+    chat: Any
+
+
+def test_agents_deal_with_a_full_context_as_the_variant_says() -> None:
+    config = load_config(
+        "agent-trip",
+        [OPEN, "agents.summary_tokens=32"],
+    )
+    task: Any = Agents(config, TemplateChat(build_tokenizer()))
+    nothing: Any = None
+    with episodes(task, nothing) as agents:
+        system = System(task=task, pool=nothing, learner=nothing, scorer=nothing, agents=agents)
+        methods: dict[str, str] = {}
+        for context in ("discard-all", "as-in-training", "summary"):
+            variant = EvalVariant(name="v", context=context)
+            with as_the_variant_has_it(config, system, variant) as changed:
+                assert isinstance(changed, System) and changed.agents is not None
+                methods[context] = changed.agents._limits["trip"].context.method
+    assert methods == {"discard-all": "discard-all", "as-in-training": "none", "summary": "summary"}
+
+
 def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *FEW)
     assert main(["eval", *words, "eval.prompts=train", "eval.size=3"]) == 0
@@ -296,3 +329,13 @@ def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(
 ) -> None:
     assert main(["eval", "quickstart", f"run.dir={tmp_path}", *FEW, override]) == 2
     assert said in capsys.readouterr().err and not fake.asked
+
+
+def test_a_variant_whose_contexts_hold_no_summary_is_refused_before_an_engine_starts(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = (OPEN, "eval.variants=[{name: a}, {name: b, context: summary}]")
+    assert main(["eval", "agent-trip", f"run.dir={tmp_path}", *ways]) == 2
+    said = capsys.readouterr().err
+    assert "eval.variants[b]: agents.summary_tokens = 1024: must be less than half" in said
+    assert not fake.asked

@@ -21,7 +21,7 @@ from keel.agents.endpoint.tools import Tools
 from keel.agents.endpoint.types import Finished
 from keel.agents.types import Environment, NoEnvironment
 from keel.rl.types import Prompt, Verdict
-from tests.agents.endpoint.kit import CHAT, Policy, check_law, ids_of, recording
+from tests.agents.endpoint.kit import BUDGET, CHAT, Policy, check_law, ids_of, recording
 from tests.agents.episodes import run
 from tests.agents.scripted import ADD, Sums
 
@@ -76,7 +76,7 @@ def drive(
         async with Endpoint() as endpoint:
             recorded = recording(policy, window=60_000, tokens=20_000, deadline_s=120.0)
             late = recorded.overdue(program.open_s)
-            address = endpoint.add(recorded, Tools(environment, [ADD], call_s=20.0))
+            address = endpoint.add(recorded, Tools(environment, [ADD], budget=BUDGET))
             ended = await run_program(program, TASK, address, seed=5, until=late)
             return ended, await endpoint.finish("p/0")
 
@@ -99,6 +99,23 @@ def tokenised_again(policy: Policy) -> int:
         told = any(context[: len(c) + len(s)] == c + s for c, s in policy.turns[:turn])
         count += spoken > 0 and not told
     return count
+
+
+def test_a_script_of_the_usual_library(tmp_path: Path) -> None:
+    """What drives the programs below holds without any of them."""
+    script = """
+from openai import OpenAI
+client = OpenAI()
+messages = [{"role": "user", "content": "How far is Rome?"}]
+for question in ("And back?", None):
+    reply = client.chat.completions.create(model="policy", messages=messages)
+    said = reply.choices[0].message
+    messages += [said.model_dump(exclude_none=True), {"role": "user", "content": question}]
+print(said.content)
+"""
+    ended, finished = drive(sys.executable, "openai", script, ["800 km.", "1600 km."], tmp_path)
+    assert not ended.failed and finished.messages[-1]["content"] == "1600 km."
+    assert (finished.counts.rendered, finished.counts.extended) == (1, 1)
 
 
 def test_mini_swe_agent(python: str, tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from keel.agents.endpoint import record
 from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.types import Finished
+from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.endpoint.kit import (
+    BUDGET,
     CHAT,
     TOOLS,
     Policy,
@@ -176,3 +181,88 @@ def test_a_turn_ends_where_the_chat_format_says_so() -> None:
     policy = Policy(["word"])
     play(ask(recording(policy), [user("a")]))
     assert policy.requests[0].stop_ids == CHAT.stop_ids != ()
+
+
+@dataclass
+class Held:
+    """A policy whose turns wait, one of each conversation that is named here."""
+
+    policy: Policy = field(default_factory=lambda: Policy(["word"]))
+    waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
+
+    async def __call__(self, request: TurnRequest) -> TurnResult:
+        asked = CHAT.decode(request.token_ids_T.tolist())
+        for name in list(self.waiting):
+            if f"I am {name}." in asked:
+                await self.waiting.pop(name).wait()
+        return await self.policy(request)
+
+
+def ended(*happens: str, window: int = BUDGET.window) -> str:
+    """The finish reason after requests that `happens` names by the conversation: `a` is a whole
+    one, `a<` begins and `a>` ends one, `a!` is cut after two tokens, and `a^` is too long."""
+    held = Held()
+    messages: dict[str, list[dict[str, Any]]] = {}
+    tasks: dict[str, tuple[asyncio.Task[Reply], asyncio.Event]] = {}
+
+    async def work() -> Finished:
+        recorded = recording(held, window=window)
+
+        def begin(name: str, what: str) -> asyncio.Task[Reply]:
+            so_far = messages.setdefault(name, [user(f"I am {name}.")])
+            if what == "^":
+                so_far = [*so_far[:-1], user("long " * window)]
+            limits = {"max_tokens": 2} if what == "!" else {}
+            return asyncio.create_task(ask(recorded, so_far, **limits))
+
+        async def end(name: str, task: asyncio.Task[Reply]) -> None:
+            try:
+                messages[name] += [as_sent(await task), user("Go on.")]
+            except Refused as refused:
+                assert refused.code == "context_length_exceeded"
+
+        for what in happens:
+            name, how = what[0], what[1:]
+            if how == ">":
+                task, may_end = tasks.pop(name)
+                may_end.set()
+                await end(name, task)
+            elif how.endswith("<"):
+                held.waiting[name] = may_end = asyncio.Event()
+                tasks[name] = begin(name, how[0]), may_end
+                while name in held.waiting:
+                    await asyncio.sleep(0)
+            else:
+                await end(name, begin(name, how))
+        return await recorded.finish()
+
+    finished = play(work())
+    check_law(held.policy, finished)
+    return finished.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("happens", "reason"),
+    [
+        # One after the other: the last one says how it ended.
+        (("a!", "a"), "stop"),
+        (("a", "a!"), "length"),
+        (("a^", "b"), "stop"),  # it has begun anew with a shorter context
+        (("a", "b!", "a"), "stop"),  # a sub-agent that was cut, and its caller went on
+        (("a", "b", "c!", "a"), "stop"),
+        (("a", "b!"), "length"),
+        # Two at once: the one that was cut was, whichever is over last.
+        (("a!<", "b<", "a>", "b>"), "length"),
+        (("a!<", "b<", "b>", "a>"), "length"),
+        (("a", "b", "a^", "b"), "window"),
+        (("a<", "b^", "a>", "a"), "window"),
+        (("a!<", "b<", "a>", "c<", "b>", "c>"), "length"),  # the next of many, and not after it
+        # … until their caller goes on after both.
+        (("m", "a!<", "b<", "a>", "b>", "m"), "stop"),
+        (("m", "a!<", "b<", "a>", "b>", "m!"), "length"),
+        # The same question twice at once.
+        (("a!<", "a", "a>"), "length"),
+    ],
+)
+def test_how_conversations_at_once_end(happens: tuple[str, ...], reason: str) -> None:
+    assert ended(*happens, window=400) == reason

@@ -127,26 +127,31 @@ def test_solutions_follow_the_chat_template() -> None:
     )
 
 
-def test_of_a_conversation_only_the_policys_words_are_learned() -> None:
-    trips = SourceConfig(
-        name="trips",
-        source="environment",
-        environment=EnvironmentConfig(target="t:Trip", demonstrations="d:trips"),
-        size=8,
-        weight=3.0,
-    )
+TRIPS = SourceConfig(
+    name="trips",
+    source="environment",
+    environment=EnvironmentConfig(target="t:Trip", demonstrations="d:trips"),
+    size=8,
+    weight=3.0,
+)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_of_a_conversation_only_the_policys_words_are_learned(inside: bool) -> None:
+    """inside: with calls in the thinking, which the first of them opens."""
 
     def demonstrate(source: str, count: int) -> list[Demonstration]:
         assert source == "trips"
         return trip_demonstrations(count, seed=1, arguments={"level": 0})
 
     examples = make_examples(
-        [SPELLING, trips],
+        [SPELLING, TRIPS],
         TOKENIZER,
         seed=0,
         heldout_questions=(),
         count=20,
         demonstrate=demonstrate,
+        tools_in_thinking=inside,
     )
     assert len(examples) == 20
     config = ColdStartConfig(steps=1, batch_size=20, worked_fraction=1.0)
@@ -154,11 +159,13 @@ def test_of_a_conversation_only_the_policys_words_are_learned() -> None:
     (row, *_) = [i for i, ids in enumerate(inputs) if "Find a hotel" in TOKENIZER.decode(ids)]
     learned = inputs[row, 1:][targets[row, :-1] != cold_start.IGNORED]
     said = TOKENIZER.decode(learned)
-    assert said.startswith("@get_all_hotels_by_city ") and said.count("<|im_end|>") == 2
+    opened = "<think>\n" if inside else ""
+    assert said.startswith(f"{opened}@get_all_hotels_by_city ") and said.count("<|im_end|>") == 2
+    assert said.count("<think>") == inside and "</think>" not in said
     assert "@submit_result " in said and "Find a hotel" not in said
     assert (targets[row, :-1][targets[row, :-1] >= 0] == learned).all()
     with pytest.raises(ConfigError, match="demonstrations"):
-        make_examples([trips], TOKENIZER, seed=0, heldout_questions=(), count=20)
+        make_examples([TRIPS], TOKENIZER, seed=0, heldout_questions=(), count=20)
 
 
 def test_no_two_seeds_share_questions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +262,8 @@ def test_the_key_covers_what_the_weights_depend_on() -> None:
         content_key(TINY, 0, [harder], ()),
     }
     assert len(keys) == 6
+    inside, after = (content_key(TINY, 0, [TRIPS], (), tools_in_thinking=t) for t in (True, False))
+    assert inside != after
     assert key(replace(TINY, cache_dir="elsewhere")) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
 
