@@ -102,6 +102,7 @@ WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
     "trainer/cluster/nodes.py": {"init"},  # has deadlines of its own
     "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
+    "trainer/cluster/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
 }
 
 

@@ -25,6 +25,7 @@ from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
 from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
+from keel.trainer.cluster.ray_internals import leave
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.nonfinite import SAID
 from keel.trainer.prepare import Task, prepare
@@ -158,8 +159,7 @@ def run(command: str, *arguments: Any) -> int:
     def said(text: object, status: int) -> int:
         tell(f"keel {command}: {text}", sys.stderr)
         if lost():  # Ray's threads would not let this process end in peace
-            sys.stdout.flush()
-            os._exit(status)
+            leave(status)
         return status
 
     try:

@@ -339,6 +339,8 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
         pool=SimpleNamespace(),
         agents=None,
         scorer=SimpleNamespace(tell=lambda say: None),
+        watch=None,
+        attended=lambda hurry: hurry,
     )
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:

@@ -12,11 +12,18 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.model import ray_calls
+from keel.trainer.run import session
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import WINDOW_S, Lost, Restarts
 from keel.trainer.run.session import conduct
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal that another test's command has had."""
+    monkeypatch.setattr(session, "preempted", lambda: "")
 
 
 def test_losses_are_counted_as_a_rate() -> None:
