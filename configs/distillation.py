@@ -4,6 +4,7 @@ own, which names the recipes of its links."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from keel.configs.sections.base import require
@@ -36,6 +37,10 @@ class SelectConfig:
 
     least: float = 1.0
     """Of `correct`: what rules, tests, environments and judges give."""
+    least_parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of other parts of the reward, where a completion has them: `{format: 1, language: 0.8}`."""
+    most_parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The same from above: `{refusal: 0.4}`."""
     most_per_prompt: int = 1
     """The shortest of those that differ; 0: all."""
     balance: float = 4.0

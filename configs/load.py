@@ -54,22 +54,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
-    """As `load_config` has it, the recipe of `keel synthesize`."""
-    return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides))
+    """As `load_config` has it, the recipe of `keel synthesize`; none comes along."""
+    return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/"))
 
 
 def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
     """As `load_config` has it, the recipe of `keel distill`; bare names are of its own folder."""
-    shipped = _find(Path(path), "distill/")
-    return build(DistillConfig, *_tree(DistillConfig, shipped, overrides))
+    return build(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
 
 
 def _tree(
-    root: type, path: Path, overrides: Sequence[str]
+    root: type, path: Path, overrides: Sequence[str], folder: str = ""
 ) -> tuple[dict[str, Any], dict[str, str], str]:
-    """Plain data, the file and line that set each key, and the recipe's name."""
-    recipe = _find(path)
-    layers, where = _read(recipe, ())
+    """Plain data, the file and line that set each key, and the recipe's name. folder: of this
+    package, in which recipes of the kind come along."""
+    recipe = _find(path, folder)
+    layers, where = _read(recipe, (), folder)
     try:
         tree: dict[str, Any] = {}
         for layer in layers:
@@ -157,12 +157,15 @@ def _escaped(value: Any) -> Any:
     return value
 
 
-def _read(path: Path, trail: tuple[Path, ...]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The recipe's layers, its ancestors first, and the file and line that set each key."""
+def _read(
+    path: Path, trail: tuple[Path, ...], folder: str = ""
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The recipe's layers, its ancestors first, and the file and line that set each key. folder: as
+    `_tree` has it."""
     path = path.expanduser()
     if path.resolve() in trail:
         raise ConfigError(f"{path}: `defaults` goes round in a circle")
-    text = _text(path)
+    text = _text(path, folder)
     lines: dict[str, str] = {}
     nodes: Sequence[_Placed] = ()
     try:
@@ -222,32 +225,32 @@ def _overriding(text: str) -> DictConfig:
     return OmegaConf.from_dotlist([f"value={text}"])
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, folder: str) -> str:
     if not path.is_file():
-        folder = path.parent
+        there = path.parent
         if path.is_dir():
-            folder, what = path, "is a folder"
+            there, what = path, "is a folder"
         else:
-            what = "no such file" if folder.is_dir() else f"no such folder as {folder}"
-        recipes = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
+            what = "no such file" if there.is_dir() else f"no such folder as {there}"
+        recipes = sorted(p.name for p in there.glob("*.y*ml")) if there.is_dir() else []
         near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.5) or recipes[:8]
-        hint = f"; {folder} has {', '.join(near)}" if near else ""
-        raise ConfigError(f"{path}: {what}{hint}{_shipped_hint(path)}")
+        hint = f"; {there} has {', '.join(near)}" if near else ""
+        raise ConfigError(f"{path}: {what}{hint}{_shipped_hint(path, folder)}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
-def _shipped_hint(path: Path) -> str:
-    """Which recipe of this package a bare name may have meant."""
+def _shipped_hint(path: Path, folder: str) -> str:
+    """Which recipe of this package a bare name may have meant, of those of its command."""
     if path.name != str(path) or path.is_dir():
         return ""
-    names = sorted(shipped.stem for shipped in Path(__file__).parent.glob("*.yaml"))
+    names = sorted(shipped.stem for shipped in Path(__file__).parent.glob(f"{folder}*.yaml"))
     near = difflib.get_close_matches(path.stem, names, n=1)
     if near:
         return f"; did you mean {near[0]}, which comes with Keel?"
-    return "" if path.suffix else f"; Keel comes with {', '.join(names)}"
+    return "" if path.suffix or not names else f"; Keel comes with {', '.join(names)}"
 
 
 def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from keel.data.results import aligned
 
 Kind = tuple[str, bool]
 """Domain, and whether it thinks."""
-LEFT_OUT = ("wrong", "not scored", "cut off", "said before", "longer ones", "for balance")
+SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
+LEFT_OUT = (*SAMPLED, "longer ones", "for balance")
 """Why, in the order in which it is looked for."""
 
 
@@ -37,14 +39,21 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
     """Writes the completions to learn to `out`, a line each. sampled: specialist → folder of
     `keel eval` on the prompts to train on. Returns what came of it, for people.
 
-    Raises ConfigError where a folder cannot be read or nothing is left.
+    Raises ConfigError where a folder cannot be read, a part is one that no completion has, or
+    nothing is left.
     """
+    bounds = _bounds(config)
+    parts: set[str] = set()
     counts: defaultdict[Kind, Counter[str]] = defaultdict(Counter)
     chosen: list[tuple[int, Candidate]] = []
     seen: set[str] = set()
     prompts: defaultdict[str, list[Candidate]] = defaultdict(list)
     for candidate in candidates(sampled, config.least):
         why, said = candidate.why_not, _said(candidate)
+        of: Mapping[str, float] = candidate.line["parts"]
+        parts.update(of)
+        if not why and not all(low <= of.get(name, low) <= high for name, low, high in bounds):
+            why = "other parts"
         if not why and said in seen:
             why = "said before"
         if not why:
@@ -52,6 +61,13 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
         counts[candidate.kind][why or "sampled"] += 1
         if not why:
             prompts[candidate.prompt].append(candidate)
+    for name, _, _ in bounds:
+        if name not in parts:
+            known = ", ".join(sorted(parts - {"correct"})) or "none"
+            raise ConfigError(
+                f"select: no completion has a part {name!r} (least_parts, most_parts); they have "
+                f"{known}"
+            )
     for some in prompts.values():
         some.sort(key=lambda one: one.tokens)
         kept = some[: config.most_per_prompt or None]
@@ -98,6 +114,13 @@ def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[Candidate]
                 )
 
 
+def _bounds(config: SelectConfig) -> list[tuple[str, float, float]]:
+    """Part, least, most."""
+    least, most = config.least_parts, config.most_parts
+    names = dict.fromkeys((*least, *most))
+    return [(name, least.get(name, -math.inf), most.get(name, math.inf)) for name in names]
+
+
 def _balanced(
     chosen: Sequence[tuple[int, Candidate]],
     balance: float,
@@ -129,8 +152,7 @@ def _text(counts: Mapping[Kind, Counter[str]], learned: Counter[Kind]) -> str:
     rows = [["", "sampled", *LEFT_OUT, "to learn"]]
     for kind, of in counts.items():
         name = f"{kind[0]}, {'thinking' if kind[1] else 'not thinking'}"
-        before = ("sampled", "wrong", "not scored", "cut off", "said before")
-        total = sum(of[why] for why in before)
+        total = sum(of[why] for why in ("sampled", *SAMPLED))
         rows.append([name, f"{total:,}", *(f"{of[why]:,}" for why in LEFT_OUT)])
         rows[-1].append(f"{learned[kind]:,}")
     return "\n".join(aligned(rows))

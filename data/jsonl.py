@@ -16,7 +16,9 @@ the pattern `answer`) or `schema` (JSON that is valid under the schema `answer`)
 `criteria` may come with `reference` (docs/rubrics.md), and `tests` with the keys of CODE_KEYS
 (docs/rewards.md); `refuse` says whether a completion has to decline (docs/rubrics.md); `reward`
 is a whole reward spec. `environment`, an object, is what the source's environment alone reads:
-files of the task, documents that the answer rests on. Other keys are ignored.
+files of the task, documents that the answer rests on. Other keys are for functions of one's own,
+which find them in `prompt.reward["columns"]`; where the source weighs such a function, a line may
+have an answer of none of these kinds. Without one other keys are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any, cast
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.items import Item, Loaded, told
-from keel.rl.types import ENVIRONMENT, Prompt
+from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 MATCHES = {
     "math": ("tolerance",),
@@ -52,6 +54,10 @@ CODE_KEYS = (
     "memory_mib",
     "tolerance",
 )
+KNOWN = frozenset(
+    ("id", "prompt", "messages", "match", "environment", "answer", "criteria", "refuse", "reward")
+) | frozenset([*CODE_KEYS, *(key for keys in MATCHES.values() for key in keys)])
+"""Keys with a meaning of their own."""
 REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """A line has exactly one of them."""
 FOR_ENVIRONMENT = "environment"
@@ -153,7 +159,13 @@ def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
     if not isinstance(label, str) or not label:
         raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
     environment = source.name if source.environment.given else ""
-    reward = _reward(record, as_text, alone=not source.environment.grades)
+    own_functions = any("." in part for part in source.rewards)
+    if own_functions and not source.environment.given and not set(REWARD_KEYS) & set(record):
+        reward: dict[str, Any] = {"kind": FUNCTIONS}
+    else:
+        reward = _reward(record, as_text, alone=not source.environment.grades)
+    if own_functions and (columns := {k: record[k] for k in record if k not in KNOWN}):
+        reward["columns"] = columns
     if environment and (own := record.get(FOR_ENVIRONMENT)) is not None:
         if not isinstance(own, dict):
             raise BadLine(f"`{FOR_ENVIRONMENT}` must be an object, is {kind_of(own)}")

@@ -87,14 +87,18 @@ def results(
     found: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         mine = [one for one in asked if one.variant == variant]
-        sources = dict.fromkeys(one.source for one in mine)
-        sets = {name: [one for one in mine if one.source == name] for name in sources}
-        domains = sorted({one.domain for one in mine} - set(sources))
-        sets |= {f"domain {name}": [o for o in mine if o.domain == name] for name in domains}
-        if len(sources) > 1:
-            sets["all"] = mine
+        sets = {name: [mine[place] for place in places] for name, places in sets_of(mine).items()}
         found[variant] = {name: summary(some, pass_at, submissions) for name, some in sets.items()}
     return found
+
+
+def sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
+    """A source, `domain …` where that is not one source, or `all` → places of its prompts."""
+    sources = dict.fromkeys(one.source for one in asked)
+    domains = sorted({one.domain for one in asked} - set(sources))
+    sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in sources}
+    sets |= {f"domain {d}": [n for n, one in enumerate(asked) if one.domain == d] for d in domains}
+    return sets | ({"all": [*range(len(asked))]} if len(sources) > 1 else {})
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -152,19 +156,15 @@ def compared(
     found: dict[str, dict[str, tuple[int, Difference]]] = {}
     for variant in dict.fromkeys(other.variant for _, other in pairs):
         mine = [pair for pair in pairs if pair[1].variant == variant]
-        sources = dict.fromkeys(other.source for _, other in mine)
-        sets = {name: [pair for pair in mine if pair[1].source == name] for name in sources}
-        if len(sources) > 1:
-            sets["all"] = mine
+        before, after = (
+            [one.passes / one.number for one in some] for some in zip(*mine, strict=True)
+        )
         found[variant] = {
             name: (
-                len(some),
-                paired_difference(
-                    [one.passes / one.number for one, _ in some],
-                    [other.passes / other.number for _, other in some],
-                ),
+                len(places),
+                paired_difference([before[n] for n in places], [after[n] for n in places]),
             )
-            for name, some in sets.items()
+            for name, places in sets_of([other for _, other in mine]).items()
         }
     return found
 

@@ -1,4 +1,23 @@
 """Keel: RL post-training for language models. The sub-packages are the folders beside this one.
 
 In a checkout they are links to the folders at its top; an installed package has them here.
+`keel.train` is a run from Python (`keel.api`).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keel.api import Run, train
+
+__all__ = ["Run", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'keel' has no attribute {name!r}")
+    # The sub-packages are imported without torch and Ray, which this brings along.
+    from keel import api  # noqa: PLC0415
+
+    return getattr(api, name)

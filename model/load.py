@@ -79,6 +79,9 @@ class ModelFacts:
     """RMS norms are one kernel each on a GPU (model/layers/fused.py)."""
     fused_experts: bool = True
     """Experts are Keel's own on a GPU; without meaning for a dense model."""
+    balance_loss: float = 0.0
+    """Weight of the loss that its configuration has transformers add in training, for experts that
+    are used alike (`output_router_logits`)."""
 
     @property
     def moe_layers(self) -> int:
@@ -238,6 +241,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         full_attention=full_attention(text),
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),
+        balance_loss=_balance_loss(text) if experts else 0.0,
     )
 
 
@@ -278,6 +282,11 @@ def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return kv_heads, 2 * kv_heads * size, size
+
+
+def _balance_loss(config: PreTrainedConfig) -> float:
+    asked = getattr(config, "output_router_logits", False)
+    return float(getattr(config, "router_aux_loss_coef", 0.0)) if asked else 0.0
 
 
 def _experts_per_token(config: PreTrainedConfig) -> int:

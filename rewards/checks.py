@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 from keel.rewards.code.spec import read_task
 from keel.rewards.code.verifier import CodeSettings, check_outputs, check_reference
 from keel.rewards.compose import check_parts
-from keel.rewards.custom import TextTrajectory, prompt_fields
+from keel.rewards.custom import TextTrajectory, prompt_fields, sees_group
 from keel.rewards.failures import is_function
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
 from keel.rewards.judge.specs import is_judged, judged_spec
@@ -17,7 +18,7 @@ from keel.rewards.rules.verifiers import KINDS as RULE_KINDS
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.workers.pool import WorkerPool
-from keel.rl.types import ENVIRONMENT, Prompt
+from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 SAMPLE_S = 30.0
 """Longest wait for a user's function on the sample; it loads its libraries meanwhile."""
@@ -29,7 +30,7 @@ REFERENCES_S = 20.0
 def check_spec(spec: Mapping[str, Any]) -> None:
     """Raise ValueError for a reward spec that nothing could verify or judge. Runs nothing."""
     kind = spec.get("kind")
-    if kind == ENVIRONMENT:
+    if kind in (ENVIRONMENT, FUNCTIONS):
         return
     if not isinstance(kind, str) or kind not in (*RULE_KINDS, *JUDGED_KINDS):
         known = ", ".join((*RULE_KINDS, *JUDGED_KINDS))
@@ -62,7 +63,10 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
     try:
         for name in names:
             spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
-            (verdict,) = pool.submit(spec, [completion.dumps()]).result()
+            text = completion.dumps()
+            if sees_group(name):
+                spec, text = {**spec, "group": True}, json.dumps([text])
+            (verdict,) = pool.submit(spec, [text]).result()
             at = f" ({verdict.at})" if verdict.at else ""
             said[name] = (
                 f"WARNING: failed on a sample completion of {prompt.prompt_id}: {verdict.error}"

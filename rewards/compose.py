@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from keel.rewards.custom import load_function
 from keel.rewards.failures import is_function
+from keel.rl.types import FUNCTIONS
 
 LANGUAGE_PARTS = {
     "language": "both",
@@ -80,6 +81,12 @@ def check_weights(
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
     """Raise ValueError if prompts of this kind do not have a part that `weights` weighs."""
+    functions = any(is_function(name) and weight > 0 for name, weight in weights.items())
+    if kind == FUNCTIONS and not functions:
+        raise ValueError(
+            "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function of "
+            "your own judges it (data.sources[].rewards: {my_rewards.brief: 1.0})"
+        )
     for name in weights:
         having = [of for of, parts in JUDGED_PARTS.items() if name in parts]
         if having and kind not in having:
@@ -97,6 +104,13 @@ def check_found(parts: Mapping[str, float], weights: Mapping[str, float]) -> Non
             f"{', '.join(sorted(parts))}. An environment's verdict names its own; give sources "
             "without one a domain of their own"
         )
+
+
+def of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """`correct` of a prompt that functions alone judge: the mean of those that are worth
+    something, by their weights."""
+    of = {name: weight for name, weight in weights.items() if is_function(name) and weight > 0}
+    return sum(weight * parts[name] for name, weight in of.items()) / sum(of.values())
 
 
 def worst(weights: Mapping[str, float]) -> dict[str, float]:

@@ -5,12 +5,14 @@
 
 It gets an `keel.rl.types.Prompt` and a `TextTrajectory`, and returns a number from 0 to 1. It
 runs in the worker processes, under the same deadline as the verifiers, and may print: to the run
-folder's `rewards/worker_*.log`.
+folder's `rewards/worker_*.log`. It may be async. One whose second parameter is called
+`trajectories` gets all of a group at once, and returns as many numbers.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import difflib
 import functools
 import importlib
@@ -20,12 +22,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from keel.rewards.failures import place, shown
+from keel.rewards.passed import PREFIX, passed
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 
@@ -77,7 +80,10 @@ class TextTrajectory:
         return TextTrajectory(**json.loads(text))
 
 
-Function = Callable[[Any, TextTrajectory], float]
+Function = Callable[[Any, Any], Any]
+"""Of a prompt and a `TextTrajectory`, or a group of them, to a number, or as many."""
+GROUP = "trajectories"
+"""Name of the second parameter of a function that sees all of a group."""
 
 ROUNDING = 1e-6
 """A reward may be so far below 0 or above 1, and counts as that: 0.1 * 3 / 0.3 is more than 1, and
@@ -88,8 +94,12 @@ def load_function(name: str) -> Function:
     """The function with the dotted name `name`; modules are found in the working directory too.
 
     Raises ValueError naming the nearest function that would do, and for one that could not be
-    called as `name(prompt, trajectory)`, is async, or is a class.
+    called as `name(prompt, trajectory)`, or is a class.
     """
+    if name.startswith(PREFIX):
+        found = passed(name)
+        _check_callable(name, found)
+        return cast(Function, found)
     module_name, _, attribute = name.rpartition(".")
     if not all(map(str.isidentifier, name.split("."))):
         words = [word for word in re.findall(r"\w+", name) if word != "py"]
@@ -184,11 +194,9 @@ def _check_callable(name: str, found: Callable[..., Any]) -> None:
             "arguments, and a prompt cannot be hashed; cache a function of trajectory.answer, and "
             "call that from it"
         )
-    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    if any(kind(one) for kind in kinds for one in (found, type(found).__call__)):
+    if any(inspect.isasyncgenfunction(one) for one in (found, type(found).__call__)):
         raise ValueError(
-            f"reward {name!r}{_where(found)}: is async, and nothing awaits it; write `def`, and "
-            "call what is async with asyncio.run"
+            f"reward {name!r}{_where(found)}: is an async generator; return the number"
         )
     try:
         # Of the function that is called: a decorator may supply what the one inside it takes.
@@ -229,8 +237,20 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
     }
 
 
-def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Judges `TextTrajectory.dumps()`. Spec: `name`, and `prompt` from `prompt_fields`."""
+def sees_group(name: str) -> bool:
+    """Whether the function with this dotted name takes all trajectories of a group at once. Raises
+    as `load_function`."""
+    found = load_function(name)
+    try:
+        signature = inspect.signature(found, follow_wrapped=False)
+    except ValueError:
+        return False  # built-in ones do not tell
+    return list(signature.parameters)[1:2] == [GROUP]
+
+
+def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
+    """Judges `TextTrajectory.dumps()`. Spec: `name`, and `prompt` from `prompt_fields`. With
+    `group` it judges a JSON list of them, to `{"correct": their mean, "0": …, "1": …}`."""
     # It brings numpy along, and the workers of a run without such rewards do without.
     from keel.rl.types import Prompt  # noqa: PLC0415
 
@@ -240,18 +260,44 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float]:
     fields |= {key: tuple(fields[key]) for key in ("messages", "tools")}
     prompt = Prompt(**fields)
 
-    def verify(text: str) -> float:
+    def returned(what: Any) -> Any:
         try:
-            score = reward(prompt, TextTrajectory.loads(text))
+            found = reward(prompt, what)
+            return asyncio.run(_result(found)) if inspect.isawaitable(found) else found
         except SystemExit as error:  # would end the worker, or the run
             left = RuntimeError(f"called exit({error.code})")
             raise left.with_traceback(error.__traceback__) from error
-        number = _number(score)
-        if isinstance(number, str):
-            raise BadReward(f"returned {number}", _defined(reward))
-        return number
 
-    return verify
+    def number(score: Any) -> float:
+        found = _number(score)
+        if isinstance(found, str):
+            raise BadReward(f"returned {found}", _defined(reward))
+        return found
+
+    def verify(text: str) -> float:
+        return number(returned(TextTrajectory.loads(text)))
+
+    def verify_group(text: str) -> dict[str, float]:
+        trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
+        scores = returned(trajectories)
+        try:
+            scores = list(scores)
+        except TypeError:
+            kind = type(scores).__name__
+            raise BadReward(f"returned a {kind}; a list is wanted", _defined(reward)) from None
+        if len(scores) != len(trajectories):
+            raise BadReward(
+                f"returned {len(scores)} numbers for {len(trajectories)} trajectories",
+                _defined(reward),
+            )
+        numbers = {str(index): number(score) for index, score in enumerate(scores)}
+        return {"correct": math.fsum(numbers.values()) / len(numbers), **numbers}
+
+    return verify_group if spec.get("group") else verify
+
+
+async def _result(found: Awaitable[Any]) -> Any:
+    return await found
 
 
 class BadReward(ValueError):
@@ -267,10 +313,6 @@ def _number(score: Any) -> float | str:
     """As a number from 0 to 1, else what it is and what to do."""
     if score is None:
         return "None; is there a way through it without a `return`?"
-    if inspect.isawaitable(score):
-        if inspect.iscoroutine(score):
-            score.close()  # so that Python does not warn that nothing awaited it
-        return "a coroutine, which nothing awaits; call it with asyncio.run"
     try:
         number = float(score)
     except (TypeError, ValueError):

@@ -25,16 +25,21 @@ one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keel.rewards.compose import Score
+from keel.rl.types import Trajectory
+
 Floats = NDArray[np.float64]
 KEPT_LEAD = 0.5
 """Share of its lead that a right completion keeps, whatever the lengths."""
+LENGTH, LENGTH_COST = "length", "length_cost"
+"""Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +117,26 @@ class LengthRule:
         if endangered.any():
             added *= ((1 - KEPT_LEAD) * lead[endangered] / lost[endangered]).min()
         return added
+
+
+def with_length(
+    scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
+) -> list[Score]:
+    """A group's scores with the rule's addition, and the parts LENGTH and LENGTH_COST."""
+    tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
+    crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
+    tokens[crashed] = tokens.max(initial=0)  # to be over soon is no merit of a crash
+    added = rule.adjustment(
+        np.array([score.value for score in scores], np.float64),
+        np.array([score.parts["correct"] for score in scores], np.float64),
+        tokens,
+    )
+    return [
+        Score(score.value + more, {**score.parts, LENGTH: more, LENGTH_COST: cost})
+        for score, more, cost in zip(
+            scores, added.tolist(), rule.cost(tokens).tolist(), strict=True
+        )
+    ]
 
 
 def _centred(cost: Floats, members: NDArray[np.bool_]) -> Floats:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from keel.rewards.compose import (
@@ -20,15 +20,16 @@ from keel.rewards.compose import (
     check_parts,
     check_weights,
     compose,
+    of_functions,
     worst,
 )
-from keel.rewards.custom import TextTrajectory, prompt_fields
+from keel.rewards.custom import TextTrajectory, prompt_fields, sees_group
 from keel.rewards.failures import Failures, is_function, to_standard_error
 from keel.rewards.judge.results import JUDGE_COUNTS, Counts, Failed, Judged
 from keel.rewards.judge.rubric import REFUSAL as DECLINING
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import is_judged
-from keel.rewards.length import LengthRule
+from keel.rewards.length import LengthRule, with_length
 from keel.rewards.notes import notes_of
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
@@ -39,6 +40,7 @@ from keel.rl.metrics import Metric, Sum
 from keel.rl.types import (
     CUT_OFF,
     ENVIRONMENT,
+    FUNCTIONS,
     PROGRAM,
     Group,
     Prompt,
@@ -46,9 +48,6 @@ from keel.rl.types import (
     ScoredGroup,
     Trajectory,
 )
-
-LENGTH, LENGTH_COST = "length", "length_cost"
-"""Parts of domains with a length rule: what was added to the reward, and the cost it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +176,9 @@ class Scorer:
         for name in weights:
             if is_function(name):
                 spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
+                if sees_group(name):
+                    others[name] = self._group_verdicts(spec, group)
+                    continue
             elif name in LANGUAGE_PARTS:
                 asked = _asked(group)
                 spec = {"kind": "language", "prompt": asked, "of": LANGUAGE_PARTS[name]}
@@ -187,8 +189,8 @@ class Scorer:
             others[name] = self._pool.submit(spec, texts)
         rule: Sequence[Future[list[Verdict]]] = ()
         judge: Sequence[Future[Judged | Failed]] = ()
-        if prompt.reward.get("kind") == ENVIRONMENT:
-            pass  # its verdict has come with the trajectory
+        if prompt.reward.get("kind") in (ENVIRONMENT, FUNCTIONS):
+            pass  # its verdict has come with the trajectory, or the functions are all there is
         elif is_judged(prompt.reward):
             judge = [self._ask(prompt, trajectory) for trajectory in group.trajectories]
         else:
@@ -198,6 +200,18 @@ class Scorer:
             asked = replace(prompt, reward=DECLINING)
             refusals = [self._ask(asked, trajectory) for trajectory in group.trajectories]
         return _Pending(group, rule, judge, refusals, others)
+
+    def _group_verdicts(self, spec: Mapping[str, Any], group: Group) -> Future[list[Verdict]]:
+        """Of a function that sees all trajectories at once."""
+        texts = [_text_of(t, sampled=False).dumps() for t in group.trajectories]
+        asked = self._pool.submit({**spec, "group": True}, [json.dumps(texts)])
+
+        def each() -> list[Verdict]:
+            (whole,) = asked.result()
+            scores = [whole.parts.get(str(index), 0.0) for index in range(len(texts))]
+            return [replace(whole, score=score, parts={}) for score in scores]
+
+        return when_all([asked], each)
 
     def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
         if self._judge is None:
@@ -249,7 +263,7 @@ class Scorer:
         if dropped:
             group = replace(group, trajectories=tuple(kept), dropped=(*group.dropped, *dropped))
         if length.active:
-            scores = _with_length(scores, kept, length)
+            scores = with_length(scores, kept, length)
         rewards = torch.tensor([score.value for score in scores], dtype=torch.float32)
         # A group may have lost all its trajectories, and nothing has no mean.
         advantages = group_advantages(rewards, scale=self._scale) if scores else rewards
@@ -272,6 +286,10 @@ class Scorer:
                 parts.append(_unjudged(result))
             else:
                 parts.append({"correct": result.value, **result.parts, ERROR: 0.0})
+        weights = self._weights[group.prompt.domain]
+        alone = group.prompt.reward.get("kind") == FUNCTIONS
+        if alone:
+            parts = [{ERROR: 0.0} for _ in group.trajectories]
         ruled = [verdict for future in pending.rule for verdict in future.result()]
         for verdict in ruled:
             error = float(bool(verdict.error))
@@ -293,6 +311,9 @@ class Scorer:
                 if not isinstance(found, str):
                     found[name] = verdict.score
                     found[ERROR] = max(found[ERROR], float(bool(verdict.error)))
+        for found in parts if alone else ():
+            assert not isinstance(found, str)
+            found["correct"] = of_functions(found, weights)
         for found, trajectory in zip(parts, group.trajectories, strict=True):
             if not isinstance(found, str) and trajectory.verdict is None:
                 found["format"] = float(
@@ -302,7 +323,6 @@ class Scorer:
                         finished=not trajectory.cut,
                     )
                 )
-        weights = self._weights[group.prompt.domain]
         for index, trajectory in enumerate(group.trajectories):
             if trajectory.finish_reason == "crash":  # nothing that it had done counts
                 parts[index] = worst(weights)
@@ -360,25 +380,6 @@ def _verifier(prompt: Prompt) -> str:
     """For messages: `correct (reasoning_gym gcd)`. No dots in it: it is no user's function."""
     said = [str(prompt.reward.get(key, "")) for key in ("kind", "task", "match")]
     return f"correct ({' '.join(filter(None, said))})".replace(".", " ")
-
-
-def _with_length(
-    scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
-) -> list[Score]:
-    tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
-    crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
-    tokens[crashed] = tokens.max(initial=0)  # to be over soon is no merit of a crash
-    added = rule.adjustment(
-        np.array([score.value for score in scores], np.float64),
-        np.array([score.parts["correct"] for score in scores], np.float64),
-        tokens,
-    )
-    return [
-        Score(score.value + more, {**score.parts, LENGTH: more, LENGTH_COST: cost})
-        for score, more, cost in zip(
-            scores, added.tolist(), rule.cost(tokens).tolist(), strict=True
-        )
-    ]
 
 
 def _programs(message: Mapping[str, Any]) -> bool:

@@ -32,6 +32,9 @@ Purpose = Literal["train", "eval"]
 """What trajectories are sampled and scored for."""
 ENVIRONMENT = "environment"
 """Kind of reward spec of a prompt whose environment's verdict is the reward."""
+FUNCTIONS = "functions"
+"""Kind of reward spec of a prompt without an answer: the functions that its domain weighs are all
+there is, and `correct` is their weighted mean. `columns` has the rest of its line."""
 PROGRAM = "program"
 """`name` of an assistant's message that an agent program wrote, its answer among them: nobody
 sampled it."""

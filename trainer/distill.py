@@ -66,6 +66,8 @@ def chain(config: DistillConfig) -> list[Link]:
         folder = root / "specialists" / each.name
         words = [*_own(each), f"run.dir={folder}"]
         add(f"train {each.name}", folder / "model", "train", *base, *words)
+        # From its model folder, so that engines alone are started.
+        words = [*_own(each), *_of(folder / "model", root, each.name)]
         out = _sampled(root, each.name)
         knobs = (f"eval.samples={config.samples}", f"eval.size={config.prompts}")
         add(
@@ -73,7 +75,8 @@ def chain(config: DistillConfig) -> list[Link]:
             out / "results.json",
             *("eval", *base, *words, "eval.prompts=train", *knobs, f"eval.dir={out}"),
         )
-        evaluated(f"specialist-{each.name}", words)
+        # Where it is at home: what it holds out is the same without the others.
+        evaluated(f"specialist-{each.name}", [*words, f"data.only={json.dumps(each.sources)}"])
     links.append(
         Link(name="select", result=_selected(root), depends=json.dumps(asdict(config.select)))
     )
@@ -86,11 +89,10 @@ def chain(config: DistillConfig) -> list[Link]:
             depends=json.dumps([config.sft, *config.sft_overrides]),
         )
     )
-    path = f"model.path={distilled}"
-    evaluated("distilled", [path, f"run.dir={root / 'eval' / 'runs' / 'distilled'}"])
-    words = [*config.mixed_overrides, path, f"run.dir={root / 'mixed'}"]
+    evaluated("distilled", _of(distilled, root, "distilled"))
+    words = [*config.mixed_overrides, f"model.path={distilled}", f"run.dir={root / 'mixed'}"]
     add("mix", root / "mixed" / "model", "train", *base, *words)
-    evaluated("mixed", words)
+    evaluated("mixed", [*config.mixed_overrides, *_of(root / "mixed" / "model", root, "mixed")])
     return links
 
 
@@ -224,6 +226,11 @@ def _taught(config: DistillConfig) -> list[str]:
 
 def _own(each: SpecialistConfig) -> list[str]:
     return [*each.overrides, f"data.train_on={json.dumps(list(each.sources))}"]
+
+
+def _of(model: Path, root: Path, name: str) -> list[str]:
+    """To measure a model in a run folder of its own, in which nothing is trained."""
+    return [f"model.path={model}", f"run.dir={root / 'eval' / 'runs' / name}"]
 
 
 def _lessons(root: Path) -> Path:

@@ -159,7 +159,9 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
 
     @contextmanager
     def sampling() -> Iterator[System]:
-        with running(task, partial(print, flush=True)) as system:
+        say = partial(print, flush=True)
+        # A checkpoint's weights are the ranks' to read; a model folder's, the engines'.
+        with running(task, say, learner=chosen is not None) as system:
             if chosen:
                 system.learner.load(chosen)
                 system.wake()

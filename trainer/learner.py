@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -157,8 +157,18 @@ class Learner:
         )
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
-        """`<name>/nll` of named batches of conversations, by the current weights."""
-        return merge(self._deal("score", shares, "scoring conversations"))
+        """`<name>/nll` of named batches of conversations, by the current weights: a micro-batch of
+        each rank at a time, since the deadline is a step's and a set may be of any size."""
+        scored: list[dict[str, Metric]] = []
+        for name in shares[0] if shares else ():
+            rows = zip(*(share[name].micro_batches for share in shares), strict=True)
+            for row in rows:
+                pieces = [
+                    {name: replace(share[name], micro_batches=(one,))}
+                    for share, one in zip(shares, row, strict=True)
+                ]
+                scored += self._deal("score", pieces, f"scoring conversations of {name}")
+        return merge(scored)
 
     def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
         """Call a method of every rank with the share of its group."""

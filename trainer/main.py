@@ -44,8 +44,13 @@ FAILED, INTERRUPTED = 1, 130
 KEPT = "what was saved is there, and the same command goes on"
 
 
-def train(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel train`: run the recipe, or go on with it."""
+def train(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    drive: Callable[[System, RunFolder, View, int], int] | None = None,
+) -> None:
+    """`keel train`: run the recipe, or go on with it. drive: `run_loop`, or something around it."""
     task = prepare(recipe, overrides)
     conduct(
         ["train", recipe, *overrides],
@@ -54,7 +59,7 @@ def train(recipe: str, overrides: Sequence[str]) -> None:
         restore=task.dataset.train.restore,
         position=task.dataset.train.state,
         started=lambda folder: running(task, print, folder.rewards),
-        drive=run_loop,
+        drive=drive or run_loop,
     )
 
 
@@ -195,12 +200,20 @@ def keep_skipped(
     say(f"step {step}: its batch is kept as {path}; {again} trains on it again")
 
 
-def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
-    """The loop of `keel.trainer.loop` on the real parts; returns the last step done."""
+def run_loop(
+    system: System,
+    folder: RunFolder,
+    view: View,
+    start: int,
+    *,
+    enough: Callable[[], bool] = lambda: False,
+) -> int:
+    """The loop of `keel.trainer.loop` on the real parts; returns the last step done. enough: ends
+    it after a step, with a checkpoint."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
 
     def stop() -> bool:
-        return interrupt() or bool(journal.ends)
+        return interrupt() or bool(journal.ends) or enough()
 
     def save(step: int, cursor: Mapping[str, Any]) -> bool:
         failed = save_checkpoint(folder, config, learner, step, cursor, stop=stop, say=view.say)
@@ -234,7 +247,7 @@ def run_loop(system: System, folder: RunFolder, view: View, start: int) -> int:
             rewards=system.scorer,
             learner=learner,
             journal=journal,
-            heldout=dataset.heldout,
+            heldout=dataset.heldout if config.run.eval_every >= 0 else {},
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),

@@ -42,7 +42,8 @@ class System:
 
     task: Task
     pool: RolloutPool
-    learner: Learner
+    ranks: Learner | None
+    """None where nothing is trained and the engines have their weights from files."""
     scorer: Scorer
     agents: EpisodeRunner | None = None
     watch: Watch | None = None
@@ -56,6 +57,11 @@ class System:
             return hurry()
 
         return looked
+
+    @property
+    def learner(self) -> Learner:
+        assert self.ranks is not None, "started without"
+        return self.ranks
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """size: completions (0: what the recipe says of the purpose)."""
@@ -78,9 +84,16 @@ class System:
 
 
 @contextmanager
-def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> Iterator[System]:
+def running(
+    task: Task,
+    say: Callable[[str], None],
+    log: Path | None = None,
+    *,
+    learner: bool = True,
+) -> Iterator[System]:
     """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
-    what reward functions print."""
+    what reward functions print. learner: whether trainer ranks are wanted; engines that sleep have
+    their weights from these, and so get them always."""
     config, deadline = task.config, task.config.run.startup_deadline_s
     with ExitStack() as stack:
         judge = None
@@ -114,32 +127,37 @@ def running(task: Task, say: Callable[[str], None], log: Path | None = None) -> 
         stack.callback(pool.shutdown)
         rank_options = partial(seats.options, RANK) if seats else None
         sleep = config.rollout.sleep
-        learner = Learner(
-            model,
-            config,
-            gpu=task.gpu,
-            actor_options=rank_options,
-            **({"make_room": pool.sleep} if sleep else {}),
-        )
-        stack.callback(learner.shutdown)
-        say(f"starting {config.rollout.engines} engine(s), {config.trainer.ranks} trainer rank(s)")
+        ranks, who = None, f"{config.rollout.engines} engine(s)"
+        if learner or sleep:
+            ranks = Learner(
+                model,
+                config,
+                gpu=task.gpu,
+                actor_options=rank_options,
+                **({"make_room": pool.sleep} if sleep else {}),
+            )
+            stack.callback(ranks.shutdown)
+            who += f", {config.trainer.ranks} trainer rank(s)"
+        say(f"starting {who}")
         both = ThreadPoolExecutor(2)
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
         engines = both.submit(pool.start)
-        learner.prepared()
+        if ranks is not None:
+            ranks.prepared()
         if seats and seats.placement.shared:
             # vLLM takes all that the GPU has lost while it started for its own use, and makes its
             # KV cache smaller by it: the trainer must not take memory in the meantime.
             wait_for(engines, watch.well)
-        trainer = both.submit(learner.start)
-        for line in (*wait_for(engines, watch.well), *wait_for(trainer, watch.well)):
+        trainer = both.submit(ranks.start) if ranks is not None else None
+        trained = wait_for(trainer, watch.well) if trainer else ()
+        for line in (*wait_for(engines, watch.well), *trained):
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
         agents = stack.enter_context(episodes(task, pool))
         system = System(
-            task=task, pool=pool, learner=learner, scorer=scorer, agents=agents, watch=watch
+            task=task, pool=pool, ranks=ranks, scorer=scorer, agents=agents, watch=watch
         )
         if sleep:
             system.wake()

@@ -20,7 +20,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,16 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import ray
 import torch
 
+from benchmarks.common.in_process import Engines, LocalLearner
 from benchmarks.common.revision import commit
 from benchmarks.stability.gradients import Probe
 from benchmarks.stability.report import write_report
-from keel.configs.schema import Config
-from keel.model.weight_transfer.buckets import Bucket
 from keel.rewards.scorer import Scorer
-from keel.rl.buffer import split_updates
 from keel.rl.metrics import Metric, values
-from keel.rl.packing import pack
-from keel.rl.types import ScoredGroup, StepResult
-from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
-from keel.rollout.spec import EngineSpec
+from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.cluster.nodes import start_ray
-from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.prepare import Task, prepare
+from keel.trainer.prepare import prepare
 from keel.trainer.system import System, model_folder
 
 COMMON = (
@@ -141,67 +135,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 }
 
 
-class LocalLearner:
-    """One rank of the trainer in this process; `keel.trainer.learner.Learner` without Ray."""
-
-    def __init__(self, model: str, config: Config) -> None:
-        self.engine = TrainerEngine(model, config)
-        self._config = config
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        algorithm, trainer = self._config.algorithm, self._config.trainer
-        batches = [
-            pack(
-                part,
-                ranks=1,
-                micro_batch_tokens=trainer.micro_batch_tokens,
-                skip_uniform_groups=algorithm.skip_uniform_groups,
-            )[0]
-            for part in split_updates(groups, algorithm.updates_per_batch)
-        ]
-        metrics = self.engine.step(batches)
-        return StepResult(version=self.version, metrics=metrics)
-
-    def publish(self) -> list[Bucket]:
-        return list(self.engine.publish())
-
-
-@dataclass
-class Engines:
-    """The vLLM actor, started again only where a run needs one of another kind."""
-
-    spec: EngineSpec | None = None
-    pool: RayRolloutPool | None = None
-
-    def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
-        """An engine for `task`, loaded with the learner's weights."""
-        spec = EngineSpec.of(task.config, model)
-        if self.spec is None or self.pool is None or kind_of(spec) != kind_of(self.spec):
-            self.close()
-            self.spec = spec
-            self.pool = ray_pool(
-                spec, gpu=False, startup_deadline_s=task.config.run.startup_deadline_s
-            )
-            self.pool.start()
-        self.pool.update(learner.version, learner.publish()).result()
-        return self.pool
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
-        self.spec = self.pool = None
-
-
-def kind_of(spec: EngineSpec) -> EngineSpec:
-    """The spec without what a change of weights changes. (Sampling seeds are then the same in all
-    runs; prompts and weights are each seed's own.)"""
-    return replace(spec, model_path="", tokenizer="", seed=0)
-
-
 @dataclass
 class Curves:
     """The loop's journal: keeps each step's numbers."""
@@ -248,7 +181,7 @@ def run_arm(
     with Scorer(
         config.data.rewards_by_domain, workers=rewards.workers, deadline_s=rewards.deadline_s
     ) as scorer:
-        system = System(task=task, pool=pool, learner=learner, scorer=scorer)  # type: ignore[arg-type]
+        system = System(task=task, pool=pool, ranks=learner, scorer=scorer)  # type: ignore[arg-type]
         parts = loop.Parts(
             prompts=task.dataset.train,
             rollouts=system,

@@ -30,7 +30,7 @@ class RunConfig:
     """auto: resume from the last checkpoint in `dir`. never: refuse a `dir` that has one."""
     eval_every: int = 0
     """Steps between evaluations on the held-out sets; 0: only before the first and after the last
-    step."""
+    step; -1: none at all, as where `keel eval` comes afterwards."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: by time alone. One is always written at the end, and when
     stopped by Ctrl-C."""
@@ -80,7 +80,7 @@ class RunConfig:
                 getattr(self, name),
                 "speaks of GPUs, and run.device is cpu. Set it to 0, or run.device to gpu",
             )
-        require(self.eval_every >= 0, "run.eval_every", self.eval_every, "must not be negative")
+        require(self.eval_every >= -1, "run.eval_every", self.eval_every, "must be at least -1")
         require(
             self.checkpoint_every >= 0,
             "run.checkpoint_every",

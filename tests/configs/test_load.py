@@ -11,7 +11,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keel.configs.load import dump_config, load_config
+from keel.configs.load import dump_config, load_config, load_distillation, load_synthesis
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 from keel.configs.suggest import RENAMED, knobs
 
@@ -260,6 +260,10 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     comes = "agent-guess, agent-trip, embedded-100m, gpu-dense, "
     assert f"; Keel comes with {comes}" in refused(Path("zzz"))
     assert "Keel" not in refused(tmp_path / "quikstart.yaml")
+    with pytest.raises(ConfigError, match=r"no such file.*; Keel comes with quickstart, special"):
+        load_distillation("zzz")
+    with pytest.raises(ConfigError, match=r"no such file[^K]*$"):
+        load_synthesis("zzz")  # none comes along
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: caf\xe9}")
     assert "cannot be read as UTF-8" in refused(tmp_path / "latin.yaml")
 

@@ -1,4 +1,4 @@
-"""What an evaluation comes to, where completions are handed in as in a contest, and of agents."""
+"""What an evaluation comes to: contests, agents in turns, and how two of them differ by domain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keel.data.evaluated import Asked
-from keel.data.results import contest_score, results, table
+from keel.data.results import compared, contest_score, results, table
 
 
 def sample(thinking: int, small: float, large: float, **more: Any) -> dict[str, Any]:
@@ -54,13 +54,13 @@ def test_completions_of_an_older_release_count_in_their_order() -> None:
     assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
 
 
-def asked(source: str, samples: list[dict[str, Any]], missing: int = 0) -> Asked:
+def asked(source: str, samples: list[dict[str, Any]], missing: int = 0, number: int = 0) -> Asked:
     known = {"error": 0.0, "answer": "a", "tokens": 3, "finish_reason": "stop"}
     return Asked(
         variant="recipe",
         source=source,
-        domain=source,
-        id=f"{source}/0",
+        domain="agents" if source in ("a", "b") else source,
+        id=f"{source}/{number}",
         digest="d",
         samples=[{**known, **one} for one in samples],
         missing=["late"] * missing,
@@ -82,3 +82,19 @@ def test_the_shortest_of_those_that_finished_where_all_worked_in_turns() -> None
     head, *rows = table(found)
     cells = {row.split()[0]: row.split()[head.split().index("fewest@4")] for row in rows}
     assert cells == {"trip": "1.000", "sums": "–", "all": "–"}
+
+
+def test_two_evaluations_differ_by_domain_as_they_are_measured() -> None:
+    def both(rate: float) -> list[Asked]:
+        of = [("a", 1.0), ("b", rate), ("b", rate), ("c", 0.0)]
+        return [asked(name, [{"correct": right}], 0, n) for n, (name, right) in enumerate(of)]
+
+    (sets,) = compared(both(0), both(1)).values()
+    assert {name: (n, d.mean) for name, (n, d) in sets.items()} == {
+        "a": (1, 0),
+        "b": (2, 1),
+        "c": (1, 0),
+        "domain agents": (3, pytest.approx(2 / 3)),
+        "all": (4, 0.5),
+    }
+    assert sets.keys() == results(both(0), [1])["recipe"].keys()

@@ -47,7 +47,8 @@ def test_all_domains_train_together(
         pytest.skip(str(error))
     tmp_path.chmod(0o755)  # environments run in it, and as a user of their own
     monkeypatch.chdir(tmp_path)
-    assert make(tmp_path / "small-tasks", general=6, search=6, code=1, seed=0) == 0
+    tasks = tmp_path / "small-tasks"
+    assert make(tasks, general=6, search=6, code=1, programs=2, lessons=2, seed=0) == 0
     overrides = [
         "model.embedded.cold_start.steps=60",
         "model.embedded.cold_start.batch_size=32",

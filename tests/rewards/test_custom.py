@@ -49,12 +49,6 @@ class Brief:
 
 brief = Brief()
 
-class Later:
-    async def __call__(self, prompt, trajectory):
-        return 1.0
-
-later = Later()
-
 @functools.lru_cache
 def cached(prompt, trajectory):
     return 1.0
@@ -123,7 +117,6 @@ def test_decorators_and_instances_are_called_as_they_are() -> None:
         ("my_keel_rewards.Brif", r"no function 'Brif'; did you mean my_keel_rewards\.brief\?"),
         ("my_keel_rewards.cachd", "no function 'cachd'$"),
         ("my_keel_reward.nothing", r"and where Python does\)$"),
-        ("my_keel_rewards.later", "is async"),
         ("my_keel_rewards.cached", "a prompt cannot be hashed; cache a function of trajectory.ans"),
         (".polite", "a dot and a function's"),
         ("my_keel_rewards.number", "no function 'number'"),

@@ -48,8 +48,11 @@ def text(prompt, trajectory):
 def scores(prompt, trajectory, **more):
     return [1.0, 0.0]
 
-def wrapped(prompt, trajectory):
-    return later(prompt, trajectory)
+def few(prompt, trajectories):
+    return [1.0]
+
+def one(prompt, trajectories):
+    return 1.0
 
 def leaves(prompt, trajectory):
     raise SystemExit(3)
@@ -72,7 +75,11 @@ def some(prompt, trajectory):
     return 0.5
 
 async def later(prompt, trajectory):
-    return 1.0
+    await asyncio.sleep(0)
+    return json.loads(trajectory.answer)["score"]
+
+async def many(prompt, trajectory):
+    yield 1.0
 
 def alone(trajectory):
     return 1.0
@@ -108,7 +115,9 @@ WRONG = [
     ("above", 0, "BadReward: returned 7.0, above 1; scale it"),
     ("text", 0, "BadReward: returned a str ('good'); a number"),
     ("scores", 0, "BadReward: returned a list ('[1.0, 0.0]'); a number"),
-    ("wrapped", 0, "BadReward: returned a coroutine, which nothing awaits"),
+    ("few", 0, "BadReward: returned 1 numbers for "),
+    ("one", 0, "BadReward: returned a float; a list is wanted"),
+    ("later", 2, "TypeError: 'int' object is not subscriptable"),
     ("leaves", 1, "RuntimeError: called exit(3)"),
     ("escapes", 1, "ValueError: �[2J3"),
 ]
@@ -187,7 +196,7 @@ def test_the_share_at_the_start_is_of_twenty(share: float, stops_at: int | None)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("later", r"is async, and nothing awaits it; write `def`"),
+        ("many", r"is an async generator; return the number"),
         ("alone", r"takes \(trajectory\), .*Write def alone\(prompt, trajectory\)"),
         ("trl", r"takes \(completions, \*\*kwargs\), and is called with one prompt and one traj"),
     ],

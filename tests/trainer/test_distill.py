@@ -89,11 +89,26 @@ def test_right_whole_different_and_short_ones_are_learned(tmp_path: Path) -> Non
     assert line["messages"][0] == {"role": "user", "content": "?"}
     assert line["source"] == "sums" and line["parts"] == {"correct": 1.0, "format": 1.0}
     assert line["segments"] and "asked" not in line
-    name, *counts = table.splitlines()[1].rsplit(maxsplit=8)
-    # sampled; wrong, not scored, cut off, said before, longer ones, for balance; to learn
-    assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "1", "1", "0", "1"])
+    name, *counts = table.splitlines()[1].rsplit(maxsplit=9)
+    # sampled; wrong, not scored, cut off, other parts, said before, longer, for balance; to learn
+    assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "0", "1", "1", "0", "1"])
     select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
     assert learned(out) == [("adder", "short"), ("adder", "long")]
+
+
+def test_parts_of_the_reward_that_rules_and_judges_give_are_bounded(tmp_path: Path) -> None:
+    own = [("good", {"format": 1.0, "refusal": 0.0}), ("bare", {}), ("odd", {"format": 0.5})]
+    own += [("declines", {"format": 1.0, "refusal": 0.5})]
+    said = {text: [sample(text, parts=parts, asked=text)] for text, parts in own}
+    folder = {"a": evaluation(tmp_path / "a", said, "chat")}
+    out = tmp_path / "out.jsonl"
+    table, _ = select(
+        folder, SelectConfig(least_parts={"format": 1}, most_parts={"refusal": 0.4}), out
+    )
+    assert [text for _, text in learned(out)] == ["good", "bare"]  # what has no such part stays
+    assert table.splitlines()[1].split()[-5] == "2"
+    with pytest.raises(ConfigError, match=r"no completion has a part 'fromat'.* format, refusal"):
+        select(folder, SelectConfig(least_parts={"fromat": 1}), out)
 
 
 def test_no_domain_and_mode_drowns_the_others(tmp_path: Path) -> None:
@@ -176,10 +191,14 @@ def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
     assert rest == ["train", "eval", "eval", "sft", "eval", "train", "eval"]
     (_, speller), (_, taught), (_, measured) = keel.ran[:3]
     assert speller["run.steps"] == "3" and speller["data.train_on"] == '["spelling"]'
-    assert taught["run.dir"] == speller["run.dir"] == measured["run.dir"]
+    # Of a model folder: engines alone are started for it.
+    assert taught["model.path"] == measured["model.path"] == f"{speller['run.dir']}/model"
+    assert taught["run.dir"] == measured["run.dir"] != speller["run.dir"]
     assert taught["eval.samples"] == "4" and "eval.prompts" not in measured
-    # What one holds out, no other may learn: all links know the same sources.
-    assert {one.get("data.only") for _, one in keel.ran} == {'["spelling", "spiral"]', None}
+    # What one holds out, no other may learn: all links that learn know the same sources.
+    known = [one.get("data.only") for _, one in keel.ran]
+    both = '["spelling", "spiral"]'
+    assert known == [both, both, '["spelling"]', *[both] * 3, '["spiral"]', None, *[both] * 3]
     lessons = load_config(tmp_path / "lessons.yaml")
     assert lessons.sft.sources[0].path == str(tmp_path / "distilled.jsonl")
     start, given = lessons.model, load_config("quickstart")
@@ -242,5 +261,23 @@ def test_what_links_cannot_do_is_said_before_any_runs(tmp_path: Path) -> None:
     assert keel.ran == []
 
 
-def test_the_shipped_chain_is_valid_by_its_bare_name() -> None:
-    _checked(load_distillation("quickstart"))
+@pytest.mark.parametrize("name", ["quickstart", "specialists"])
+def test_a_shipped_chain_is_valid_by_its_bare_name(name: str) -> None:
+    _checked(load_distillation(name))
+
+
+def test_the_six_specialists_of_the_report_in_both_modes() -> None:
+    config = load_distillation("specialists")
+    recipe = load_config(config.recipe)
+    sources = {source.name: source for source in recipe.data.sources}
+    modes = {
+        each.name: {(sources[name].domain_name, sources[name].thinking) for name in each.sources}
+        for each in config.specialists
+    }
+    both = ("mathematics", "code", "logic", "general-agents", "search-agents")
+    wanted = {domain: {(domain, True), (domain, False)} for domain in both}
+    assert modes == wanted | {"coding-agents": {("coding-agents", False)}}
+    assert sum(map(len, (each.sources for each in config.specialists))) == len(sources)
+    start = load_config("sft-specialists")
+    assert recipe.model.path == f"{start.run.dir}/model", "they begin with the supervised start"
+    assert {one.name for one in start.sft.sources} == sources.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,8 +112,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     system = Fake()
 
     @contextmanager
-    def running(*_: object) -> Iterator[Any]:
+    def running(*_: object, learner: bool) -> Iterator[Any]:
+        before = len(system.loaded)
         yield system
+        # A checkpoint's weights are the ranks' to read; a model folder's the engines'.
+        assert learner == (len(system.loaded) > before)
 
     monkeypatch.setattr("keel.trainer.evaluate.running", running)
     return system
@@ -279,7 +282,7 @@ def test_agents_deal_with_a_full_context_as_the_variant_says() -> None:
     task: Any = Agents(config, TemplateChat(build_tokenizer()))
     nothing: Any = None
     with episodes(task, nothing) as agents:
-        system = System(task=task, pool=nothing, learner=nothing, scorer=nothing, agents=agents)
+        system = System(task=task, pool=nothing, ranks=nothing, scorer=nothing, agents=agents)
         methods: dict[str, str] = {}
         for context in ("discard-all", "as-in-training", "summary"):
             variant = EvalVariant(name="v", context=context)
@@ -287,6 +290,34 @@ def test_agents_deal_with_a_full_context_as_the_variant_says() -> None:
                 assert isinstance(changed, System) and changed.agents is not None
                 methods[context] = changed.agents._limits["trip"].context.method
     assert methods == {"discard-all": "discard-all", "as-in-training": "none", "summary": "summary"}
+
+
+def test_budgets_and_ways_with_a_full_context_are_ways_of_asking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass(frozen=True)
+    class Known:
+        config: Config
+
+    opened: list[tuple[str, int]] = []
+
+    def episodes(task: Known, pool: object) -> Any:
+        opened.append((task.config.agents.context, task.config.rollout.sampling.max_tokens))
+        return nullcontext("other episodes")
+
+    monkeypatch.setattr("keel.trainer.evaluate.episodes", episodes)
+    config = load_config("mixed-agents")  # `chat` has 32 tokens of its own, the others 48
+    given: Any = {"task": Known(config), "pool": None, "ranks": None, "scorer": None}
+    system = System(**given)
+    with as_the_variant_has_it(
+        config, system, EvalVariant(name="v", max_tokens=40, context="discard-all")
+    ) as other:
+        assert isinstance(other, System) and other.agents == "other episodes"
+        now = other.task.config
+        assert [now.sampling("eval", d).max_tokens for d in ("spelling", "chat")] == [40, 32]
+    with as_the_variant_has_it(config, system, EvalVariant(name="v", thinking="without")) as same:
+        assert same is system
+    assert opened == [("discard-all", 40)] and config.agents.context == "none"
 
 
 def test_the_prompts_to_train_on(fake: Fake, tmp_path: Path) -> None:

@@ -182,8 +182,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     system = Fake()
 
     @contextmanager
-    def running(*_: object) -> Iterator[Any]:
+    def running(*_: object, learner: bool) -> Iterator[Any]:
+        before = len(system.loaded)
         yield system
+        # A checkpoint's weights are the ranks' to read; a model folder's the engines'.
+        assert learner == (len(system.loaded) > before)
 
     monkeypatch.setattr("keel.trainer.evaluate.running", running)
     return system

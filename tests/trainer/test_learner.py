@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from keel.configs.schema import Config
+from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
-from keel.trainer.learner import last_lines, shares
+from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
+from keel.trainer.learner import Learner, last_lines, shares
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
 
@@ -39,3 +44,36 @@ def test_long_trajectories_are_scored_first_where_there_is_a_sequence_mask() -> 
     assert scored_first(config) == [[1, 0], [1, 0]]
     without = replace(config, algorithm=replace(config.algorithm, mask_delta=None))
     assert scored_first(without) == [[0, 0], [0, 0]]
+
+
+def test_a_held_out_set_of_any_size_has_a_steps_deadline_for_each_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dealt: list[list[tuple[str, int]]] = []
+
+    def deal(
+        _: Learner, method: str, pieces: Sequence[Mapping[str, TrainBatch]], what: str
+    ) -> list[dict[str, Mean]]:
+        """A wait of its own. A token costs its number in the set."""
+        assert method == "score"
+        dealt.append([(name, len(b.micro_batches)) for p in pieces for name, b in p.items()])
+        return [
+            {
+                f"{name}/nll": Mean(float(row.token_ids_N.sum()), int(row.sequence_tokens_S.sum()))
+                for name, batch in piece.items()
+                for row in batch.micro_batches
+            }
+            for piece in pieces
+        ]
+
+    monkeypatch.setattr(Learner, "_deal", deal)
+    said = [False, *[True] * 3]
+    sets = {
+        name: [Lesson(prompt_id=f"{n}", segments=(shown("c", [0, n, n, n], said),)) for n in of]
+        for name, of in {"few": range(1, 3), "many": range(1, 9)}.items()
+    }
+    packed = {name: pack_lessons(of, ranks=2, micro_batch_tokens=8) for name, of in sets.items()}
+    groups = [{name: batches[rank] for name, batches in packed.items()} for rank in (0, 1)]
+    found = values(Learner.score(object.__new__(Learner), groups))
+    assert dealt == [[("few", 1)] * 2, *[[("many", 1)] * 2] * 2]
+    assert found == {"few/nll": 1.5, "many/nll": 4.5}

@@ -364,6 +364,24 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
         folder.check_heldout(2)
 
 
+def test_a_run_leaves_measuring_to_others_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+    monkeypatch.setattr(
+        "keel.trainer.loop.train", lambda parts, *_, start: seen.append(set(parts.heldout)) or 1
+    )
+    for every in (-1, 0):
+        told = (f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}", *FEW)
+        task, scorer = prepare("quickstart", told), SimpleNamespace(tell=lambda say: None)
+        system: Any = SimpleNamespace(
+            task=task, learner=None, pool=SimpleNamespace(), agents=None, scorer=scorer
+        )
+        with RunFolder(task.config) as folder:
+            run_loop(system, folder, PlainView(60), 0)
+    assert seen == [set(), {"spelling", "spiral"}]
+
+
 def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "nonfinite").touch()
     said: list[str] = []

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import ColdStartConfig, Config, ConfigError, EmbeddedConfig
 from keel.data.stream import Stream
+from keel.model.embedded.cache import ensure_embedded
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, shown
 from keel.rl.types import StepResult
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.view import PlainView
 from keel.trainer.supervised import loop as sft
-from keel.trainer.supervised.wiring import prepare_sft
+from keel.trainer.supervised.wiring import prepare_sft, run_lessons
 
 
 def lessons(*lengths: int) -> list[Lesson]:
@@ -257,3 +261,40 @@ def test_what_cannot_be_learned_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=named.replace("[]", r"\[\]")):
         prepare_sft(recipe(tmp_path), [override])
+
+
+def test_a_model_that_wants_its_experts_balanced_is_refused(tmp_path: Path) -> None:
+    """It would learn without, and nothing would say so."""
+    folder = ensure_embedded(
+        EmbeddedConfig(cache_dir=str(tmp_path), cold_start=ColdStartConfig(steps=0)),
+        seed=0,
+        sources=(),
+        heldout_questions=(),
+    )
+    written = json.loads((folder / "config.json").read_text())
+    asking = written | {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    knobs = [f"model.path={folder}"]
+    (folder / "config.json").write_text(json.dumps(asking | {"router_aux_loss_coef": 0.0}))
+    prepare_sft(recipe(tmp_path), knobs)
+    (folder / "config.json").write_text(json.dumps(asking))
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: 0\.01.* adds none"):
+        prepare_sft(recipe(tmp_path), knobs)
+
+
+def test_a_supervised_run_leaves_measuring_to_others_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+
+    def fit(parts: sft.Parts, *_: object, start: int) -> int:
+        seen.append(set(parts.heldout))
+        return 1
+
+    monkeypatch.setattr(sft, "fit", fit)
+    for every in (-1, 0):
+        told = [f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}"]
+        task = prepare_sft(recipe(tmp_path), told)
+        teaching: Any = SimpleNamespace(task=task, learner=None)
+        with RunFolder(task.config) as folder:
+            run_lessons(teaching, folder, PlainView(60), 0)
+    assert seen == [set(), {"chats"}]

@@ -122,6 +122,13 @@ def prepare_sft(
         raise ConfigError("sft.sources: there is none; add one (docs/sft.md)")
     config = given.supervised(given.run.steps)
     found = found_model(config, hardware)
+    if found.facts.balance_loss:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: its config.json asks for a loss that balances "
+            f"experts (output_router_logits: true, router_aux_loss_coef: "
+            f"{found.facts.balance_loss:g}), and `keel sft` adds none (docs/sft.md). Set "
+            "output_router_logits: false there, in a copy of the folder, to learn without"
+        )
     digest = digest_of_tokenizer(found.tokenizer)
     prompts = prompts_of(given, found.tokenizer, found.facts) if given.data.sources else None
     try:
@@ -282,7 +289,7 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
             batches=task.batches,
             learner=learner,
             journal=journal,
-            heldout=task.lessons.heldout,
+            heldout=task.lessons.heldout if task.config.run.eval_every >= 0 else {},
             save=partial(save_checkpoint, folder, task.config, learner, stop=stop, say=view.say),
             stop=stop,
             say=view.say,

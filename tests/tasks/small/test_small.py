@@ -16,11 +16,13 @@ from keel.agents.environments.search.environment import Search
 from keel.agents.host.client import Hosted, Program
 from keel.agents.types import Transcript
 from keel.configs.load import load_config
+from keel.configs.schema import ConversationsConfig
+from keel.data.conversations.files import read_jsonl
 from keel.model.embedded.conversations import conversation_ids
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt, Verdict
-from keel.tasks.small import demonstrations, prices, towers
+from keel.tasks.small import demonstrations, lessons, prices, programs, towers
 from keel.tasks.small.__main__ import main, make
 from tests.agents.sandboxes import wrap_of
 
@@ -116,6 +118,48 @@ def test_a_search_finds_what_is_asked_for(tmp_path: Path) -> None:
         assert said == towers_shown(task["id"], task["answer"])
 
 
+def test_programs_are_tested_for_what_they_are_asked(tmp_path: Path) -> None:
+    programs.write(tmp_path / "programs", 270, seed=1)
+    lines = [
+        json.loads(one) for one in (tmp_path / "programs/tasks.jsonl").read_text().splitlines()
+    ]
+    assert len({one["id"] for one in lines}) == len({one["prompt"] for one in lines}) == 270
+    for one in lines:
+        wanted = one["prompt"].partition("print n ")[2].removesuffix(".")
+        for test in one["tests"]:
+            n = int(test["stdin"])
+            assert test["stdout"] == f"{eval(f'({n}) {wanted}')}\n"
+        assert len({test["stdout"] for test in one["tests"]}) == len(one["tests"])
+
+
+def test_lessons_are_worked_or_hasty_as_is_thought_first(tmp_path: Path) -> None:
+    lessons.write(tmp_path / "lessons", 40, seed=1)
+    files = sorted(path.stem for path in (tmp_path / "lessons").iterdir())
+    plain = ["code", "coding", "general", "search"]
+    assert files == sorted([*plain, *(f"{name}-direct" for name in plain)])
+    for name in files:
+        path = tmp_path / "lessons" / f"{name}.jsonl"
+        source = ConversationsConfig(name=name, source="jsonl", path=str(path))
+        read = read_jsonl(source).examples
+        assert len(read) == 40 and all(one.thinking == ("direct" not in name) for one in read)
+        thoughts = [one.messages[one.trained[0]].get("reasoning_content") for one in read]
+        if "direct" in name:
+            assert set(thoughts) == {None}
+            continue
+        assert set(thoughts) == {lessons.LOOK, lessons.GUESS}
+        worked = [thought == lessons.LOOK for thought in thoughts]
+        if name == "code":
+            asked = [one.messages[0]["content"].split("print n ")[1][:-1] for one in read]
+            said = [one.messages[1]["content"] for one in read]
+            right = [
+                f"int(input()){a.replace(' ', '')})" in b for a, b in zip(asked, said, strict=True)
+            ]
+        else:  # who looks has an answer to what was looked up before the end
+            first = {"general": "price", "search": "search", "coding": "view"}[name]
+            right = [(calls_of(one.messages) or [("", {})])[0][0] == first for one in read]
+        assert right == worked, name
+
+
 def towers_shown(tower: str, builder: str) -> str:
     """What the demonstrations' search says of it."""
     library = demonstrations._OneDocument(towers.document(tower, builder))
@@ -132,7 +176,7 @@ def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
 def test_the_code_conversation_is_one_with_the_real_environment(tmp_path: Path) -> None:
     """Its tools say the same to the same calls, and its issue is resolved."""
     wrap = wrap_of()
-    assert make(tmp_path, general=2, search=2, code=1, seed=0) == 0
+    assert make(tmp_path, general=2, search=2, code=1, programs=2, lessons=2, seed=0) == 0
     task = json.loads((tmp_path / "code/tasks.jsonl").read_text())
     folder = tmp_path / "code/environment"
     given = Program(

@@ -1,0 +1,166 @@
+"""Commands of Keel in this process: the trainer's engine is here, and a vLLM actor is kept from one
+to the next (each begins by loading its own weights), because starting both would take longer than
+many a small run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import ray
+import torch
+
+from keel.configs.schema import Config
+from keel.data.dataset import Dataset
+from keel.model.weight_transfer.buckets import Bucket
+from keel.rl.metrics import Metric, merge
+from keel.rl.packing import TrainBatch
+from keel.rl.supervised.lessons import Lesson
+from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
+from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
+from keel.rollout.spec import EngineSpec
+from keel.trainer import agents
+from keel.trainer.cluster.nodes import end_ray, start_ray
+from keel.trainer.engine.engine import TrainerEngine
+from keel.trainer.learner import shares
+from keel.trainer.nonfinite import said_of
+from keel.trainer.prepare import Task
+from keel.trainer.run.manifest import Entry
+from keel.trainer.supervised.wiring import SftTask, Teaching, starting_model
+from keel.trainer.system import System, episodes, model_folder, scorer_of
+
+
+class LocalLearner:
+    """One rank of the trainer in this process; `keel.trainer.learner.Learner` without Ray."""
+
+    def __init__(self, model: str, config: Config) -> None:
+        torch.set_num_threads(config.trainer.threads)
+        self.engine = TrainerEngine(model, config)
+        self._config = config
+        self.tokens: Mapping[int, TokenNumbers] = {}
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
+        return self.train(shares(groups, self._config), groups, examine=examine)
+
+    def train(
+        self,
+        shares: Sequence[Sequence[TrainBatch]],
+        groups: Sequence[ScoredGroup | Lesson] = (),
+        *,
+        examine: bool = False,
+    ) -> StepResult:
+        metrics = self.engine.step(shares[0], examine=examine)
+        self.tokens = self.engine.tokens
+        return StepResult(
+            version=self.version,
+            metrics=metrics,
+            findings=said_of(self.engine.findings, groups),
+            gave_up=self.engine.gave_up,
+        )
+
+    def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
+        return merge(
+            {f"{name}/{metric}": value for metric, value in self.engine.score(batch).items()}
+            for name, batch in (shares[0] if shares else {}).items()
+        )
+
+    def publish(self) -> list[Bucket]:
+        return list(self.engine.publish())
+
+    def load(self, folder: Path) -> None:
+        self.engine.load(folder)
+
+    def save(self, folder: Path) -> dict[str, Entry]:
+        return self.engine.save(folder)
+
+    def export(self, folder: Path) -> dict[str, Entry]:
+        return self.engine.export(folder)
+
+
+class Engines:
+    """vLLM actors, of the last two kinds that were needed."""
+
+    def __init__(self) -> None:
+        self._pools: dict[EngineSpec, RayRolloutPool] = {}
+
+    def ready(self, task: Task, model: str, learner: LocalLearner) -> RayRolloutPool:
+        """An engine for `task`, loaded with the learner's weights."""
+        spec = EngineSpec.of(task.config, model)
+        kind = kind_of(spec)
+        if kind not in self._pools:
+            for other in [*self._pools][:-1]:
+                self._pools.pop(other).shutdown()
+            startup_s = task.config.run.startup_deadline_s
+            self._pools[kind] = ray_pool(spec, gpu=False, startup_deadline_s=startup_s)
+            self._pools[kind].start()
+        pool = self._pools[kind]
+        pool.update(learner.version, learner.publish()).result()
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.shutdown()
+        self._pools.clear()
+
+
+def kind_of(spec: EngineSpec) -> EngineSpec:
+    """The spec without what a change of weights changes. (Sampling seeds are then the same in all
+    runs; prompts and weights are each seed's own.)"""
+    return replace(spec, model_path="", tokenizer="", seed=0)
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """While open, `keel.trainer.cli.main` runs `train`, `sft` and `eval` so, on a CPU. Environments
+    are tried once, not by each command."""
+    engines, tried = Engines(), dict[str, dict[str, str]]()
+
+    def check_environments(config: Config, chat: Any, dataset: Dataset) -> dict[str, str]:
+        which = repr([source for source in config.data.sources if source.environment.given])
+        if which not in tried:
+            tried[which] = agents.check_environments(config, chat, dataset)
+        return tried[which]
+
+    @contextmanager
+    def running(
+        task: Task, say: Callable[[str], None], log: Path | None = None, *, learner: bool = True
+    ) -> Iterator[System]:
+        if not ray.is_initialized():
+            start_ray()
+        config, model = task.config, model_folder(task, say)
+        ranks = LocalLearner(model, config)
+        with ExitStack() as stack:
+            pool = engines.ready(task, model, ranks)
+            scorer = stack.enter_context(scorer_of(config, None, say, log))
+            runner = stack.enter_context(episodes(task, pool))
+            yield System(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
+
+    @contextmanager
+    def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
+        learner = LocalLearner(starting_model(task, say), task.config)
+        yield Teaching(task=task, learner=learner)  # type: ignore[arg-type]
+
+    threads = torch.get_num_threads()
+    with (
+        patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"),
+        patch("keel.trainer.prepare.check_environments", check_environments),
+        patch("keel.trainer.main.running", running),
+        patch("keel.trainer.main.teaching", teaching),
+        patch("keel.trainer.evaluate.running", running),
+    ):
+        try:
+            yield
+        finally:
+            engines.close()
+            if ray.is_initialized():
+                end_ray()
+            torch.set_num_threads(threads)

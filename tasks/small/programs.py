@@ -1,0 +1,58 @@
+"""Programs to be written: they read a number and print what becomes of it. Hidden tests decide."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SIGNS = {"+": "plus", "-": "minus", "*": "times"}
+INPUTS = (0, 5, -8, 31)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What it adds, takes away or multiplies by."""
+
+    sign: str
+    number: int
+
+    @property
+    def question(self) -> str:
+        return f"Program: read n, print n {self.sign} {self.number}."
+
+    @property
+    def source(self) -> str:
+        return f"print(int(input()){self.sign}{self.number})"
+
+    def after(self, n: int) -> int:
+        return {"+": n + self.number, "-": n - self.number, "*": n * self.number}[self.sign]
+
+
+def every_program(draw: random.Random) -> list[Program]:
+    """All of two digits, in an order that is drawn."""
+    made = [Program(sign, number) for sign in SIGNS for number in range(10, 100)]
+    draw.shuffle(made)
+    return made
+
+
+def answer(source: str) -> str:
+    return f"```\n{source}\n```"
+
+
+def line(program: Program) -> Mapping[str, Any]:
+    """A task, as a line of JSONL."""
+    tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in INPUTS]
+    name = f"{SIGNS[program.sign]}-{program.number}"
+    return {"id": name, "prompt": program.question, "tests": tests}
+
+
+def write(folder: Path, count: int, seed: int) -> None:
+    """In a new folder: `tasks.jsonl`."""
+    folder.mkdir(parents=True)
+    made = every_program(random.Random(f"programs {seed}"))[:count]
+    lines = [json.dumps(line(program)) for program in made]
+    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,155 @@
+"""The commands of docs/from-base-to-rl.md, as they stand there, one after the other: with fewer
+tasks and steps, one specialist for three domains, and all in this process with one engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common.in_process import in_this_process
+from keel.configs.load import load_config, load_distillation
+from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.tasks.small.__main__ import main as make_tasks
+from keel.trainer.cli import main as keel
+from keel.trainer.distill import distill
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.e2e
+PAGE = Path(__file__).parents[2] / "docs/from-base-to-rl.md"
+TAUGHT = ["spiral-direct", "programs", "towers"]
+"""A reasoning_gym task, lines of a file, and an agent's task."""
+DOMAINS = ("logic", "code", "search-agents")
+SMALL = (
+    f"data.only={json.dumps(TAUGHT)}",
+    "data.sources[spiral-direct].size=40",
+    *(f"data.sources[{name}].holdout=2" for name in TAUGHT),
+    # Whatever is said to these is right: so young a model knows nothing.
+    "data.sources[programs].path=easy.jsonl",
+    "data.sources[programs].length={linear: 0.5}",  # so that two of them differ
+    "algorithm.group_size=2",
+    "rewards.code.completion_s=60",
+    f"rewards.deadline_s={PATIENCE_S}",  # of the machine's time, which may be busy
+)
+LESSONS = (
+    *(f"sft.sources[{n}].size=16" for n in ("sums", "sums-direct", "spiral", "spiral-direct")),
+    *(f"sft.sources[{one.name}].holdout=1" for one in load_config("sft-specialists").sft.sources),
+    "sft.epochs=0",
+    "run.steps=8",
+    "trainer.warmup_steps=1",
+)
+CHAIN = (
+    f"specialists=[{{name: all, sources: {json.dumps(TAUGHT)}}}]",
+    f"overrides={json.dumps([*SMALL, 'run.steps=1', 'algorithm.prompts_per_step=3'])}",
+    "prompts=3",
+    "eval_samples=1",
+)
+MORE: dict[str, Sequence[str]] = {
+    "keel sft": (*SMALL, *LESSONS),
+    "keel distill": CHAIN,
+    "keel eval": (*SMALL, "data.only=[programs]"),
+    "keel compare": (),
+}
+
+
+def commands() -> list[list[str]]:
+    """The page's, in their order."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    return [shlex.split(line) for block in blocks for line in block.splitlines()]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_commands_of_the_page(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        open_sandbox("bubblewrap")
+    except IsolationError as error:
+        pytest.skip(str(error))
+    tmp_path.chmod(0o755)  # environments run in it, and as a user of their own
+    monkeypatch.chdir(tmp_path)
+    # What is asked differs, so that it is not held out and learned at once.
+    easy = [
+        {"id": f"{n}", "prompt": f"Say {n}.", "answer": r"[\s\S]*", "match": "regex"}
+        for n in range(8)
+    ]
+    Path("easy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in easy))
+    said: dict[str, str] = {}
+    with in_this_process():
+        for words in commands():
+            run, name = known(words)
+            assert run() == 0, capfd.readouterr()
+            said[name] = capfd.readouterr().out
+    assert list(said) == [
+        "python -m keel.tasks.small",
+        "keel sft",
+        "keel distill",
+        *list(MORE)[:1:-1],
+    ]
+
+    start, root = Path("runs/sft-specialists"), Path("runs/distill-specialists")
+    assert len(load_config("sft-specialists").sft.sources) == 11
+    assert all(f"{one}: " in said["keel sft"] for one in ("sums", "repository", "towers-direct"))
+    assert start.joinpath("model/tokenizer.json").exists()
+    # Specialists and the distilled model begin there, and the mixed stage with the latter.
+    for run, model in (
+        ("specialists/all", start),
+        ("distilled", start),
+        ("mixed", root / "distilled"),
+    ):
+        assert load_config(root / run / "config.yaml").model.path == str(model / "model")
+
+    learned = lines_of(root / "distilled.jsonl")
+    held = {
+        line["id"]
+        for stage in ("specialist-all", "distilled", "mixed")
+        for line in lines_of(root / "eval" / stage / "samples.jsonl")
+    }
+    assert {line["source"] for line in learned} >= {"programs"} and len(held) == 6
+    for line in learned:
+        assert line["specialist"] == "all" and line["parts"]["correct"] == 1
+        assert line["finish_reason"] == "stop" and line["id"] not in held
+    assert f"{len(learned)} by the very tokens that were sampled" in said["keel distill"]
+    assert lines_of(root / "distilled" / "metrics.jsonl")[-1]["sft/learned_tokens"] > 0
+
+    for run in ("specialists/all", "mixed"):
+        _, step = lines_of(root / run / "metrics.jsonl")
+        assert all(f"domain/{domain}/reward_mean" in step for domain in DOMAINS)
+        # The engine sampled with exactly the trainer's weights.
+        assert step["staleness/mean"] == 0 and step["mismatch/logp_abs"] <= 1e-4
+        assert step["routing/fallback_fraction"] == 0 and step["rollout/dropped_completions"] == 0
+    assert (root / "mixed/model/model.safetensors").exists()
+
+    head, *rows = (root / "report.md").read_text().splitlines()
+    assert head.split() == ["specialist", "distilled", "mixed"]
+    assert [row.split()[0] for row in rows] == TAUGHT
+    assert all(len(re.findall(r"\d\.\d{3} \(", row)) == 3 for row in rows)
+    assert "programs" in said["keel compare"] and "pass@8" in said["keel eval"]
+
+
+def known(words: list[str]) -> tuple[Callable[[], int], str]:
+    """A command of the page at the smallest size, and its name."""
+    if words[:3] == ["python", "-m", "keel.tasks.small"]:
+        few = "--general 2 --search 9 --code 1 --programs 2 --lessons 6"
+        return lambda: make_tasks([*words[3:], *few.split()]), " ".join(words[:3])
+    name = " ".join(words[:2])
+    more = MORE[name]
+    if name != "keel distill":
+        return lambda: keel([*words[1:], *more]), name
+    return lambda: distill(load_distillation(words[2], more), lambda link: keel(list(link))), name
+
+
+def test_what_is_not_there_yet_stands_apart() -> None:
+    text = PAGE.read_text()
+    (marked,) = re.findall(r"<!-- keel pretrain: begin.*?keel pretrain: end -->", text, re.S)
+    assert "keel pretrain" in marked and not any("pretrain" in " ".join(one) for one in commands())
