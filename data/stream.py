@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, Generic, Protocol, TypeVar
 
 from keel.data.items import digest
@@ -75,6 +76,13 @@ class Stream(Generic[T]):
     def take(self, n: int) -> list[T]:
         """The next `n` prompts."""
         return [self._again.popleft() if self._again else self._next() for _ in range(n)]
+
+    def draws(self, since: Mapping[str, int], until: Mapping[str, int]) -> list[T]:
+        """What is drawn from the sources between two positions (as in `drawn`), whatever has become
+        of it. Stays where it is."""
+        other = copy(self)
+        other._drawn, other._again, other._orders = dict(since), deque(), {}
+        return other.take(sum(until.values()) - sum(since.values()))
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
         """The position, in terms of JSON; `unfinished` prompts, taken already, come first again."""

@@ -263,6 +263,8 @@ def summary_of(run: RunData, folder: Path) -> dict[str, str]:
                 )
     counts = {kind: sum(e["kind"] == kind for e in run.events) for kind in ("resume", "engine")}
     found["resumed, engines started again"] = f"{counts['resume']}, {counts['engine']}"
+    for event in (event for event in run.events if event["kind"] == "ledger"):  # the last stays
+        found["prompts, from the last start on"] = event["text"]
     return found
 
 

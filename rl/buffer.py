@@ -164,6 +164,13 @@ class GroupBuffer:
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
+    def discarding(self) -> tuple[Prompt, ...]:
+        """Prompts whose groups are filtered out, of batches that have not been taken yet."""
+        ready = (group for batch in self._batches for group in batch.discarded)
+        groups = [*ready, *self._discarded]
+        freed = (place.prompt for place in self._queue.values() if place.freed)
+        return (*(group.group.prompt for group in groups), *freed)
+
     def _decide(self, place: _Place, group: ScoredGroup) -> None:
         """Keep or discard `group`; all groups before it have been decided about."""
         if place.why is not None and len(self._discarded) < self._budget:

@@ -42,7 +42,7 @@ OWNERS = {
     "omegaconf": ("configs/load.py",),
     "mcp": ("agents/",),
     "jupyter_client": ("agents/",),
-    "ray": ("rollout/", "trainer/", "model/weight_transfer/sender.py"),
+    "ray": ("rollout/", "trainer/", "model/ray_calls.py", "model/weight_transfer/sender.py"),
     "transformers": ("model/", "rollout/", "trainer/"),
 }
 MOST_LINES = 400
@@ -105,6 +105,32 @@ def wrong_imports(path: Path) -> Iterator[str]:
 
 def test_imports_point_one_way() -> None:
     assert [wrong for path in sources() for wrong in wrong_imports(path)] == []
+
+
+WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
+RAY_ITSELF = {
+    "trainer/cluster/nodes.py": {"init"},  # has deadlines of its own
+    "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
+    "trainer/cluster/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
+}
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_no_call_of_ray_waits_without_a_deadline(path: Path) -> None:
+    """A raylet that stands still answers none of them, whatever their `timeout`."""
+    name = name_of(path)
+    if name == "model/ray_calls.py":
+        return
+    called = {
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "ray"
+        and node.func.attr in WAITS
+    }
+    assert called <= RAY_ITSELF.get(name, set()), f"{name}: call keel.model.ray_calls instead"
 
 
 def arrows(unit: Callable[[str], str]) -> dict[str, set[str]]:

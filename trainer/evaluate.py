@@ -122,7 +122,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
                         None if to_be_had_later(groups) else out.record(prompt, groups)
                     ),
                     said=out.said,
-                    stop=stop,
+                    stop=system.attended(stop),
                     say=partial(print, flush=True),
                 )
         print(out.finish())
@@ -312,7 +312,7 @@ def _ask(
             score=partial(system.scorer.submit, purpose="eval"),
             record=record,
             said=out.said,
-            stop=stop,
+            stop=system.attended(stop),
             say=partial(print, flush=True),
         )
 

@@ -157,6 +157,11 @@ class Feed:
         with self._changed:  # so that no prompt is taken meanwhile, and then in neither part
             return self._position(self._buffer.unfinished())
 
+    def standing(self) -> tuple[Mapping[str, Any], Sequence[Prompt]]:
+        """`position`, and whose groups are to be discarded and in no batch yet."""
+        with self._changed:
+            return self._position(self._buffer.unfinished()), self._buffer.discarding()
+
     def _fill(self) -> None:
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0

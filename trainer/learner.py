@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from keel.configs.schema import Config
+from keel.model import ray_calls
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.buffer import split_updates
 from keel.rl.futures import done
@@ -26,11 +27,15 @@ from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.restarts import Lost
 from keel.trainer.run.saved import saved
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
 
 GRACE_S = 5.0
 """After one rank's failure: wait this long to learn whether another rank caused it."""
+MANY, AT_LEAST_S = 10.0, 300.0
+"""A step is taken for lost after so many times what the longest so far took, and no sooner than
+this; the first one after `trainer.deadline_s`."""
 LOG_LINES = 15
 
 
@@ -72,10 +77,14 @@ class Learner:
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
         options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": 0.5}
-        remote, trainer = ray.remote(TrainerWorker), config.trainer
+        trainer = config.trainer
         self._ranks: list[Any] = [
-            remote.options(**{**options, **(actor_options(rank) if actor_options else {})}).remote(
-                rank, trainer.ranks, gpu=gpu
+            ray_calls.create(
+                TrainerWorker,
+                f"trainer rank {rank}",
+                {**options, **(actor_options(rank) if actor_options else {})},
+                *(rank, trainer.ranks),
+                gpu=gpu,
             )
             for rank in range(trainer.ranks)
         ]
@@ -85,6 +94,8 @@ class Learner:
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
+        self._longest: dict[str, float] = {}
+        """Seconds that anything took so far."""
         self.tokens: Mapping[int, TokenNumbers] = {}
         """What the ranks saw in the last step of the segments that `saved` chose, by number."""
 
@@ -161,8 +172,9 @@ class Learner:
 
     def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
         """Call a method of every rank with the share of its group."""
+        began = time.monotonic()
         # One object a group of ranks: each fetches its own share and nothing else.
-        shipped = [ray.put(share) for share in shares]
+        shipped = [ray_calls.put(share) for share in shares]
         with self._order:
             refs = [
                 getattr(rank, method).remote(
@@ -170,7 +182,18 @@ class Learner:
                 )
                 for index, rank in enumerate(self._ranks)
             ]
-        return self._wait(refs, self._limit(what))
+        answers = self._wait(refs, self._hurried(what))
+        self._longest[what] = max(self._longest.get(what, 0.0), time.monotonic() - began)
+        return answers
+
+    def _hurried(self, what: str) -> Limit:
+        """As `_limit`, and no longer than what has been done before makes likely."""
+        limit, longest = self._limit(what), self._longest.get(what)
+        likely = max(AT_LEAST_S, MANY * longest) if longest else limit.seconds
+        if likely >= limit.seconds:
+            return limit
+        knobs = f"the longest so far took {longest:.0f} s; at most {limit.knob}"
+        return Limit(what, likely, knobs)
 
     def publish(self) -> Any:
         """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:
@@ -243,7 +266,7 @@ class Learner:
     def shutdown(self) -> None:
         """End every rank. Safe to call twice, and after a failure."""
         for rank in self._ranks:
-            ray.kill(rank)
+            ray_calls.kill(rank)
 
     def _limit(self, what: str) -> Limit:
         config = self._config
@@ -270,23 +293,30 @@ class Learner:
         failures: dict[int, RayError] = {}
         while waiting:
             left = max(0.0, end - time.monotonic())
-            ready, _ = ray.wait(list(waiting), timeout=min(left, GRACE_S) if failures else left)
+            patience_s = min(left, GRACE_S) if failures else left
+            ready, _ = ray_calls.wait(list(waiting), seconds=patience_s)
             if not ready:
                 break
             for ref in ready:
                 rank = waiting.pop(ref)
                 try:
-                    results[rank] = ray.get(ref, timeout=max(1.0, left))
+                    results[rank] = ray_calls.get(ref, seconds=max(1.0, left))
                 except RayError as error:
                     failures[rank] = error
         if failures:
             raise self._failure(failures, limit.what)
         if waiting:
-            raise TimeoutError(
-                f"waited {limit.seconds:.0f} s for {limit.what}: no answer from trainer rank "
-                f"{', '.join(map(str, waiting.values()))} ({limit.knob})"
-            )
+            raise self._late(limit, list(waiting.values()))
         return [results[rank] for rank in range(len(refs))]
+
+    def _late(self, limit: Limit, ranks: Sequence[int]) -> Lost:
+        """Of ranks that have not answered in time."""
+        places = [self._whereabouts[rank] for rank in ranks if rank < len(self._whereabouts)]
+        where = ", ".join(f"process {place.pid} on {place.host}" for place in places)
+        return Lost(
+            f"waited {limit.seconds:.0f} s for {limit.what}: no answer from trainer rank "
+            f"{', '.join(map(str, ranks))}{where and f' ({where})'} ({limit.knob})"
+        )
 
     def _failure(self, failures: Mapping[int, RayError], what: str) -> RuntimeError:
         """One error for all: a rank that died explains the others, which lost their peer."""
@@ -299,8 +329,10 @@ class Learner:
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._whereabouts):
             place = self._whereabouts[rank]
+            if "worker process has died" in text:  # all the rest is Ray's guesses
+                text = f"trainer rank {rank} died during {what}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
-        failure = RuntimeError(text)
+        failure = Lost(text) if dead else RuntimeError(text)
         failure.__cause__ = error
         return failure
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
+from keel.rl.buffer import Batch
 from keel.rl.evaluation import evaluation
 from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
@@ -25,6 +26,10 @@ from keel.trainer.feed import Abandoned, Feed, never, wait_for
 
 IDLE = ("rollout", "reward")
 """What the trainer waits for with nothing to do."""
+
+
+def nothing(*_: object) -> dict[str, Metric]:
+    return {}
 
 
 class Prompts(Protocol):
@@ -93,8 +98,12 @@ class Parts:
     """Whether the user asked to stop after the current step."""
     keep: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Keeps the batch of a step without a finite gradient, and says what kept it from one."""
+    account: Callable[[Batch, Mapping[str, Any], Sequence[Prompt]], Mapping[str, Metric]] = nothing
+    """Told of each batch that has been trained on, with the position of `prompts` after it and what
+    is to be discarded."""
     hurry: Callable[[], bool] = never
-    """Whether to stop at once: what is sampled and not trained on is given up."""
+    """Whether to stop at once: what is sampled and not trained on is given up. Raises what makes
+    it idle to wait any longer."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
@@ -152,6 +161,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                         feed.wait_for_adoption(hurry)
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
+            metrics |= parts.account(batch, *feed.standing())
             metrics |= clock.metrics(sampled_tokens(batch.groups))
             if unwritten:
                 metrics["checkpoint/unwritten"] = Sum(unwritten)

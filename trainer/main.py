@@ -19,11 +19,13 @@ from rich.console import Console
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig
+from keel.model.ray_calls import lost
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
 from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
+from keel.trainer.cluster.ray_internals import leave
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.nonfinite import SAID
 from keel.trainer.prepare import Task, prepare
@@ -31,6 +33,7 @@ from keel.trainer.replay import replay
 from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
+from keel.trainer.run.ledger import Ledger
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, save_checkpoint
 from keel.trainer.run.view import View
@@ -60,6 +63,7 @@ def train(
         task.config,
         text=task.text(),
         restore=task.dataset.train.restore,
+        position=task.dataset.train.state,
         started=lambda folder: running(task, print, folder.rewards),
         drive=drive or run_loop,
     )
@@ -81,6 +85,7 @@ def _learn(command: str, task: SftTask, recipe: str, overrides: Sequence[str]) -
         task.config,
         text=task.text(),
         restore=task.batches.restore,
+        position=task.batches.position,
         started=lambda _: teaching(task, print),
         drive=run_lessons,
     )
@@ -173,6 +178,8 @@ def run(command: str, *arguments: Any) -> int:
 
     def said(text: object, status: int) -> int:
         tell(f"keel {command}: {text}", sys.stderr)
+        if lost():  # Ray's threads would not let this process end in peace
+            leave(status)
         return status
 
     try:
@@ -242,10 +249,13 @@ def run_loop(
             ),
         )
         system.pool.say = partial(journal.say, "engine")
+        if system.watch is not None:
+            system.watch.say = partial(journal.say, "frozen")
         if system.agents is not None:
             system.agents.say = view.say
         system.scorer.tell(view.say)
         interrupt = stack.enter_context(Interrupt(view.say, grace_s=config.run.grace_s))
+        ledger = Ledger(dataset.train, partial(journal.say, "ledger"))
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,
@@ -256,9 +266,11 @@ def run_loop(
             save=save,
             stop=stop,
             keep=partial(keep_skipped, folder.path, view.say),
-            hurry=interrupt.hurry,
+            account=ledger.account,
+            hurry=system.attended(interrupt.hurry),
         )
         reached = loop.train(parts, config, start=start)
+        journal.note("ledger", ledger.words())
     if journal.ends:
         raise RuntimeError(
             f"{journal.ends}. The run has ended with a checkpoint of step {reached}, and goes on "

@@ -31,6 +31,8 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer.agents import demonstrate, episode_runner
 from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.cluster.reservation import reserved
+from keel.trainer.cluster.watch import Watch, watched
+from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
@@ -46,6 +48,17 @@ class System:
     """None where nothing is trained and the engines have their weights from files."""
     scorer: Scorer
     agents: EpisodeRunner | None = None
+    watch: Watch | None = None
+
+    def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
+        """The same, raising what makes it idle to wait any longer (`Watch.check`)."""
+
+        def looked() -> bool:
+            if self.watch is not None:
+                self.watch.check()
+            return hurry()
+
+        return looked
 
     @property
     def learner(self) -> Learner:
@@ -91,6 +104,10 @@ class Remote:
         how = self.config.sampling(purpose, prompt.domain)
         return self.completions.submit(prompt, group_size=size, sampling=how)
 
+    def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
+        """As of `System`; an endpoint is looked at by nobody."""
+        return hurry
+
 
 @contextmanager
 def running(
@@ -116,6 +133,7 @@ def running(
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
+        watch = stack.enter_context(watched(say))
         if config.rewards.judge.serve:
             where = seats.options(JUDGE, 0) if seats else {}
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)
@@ -156,14 +174,17 @@ def running(
         if seats and seats.placement.shared:
             # vLLM takes all that the GPU has lost while it started for its own use, and makes its
             # KV cache smaller by it: the trainer must not take memory in the meantime.
-            engines.result()
+            wait_for(engines, watch.well)
         trainer = both.submit(ranks.start) if ranks is not None else None
-        for line in (*engines.result(), *(trainer.result() if trainer else ())):
+        trained = wait_for(trainer, watch.well) if trainer else ()
+        for line in (*wait_for(engines, watch.well), *trained):
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
         agents = stack.enter_context(episodes(task, pool))
-        system = System(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=agents)
+        system = System(
+            task=task, pool=pool, ranks=ranks, scorer=scorer, agents=agents, watch=watch
+        )
         if sleep:
             system.wake()
         yield system

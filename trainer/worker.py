@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from keel.configs.schema import Config
+from keel.model import ray_calls
 from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.metrics import Metric
@@ -150,7 +151,7 @@ class TrainerWorker:
 
     def store(self) -> list[ray.ObjectRef[Any]]:
         """References to the buckets, which this process puts into the object store one by one."""
-        return [ray.put(bucket) for bucket in self.engine.publish()]
+        return [ray_calls.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
         """Bring these engines to the current weights. All ranks are asked, each with its own."""

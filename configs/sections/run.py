@@ -48,6 +48,9 @@ class RunConfig:
     groups. About 10 bytes a token. 0: none."""
     startup_deadline_s: float = 600.0
     """Longest wait for the engines and the trainer to start, in seconds."""
+    max_restarts: int = 3
+    """Times within three hours that a run which has lost a trainer rank or a node starts again from
+    its newest checkpoint, by itself; 0: it ends. docs/reliability.md"""
     max_skipped_steps: int = 3
     """Optimizer steps in a row without a finite gradient after which the run ends (in float16 at
     least 16: each halves the loss's scale). docs/alarms.md"""
@@ -114,6 +117,9 @@ class RunConfig:
             "run.max_skipped_steps",
             self.max_skipped_steps,
             "must be at least 1",
+        )
+        require(
+            self.max_restarts >= 0, "run.max_restarts", self.max_restarts, "must not be negative"
         )
         require(self.grace_s > 0, "run.grace_s", self.grace_s, "must be positive (seconds)")
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayTaskError
 
+from keel.model import ray_calls
 from keel.model.weight_transfer.buckets import Bucket, Checksum, FlatBucket, Sent
 from keel.model.weight_transfer.channel import Channel, Rendezvous, SharedMemory, gpu_id
 from keel.model.weight_transfer.mailbox import Begin, Finish, Outbox
@@ -129,7 +129,7 @@ class Sender:
 
     def _get(self, answer: Any, what: str) -> Any:
         try:
-            return ray.get(answer, timeout=self._deadline_s)
+            return ray_calls.get(answer, seconds=self._deadline_s)
         except GetTimeoutError as error:
             late = f"waited {self._deadline_s:g} s (rollout.update_deadline_s) for {what}"
             raise TimeoutError(late) from error
@@ -216,6 +216,6 @@ def _drop_frames(error: BaseException | None) -> None:
 
 def _ask(answer: Any, patience_s: float = GRACE_S) -> None:
     """Raises what an engine's call has raised, which explains more than a broken channel."""
-    ready, _ = ray.wait([answer], timeout=patience_s)
+    ready, _ = ray_calls.wait([answer], seconds=patience_s)
     if ready:
-        ray.get(answer, timeout=GRACE_S)
+        ray_calls.get(answer, seconds=GRACE_S)

@@ -9,11 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import keel
 from keel.rewards.code.verifier import CodeSettings
@@ -29,6 +33,13 @@ CODE_GRACE_S = 30.0
 GRACE_S = 30.0
 """Beyond a completion's own deadline, for the worker's timer to go off, and for one that is killed
 to be gone."""
+LOOK_S = 1.0
+"""How often a worker that does not answer is looked at."""
+STOPPED = 5
+"""Looks in a row that find it stopped, after which it is ended."""
+SPARED = 3
+"""Times that a batch is given to another worker, where the one before has been ended through no
+fault of the batch's."""
 STANDARD_ERROR = 2
 ROOT = Path(keel.__file__).resolve().parent.parent
 
@@ -116,6 +127,11 @@ class WorkerPool:
 class _WorkerLost(Exception):
     """The worker ended or went silent; says how."""
 
+    def __init__(self, how: str, *, blameless: bool = False) -> None:
+        """blameless: through nothing that it was given to do."""
+        super().__init__(how)
+        self.blameless = blameless
+
 
 class _Worker:
     """One worker process, replaced whenever it is lost. Used by one thread at a time."""
@@ -177,6 +193,7 @@ class _Worker:
     ) -> list[Verdict]:
         self._deadline_s = deadline_s
         verdicts: list[Verdict] = []
+        spared = 0
         while len(verdicts) < len(completions):
             rest = completions[len(verdicts) :]
             self._read = self._size()
@@ -185,6 +202,9 @@ class _Worker:
             except _WorkerLost as lost:
                 # Not a completion's fault: the libraries or the machine.
                 self.stop()
+                spared += 1
+                if lost.blameless and spared <= SPARED:
+                    continue
                 raise RuntimeError(
                     f"a reward worker {lost} while preparing for {spec.get('kind')!r}; its own "
                     f"message is {f'in {self._log}' if self._log else 'on standard error'}"
@@ -194,6 +214,9 @@ class _Worker:
                     verdicts.append(_verdict(self._receive(self._deadline_s + GRACE_S)))
             except _WorkerLost as lost:
                 self.stop()
+                spared += lost.blameless
+                if lost.blameless and spared <= SPARED:
+                    continue
                 verdicts.append(Verdict(0.0, f"verifier {lost}", place_in(self._last_words())))
         return verdicts
 
@@ -208,7 +231,13 @@ class _Worker:
             "code": self._code,
         }
         self._send(json.dumps(request).encode() + b"\n")
-        reply = self._receive(START_DEADLINE_S)
+        try:
+            reply = self._receive(START_DEADLINE_S)
+        except _WorkerLost as lost:
+            code = self._process.poll() if self._process is not None else None
+            raise _WorkerLost(
+                str(lost), blameless=lost.blameless or code == -signal.SIGKILL
+            ) from lost
         if "refused" in reply:
             raise ValueError(reply["refused"])
 
@@ -222,12 +251,19 @@ class _Worker:
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
         assert self._socket is not None
-        self._socket.settimeout(deadline_s)
+        end, looks = time.monotonic() + deadline_s, 0
         while b"\n" not in self._buffer:
+            self._socket.settimeout(max(0.001, min(LOOK_S, end - time.monotonic())))
             try:
                 received = self._socket.recv(1 << 16)
             except TimeoutError as error:
-                raise _WorkerLost(f"did not answer within {deadline_s:g} s") from error
+                looks = looks + 1 if self._stopped() else 0
+                if looks >= STOPPED:
+                    how = f"was found stopped (SIGSTOP) {looks} times in a row"
+                    raise _WorkerLost(how, blameless=True) from error
+                if time.monotonic() >= end:
+                    raise _WorkerLost(f"did not answer within {deadline_s:g} s") from error
+                continue
             except OSError as error:
                 raise _WorkerLost(self._how_it_ended()) from error
             if not received:
@@ -235,6 +271,14 @@ class _Worker:
             self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
+
+    def _stopped(self) -> bool:
+        """Whether it stands still, rather than works."""
+        if self._process is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def written(self) -> bool:
         """Whether this run's processes have written to the log."""

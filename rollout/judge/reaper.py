@@ -4,7 +4,8 @@
 
 The end of the guard's standard input is the order to end: whoever holds the other end of that pipe
 may die in any way. When the command is gone, however that came, so is everything it left behind,
-and only then does the guard write its exit status to standard output and leave. The command's own
+and only then does the guard write its exit status to standard output and leave. A command that
+stands still (SIGSTOP) is ended, too. The command's own
 output goes to the guard's standard error.
 
 vLLM's API server needs one: when it is killed, its engine goes on as an orphan and keeps the GPU.
@@ -23,6 +24,9 @@ from pathlib import Path
 
 GRACE_S = 5.0
 """Between asking the command to end and ending it."""
+LOOK_S = 1.0
+STOPPED = 5
+"""Looks in a row, `LOOK_S` apart, that find the command stopped, after which it is ended."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -47,8 +51,13 @@ def main(command: list[str]) -> None:
         start_new_session=True,
         preexec_fn=begun,
     )
-    ended = os.pidfd_open(server.pid)
-    select.select([sys.stdin.fileno(), ended], [], [])
+    ended, looks = os.pidfd_open(server.pid), 0
+    while not select.select([sys.stdin.fileno(), ended], [], [], LOOK_S)[0]:
+        looks = looks + 1 if stopped(server.pid) else 0
+        if looks == STOPPED:  # it, or a process that it waits for
+            print(f"{looks} looks found it stopped (SIGSTOP): it is ended", file=sys.stderr)
+            server.kill()
+            break
     server.terminate()
     try:
         server.wait(GRACE_S)
@@ -57,6 +66,17 @@ def main(command: list[str]) -> None:
         server.wait()
     end_children()
     print(server.returncode, flush=True)
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process, or one below it, has been stopped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        tasks = [t / "children" for t in Path(f"/proc/{pid}/task").iterdir()]
+        below = [child for task in tasks for child in task.read_text().split()]
+    except OSError:  # it has just ended
+        return False
+    return state == "T" or any(stopped(int(child)) for child in below)
 
 
 def end_children() -> None:

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
+from keel.model import ray_calls
 from keel.rollout.judge.process import STOP_S, JudgeProcess
 
 MAX_RESTARTS = 3
@@ -96,7 +96,7 @@ class JudgeServer:
                 self._url = ""
                 self.restarts += 1
                 log.warning("the judge's server died and is started again: %s", why)
-                ray.kill(self._actor)
+                ray_calls.kill(self._actor)
                 self._launch()
             self._url = self._wait()
             return self._url
@@ -106,27 +106,28 @@ class JudgeServer:
         if self._stopped:
             return
         self._stopped = True
-        there, _ = ray.wait([self._actor.__ray_ready__.remote()], timeout=PLACED_S)
+        there, _ = ray_calls.wait([self._actor.__ray_ready__.remote()], seconds=PLACED_S)
         # If that fails, the server has ended, or does with its actor.
         with contextlib.suppress(RayActorError, RayTaskError, GetTimeoutError):
             if there:
-                ray.get(self._actor.stop.remote(), timeout=STOP_S)
-        ray.kill(self._actor)
+                ray_calls.get(self._actor.stop.remote(), seconds=STOP_S)
+        ray_calls.kill(self._actor)
 
     def _launch(self) -> None:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 4}
         if self._gpu:
             options |= {"num_cpus": 1, "num_gpus": self._config.server.tensor_parallel}
-        remote: Any = ray.remote(JudgeActor).options(**{**options, **self._options})
-        self._actor = remote.remote(self._config, self._gpu, self.key)
+        self._actor = ray_calls.create(
+            JudgeActor, "judge", {**options, **self._options}, self._config, self._gpu, self.key
+        )
         self._starting = self._actor.start.remote()
         if self._stopped:  # meanwhile, by another thread
-            ray.kill(self._actor)
+            ray_calls.kill(self._actor)
 
     def _wait(self) -> str:
         limit = self._config.server.startup_deadline_s + REPLY_S
         try:
-            return str(ray.get(self._starting, timeout=limit))
+            return str(ray_calls.get(self._starting, seconds=limit))
         except RayTaskError as error:
             raise RuntimeError(str(error.cause)) from error
         except RayActorError as error:
@@ -140,7 +141,7 @@ class JudgeServer:
 
     def _ended(self) -> str:
         try:
-            return str(ray.get(self._actor.ended.remote(), timeout=REPLY_S))
+            return str(ray_calls.get(self._actor.ended.remote(), seconds=REPLY_S))
         except RayActorError as error:
             return f"its actor died: {error}"
         except GetTimeoutError:

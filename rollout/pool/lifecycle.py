@@ -142,8 +142,7 @@ class Fleet:
         elif self.wanted is not None:
             if slot.stage == "asleep" or self.wanted.version > slot.version:
                 self._load([slot])
-            elif all(slot.stage == "ready" for slot in self.slots):
-                settle(self.wanted.done)
+            self._adopted()
         if self.resting is not None and all(slot.stage == "asleep" for slot in self.slots):
             settle(self.resting)
         return None
@@ -170,6 +169,16 @@ class Fleet:
         slot.engine = self._build(slot.index)
         slot.stage, slot.pending, slot.version = "starting", slot.engine.ready(), 0
         slot.deadline = now + self._startup_s
+        self._adopted()
+
+    def _adopted(self) -> None:
+        """Say so once the engines have the last weights. One that is started again takes them when
+        it has got there, and the others go on meanwhile; but with `rollout.sleep` the trainer needs
+        the memory that it starts in."""
+        starting = [] if self._config.sleep else [s for s in self.slots if s.stage == "starting"]
+        rest = [slot for slot in self.slots if slot not in starting]
+        if self.wanted is not None and rest and all(slot.stage == "ready" for slot in rest):
+            settle(self.wanted.done)
 
     def _put_to_sleep(self, slots: Sequence[Slot]) -> None:
         for slot in slots:

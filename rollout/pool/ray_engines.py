@@ -12,6 +12,7 @@ from ray import ObjectRef
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from keel.configs.schema import SamplingConfig
+from keel.model import ray_calls
 from keel.model.weight_transfer.buckets import Bucket
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
@@ -33,17 +34,15 @@ class RayEngine:
         self, spec: EngineSpec, index: int = 0, *, gpu: bool, options: Mapping[str, Any]
     ) -> None:
         self.index = index
-        actor = ray.remote(RolloutWorker).options(
-            **{
-                # On a CPU the engines share the machine with the trainer; threads bound them.
-                "num_cpus": 1 if gpu else 0,
-                "num_gpus": spec.config.tensor_parallel if gpu else 0,
-                "max_concurrency": CONCURRENT_CALLS,
-                "runtime_env": {"env_vars": environment(spec.config, gpu=gpu)},
-                **options,
-            }
-        )
-        self.actor = actor.remote(spec)
+        given = {
+            # On a CPU the engines share the machine with the trainer; threads bound them.
+            "num_cpus": 1 if gpu else 0,
+            "num_gpus": spec.config.tensor_parallel if gpu else 0,
+            "max_concurrency": CONCURRENT_CALLS,
+            "runtime_env": {"env_vars": environment(spec.config, gpu=gpu)},
+            **options,
+        }
+        self.actor = ray_calls.create(RolloutWorker, f"rollout engine {index}", given, spec)
 
     def ready(self) -> Future[Started]:
         return as_future(self.actor.ready.remote())
@@ -69,7 +68,7 @@ class RayEngine:
         return as_future(self.actor.sleep.remote())
 
     def kill(self) -> None:
-        ray.kill(self.actor)  # type: ignore[arg-type]
+        ray_calls.kill(self.actor)
 
 
 Send = Callable[[Sequence["RayEngine"]], Sequence[Future[int]]]
@@ -84,7 +83,9 @@ class RayRolloutPool(RolloutPool):
         """`weights`: a `Send`, or buckets and references to buckets; those that are not in the
         object store yet are put there."""
         if isinstance(weights, Sequence):
-            weights = [ray.put(item) if isinstance(item, Bucket) else item for item in weights]
+            weights = [
+                ray_calls.put(item) if isinstance(item, Bucket) else item for item in weights
+            ]
         return super().update(version, weights)
 
 

@@ -36,6 +36,17 @@ def ids(taken: list[Prompt]) -> list[str]:
 
 @settings(deadline=None)
 @given(first=st.integers(0, 40), then=st.integers(0, 40))
+def test_what_was_drawn_can_be_told_again(first: int, then: int) -> None:
+    running = stream()
+    running.take(first)
+    since, taken = running.drawn, ids(running.take(then))
+    until = running.drawn
+    assert ids(running.draws(since, until)) == taken
+    assert running.drawn == until, "it has not moved"
+
+
+@settings(deadline=None)
+@given(first=st.integers(0, 40), then=st.integers(0, 40))
 def test_a_restored_stream_continues_exactly(first: int, then: int) -> None:
     uninterrupted = stream()
     taken = ids(uninterrupted.take(first))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,8 +44,12 @@ def read_back(folder: Path, *, resumed: int, steps: int) -> None:
     """What the report is made of: the events, and each token's numbers in engine and trainer."""
     run, chunks = read_folder(folder)
     assert not run.notes
-    events = [(event["kind"], event["step"]) for event in run.events if event["kind"] != "alarm"]
-    assert events[0][0] == "engine" and events[-1] == ("resume", resumed)
+    said = ("alarm", "ledger")
+    events = [(event["kind"], event["step"]) for event in run.events if event["kind"] not in said]
+    assert [kind for kind, _ in events[:2]] == ["frozen", "engine"]
+    assert events[-1] == ("resume", resumed)
+    accounts = [event["text"] for event in run.events if event["kind"] == "ledger"]
+    assert len(accounts) == 2 and all(text.endswith(" 0 lost, 0 twice") for text in accounts)
     assert {group.step for group in run.groups} == set(range(1, steps + 1))
     first, fresh = (f"step_{step:06d}.jsonl.gz" for step in (1, resumed + 1))
     for chunk in (first, fresh):  # steps whose engines had exactly the trainer's weights
@@ -221,11 +226,13 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     ours = [psutil.Process(run.process.pid), *run.below()]
     assert set().union(*map(addresses, ours)) == {"127.0.0.1"}
     assert not any(PLANTED in words_of(process) for process in ours)
-    os.kill(run.engine_pids()[0], signal.SIGKILL)
+    engine = run.engine_pids()[0]
+    os.kill(engine, signal.SIGSTOP)  # one that is killed is noticed at once, as this one is then
     after = len(metrics(folder)) + 3
     wait_until(lambda: len(metrics(folder)) >= after or run.process.poll() is not None, "more")
     run.process.send_signal(signal.SIGINT)
     said = run.finish()
+    assert re.search(rf"rollout engine 0 \(process {engine} on \S+\) has been stopped", said)
     assert "rollout engine 0 is started again" in said
     assert with_keys(tmp_path) == []  # what was said is there, too
     reached = metrics(folder)[-1]["step"]

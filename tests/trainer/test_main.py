@@ -339,6 +339,8 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
         pool=SimpleNamespace(),
         agents=None,
         scorer=SimpleNamespace(tell=lambda say: None),
+        watch=None,
+        attended=lambda hurry: hurry,
     )
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:
@@ -373,7 +375,13 @@ def test_a_run_leaves_measuring_to_others_where_it_is_told(
         told = (f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}", *FEW)
         task, scorer = prepare("quickstart", told), SimpleNamespace(tell=lambda say: None)
         system: Any = SimpleNamespace(
-            task=task, learner=None, pool=SimpleNamespace(), agents=None, scorer=scorer
+            task=task,
+            learner=None,
+            pool=SimpleNamespace(),
+            agents=None,
+            scorer=scorer,
+            watch=None,
+            attended=lambda hurry: hurry,
         )
         with RunFolder(task.config) as folder:
             run_loop(system, folder, PlainView(60), 0)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
 import shlex
 import socket
 import sys
+from contextlib import suppress
 
 import ray
 import torch
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
+from keel.model.ray_calls import CALL_S, RayLost, bounded, joined, lose, lost
+from keel.trainer.cluster.looks import RAYS, gone_by
 from keel.trainer.cluster.ray_internals import (
     ended_by_force,
     free_by_node,
     listen_here_alone,
+    own_processes,
+    quieten_deaths,
     quieten_token_question,
 )
 from keel.trainer.planning.memory import GIB, gib
@@ -33,11 +39,15 @@ from keel.trainer.planning.step_time import Machine
 from keel.trainer.run.interrupt import shielded
 
 CONNECT_S = 10.0
+END_S = 20.0
+"""Longest wait for Ray to end, which takes a second."""
 
 
 def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names (as in `ray job submit`), or start one here."""
+    joined()
     quieten_token_question()
+    quieten_deaths()
     if address := os.environ.get("RAY_ADDRESS"):
         try:
             _knock(address)
@@ -82,9 +92,26 @@ def start_ray() -> None:
 
 
 def end_ray() -> None:
-    """Leave the cluster; one that was started here is ended with everything in it."""
-    with ended_by_force():
-        ray.shutdown()
+    """Leave the cluster; one that was started here is ended with everything in it.
+
+    A cluster that does not answer, or has lost a process, is not asked: Ray would wait for it for
+    ever, or end this process without a word."""
+    check_own()
+    with ended_by_force(), suppress(RayLost):
+        try:
+            bounded(ray.shutdown, END_S, "end")
+        except TimeoutError as error:
+            lose(str(error))
+    if lost():
+        atexit.unregister(ray.shutdown)
+
+
+def check_own() -> None:
+    """`lose` Ray where a process of the cluster that was started here has ended: Ray itself would
+    end this one."""
+    for kind, pids in own_processes().items():
+        if kind in RAYS and any(gone_by(pid) for pid in pids):
+            lose(f"{RAYS[kind]} (process {pids[0]}) is gone")
 
 
 def _bring_a_token() -> None:
@@ -107,9 +134,9 @@ def _knock(address: str) -> None:
 
 def cluster_nodes() -> list[Node]:
     """Nodes of the cluster with GPUs, most GPUs first, and what is free on them."""
-    free = free_by_node()
+    free = bounded(free_by_node, CALL_S, "say what is free on its nodes")
     nodes: list[Node] = []
-    for node in ray.nodes():
+    for node in bounded(ray.nodes, CALL_S, "list its nodes"):
         total, left = node["Resources"], free.get(node["NodeID"], {})
         if node["Alive"] and total.get("GPU", 0) >= 1:
             nodes.append(

@@ -7,13 +7,15 @@ import importlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
+
+from keel.trainer.cluster.looks import below
 
 CONSTANTS = "ray._private.ray_constants"
 STATE = "ray._private.state"
@@ -24,6 +26,22 @@ _LOG = logging.getLogger(__name__)
 def quieten_token_question() -> None:
     """At every start Ray says whether the cluster asks for a token."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+
+
+def quieten_deaths() -> None:
+    """Ray prints pages about a process that has died; Keel says it in a line."""
+    worker = importlib.import_module(WORKER)
+    printed = getattr(worker, "print_to_stdstream", None)
+    if printed is None or getattr(printed, "of_keel", False):
+        return
+
+    def brief(data: Mapping[str, Any], *rest: Any, **named: Any) -> None:
+        said = "".join(map(str, data.get("lines", ())))
+        if not said.startswith(("Raylet is terminated", "A worker died or was killed")):
+            printed(data, *rest, **named)
+
+    brief.of_keel = True  # pyright: ignore[reportFunctionMemberAccess]
+    vars(worker)["print_to_stdstream"] = brief
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
@@ -43,19 +61,38 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
         return {node["NodeID"]: node["Resources"] for node in ray.nodes()}
 
 
+def leave(status: int) -> NoReturn:
+    """End this process without Ray's own threads, which crash where their cluster is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def own_processes() -> dict[str, list[int]]:
+    """Processes of the cluster that this process has started, by kind (`raylet`, `gcs_server` …);
+    none where it has joined one."""
+    processes: Mapping[str, Any] = getattr(_node(), "all_processes", {})
+    return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
+
+
+def _node() -> Any:
+    return getattr(importlib.import_module(WORKER), "_global_node", None)
+
+
 @contextmanager
 def ended_by_force() -> Iterator[None]:
     """For `ray.shutdown` of a cluster that this process has started: its processes, which heed no
     SIGTERM (`keel.trainer.run.interrupt.shielded`), are not asked to end, a second each, and what
-    they have started ends with them.
+    they have started ends with them. They end at the latest when this does, whether it has been
+    called or not.
     """
-    node: Any = getattr(importlib.import_module(WORKER), "_global_node", None)
-    processes: Mapping[str, Any] = getattr(node, "all_processes", {})
+    node = _node()
     left: list[int] = []
-    for pid in below([info.process.pid for infos in processes.values() for info in infos]):
+    own = [pid for pids in own_processes().values() for pid in pids]
+    for pid in [*own, *(part for root in own for part in below(root))]:
         with suppress(ProcessLookupError):
             left.append(os.pidfd_open(pid))
-    if processes:
+    if own:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **how: kill(**{**how, "allow_graceful": False})
     try:
@@ -65,19 +102,6 @@ def ended_by_force() -> Iterator[None]:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
             os.close(process)
-
-
-def below(pids: list[int]) -> list[int]:
-    """All that these processes have started, and those, as far as they are there still."""
-    found: list[int] = []
-    waiting = list(pids)
-    while waiting:
-        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            with suppress(OSError):
-                children = [int(pid) for pid in task.read_text().split()]
-                found += children
-                waiting += children
-    return found
 
 
 @cache  # or once for every look at the cluster

@@ -25,8 +25,9 @@ from keel.trainer.run.saved import TokenFile, choose
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
-"""What happened besides steps: `resume`, `alarm`, `engine` (one was started again). Nothing is
-taken out of it: what a resumed run does again has happened twice."""
+"""What happened besides steps: `resume`, `alarm`, `engine` (one was started again), `frozen` (a
+process that stood still was ended), `restart` (of all, from a checkpoint), `ledger` (what became of
+the prompts). Nothing is taken out of it: what a resumed run does again has happened twice."""
 REPAIR = "repair the line or take it out"
 
 
@@ -53,7 +54,7 @@ class Journal:
         self._every, self._tokenizer = every, tokenizer
         self._clock = clock
         self._per_step, self._tokens = trajectories, tokens
-        self._metrics, self._events = folder / "metrics.jsonl", folder / EVENTS
+        self._metrics = folder / "metrics.jsonl"
         self._step = resumed_at
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ class Journal:
                 path.unlink()
         drop_after(folder, resumed_at)
         if resumed_at:
-            self._note("resume", f"resumed after step {resumed_at}")
+            self.note("resume", f"resumed after step {resumed_at}")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
 
     def begin(self, activity: str) -> None:
@@ -71,7 +72,7 @@ class Journal:
 
     def say(self, kind: str, text: str) -> None:
         """Tell people, and keep it in `events.jsonl`."""
-        self._note(kind, text)
+        self.note(kind, text)
         self._view.say(text)
 
     @property
@@ -79,11 +80,9 @@ class Journal:
         """Why the run has to end, if an alarm says so."""
         return self._alarms.ends if self._alarms is not None else ""
 
-    def _note(self, kind: str, text: str) -> None:
-        line = {"step": self._step, "time": round(self._clock(), 3), "kind": kind, "text": text}
-        # A disk that is full ends the run at the next step, with better words.
-        with suppress(OSError), self._events.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    def note(self, kind: str, text: str) -> None:
+        """Keep it in `events.jsonl`."""
+        note(self._metrics.parent, self._step, kind, text, self._clock())
 
     def record(
         self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
@@ -137,6 +136,15 @@ class Journal:
 
     def close(self) -> None:
         self._board.close()
+
+
+def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:
+    """A line of `events.jsonl`. at: seconds since the epoch, if not now."""
+    when = round(time.time() if at is None else at, 3)
+    line = {"step": step, "time": when, "kind": kind, "text": text}
+    # A disk that is full ends the run at the next step, with better words.
+    with suppress(OSError), (folder / EVENTS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, TypeVar
 
 from keel.configs.schema import Config
+from keel.model.ray_calls import RayLost, lost
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import preempted, tell
-from keel.trainer.run.journal import Journal
+from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.restarts import Lost, Restarts
 from keel.trainer.run.saved import TokenFile
 from keel.trainer.run.view import View, open_view
 from keel.trainer.run.words import closing_words
@@ -43,14 +45,16 @@ def conduct(
     *,
     text: str,
     restore: Callable[[Mapping[str, Any]], None],
+    position: Callable[[], Mapping[str, Any]],
     started: Callable[[RunFolder], AbstractContextManager[S]],
     drive: Callable[[S, RunFolder, View, int], int],
 ) -> None:
     """Begin the run of `config`, or go on with it.
 
     command: what the user called, without `keel`. text: what is planned. restore: puts the data
-    where a checkpoint says it stood. started: what trains. drive: the loop; returns the last step
-    done.
+    where a checkpoint, or `position`, says it stood. started: what trains. drive: the loop; returns
+    the last step done. When it has lost a process (`Lost`), all of it is started again from the
+    newest checkpoint, `run.max_restarts` times.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config))
@@ -71,20 +75,56 @@ def conduct(
             knob = "sft.epochs" if lessons and config.sft.epochs else "run.steps"
             print(f"{folder.path} has done its {start} steps. Raise {knob} to go on.")
             return
+        beginning = position()
         if state:
             restore(state.cursor)
         print(text, flush=True)
-        system = stack.enter_context(started(folder))
-        if state and folder.latest:
-            system.learner.load(folder.latest)
-        reached = start
-        if start < steps:
-            folder.begin(start)
-            with open_view(str(folder.path), steps) as view:
-                reached = drive(system, folder, view, start)
-        if reached >= steps and not preempted():
-            folder.export(system.learner.export)
+        restarts = Restarts(config.run.max_restarts)
+        while True:
+            try:
+                with started(folder) as system:
+                    reached = once(system, folder, config, restarts, drive)
+                break
+            except Lost as error:
+                again_after(error, restarts)
+                state = folder.state()
+                restore(state.cursor if state else beginning)
+                where = f"step {state.step}" if state else "its beginning: it has no checkpoint yet"
+                line = f"{error}\nThe run starts again from {where}"
+                note(folder.path, state.step if state else 0, "restart", line)
+                tell(f"warning: {line}")
         tell(closing_words(folder, config, reached, command))
+
+
+def once(
+    system: S,
+    folder: RunFolder,
+    config: Config,
+    restarts: Restarts,
+    drive: Callable[[S, RunFolder, View, int], int],
+) -> int:
+    """From the newest checkpoint to the end, or as far as it goes: the last step done."""
+    state, steps = folder.state(), config.run.steps
+    start = reached = state.step if state else 0
+    if state and folder.latest:
+        system.learner.load(folder.latest)
+    restarts.begun = True
+    if start < steps:
+        folder.begin(start)
+        with open_view(str(folder.path), steps) as view:
+            reached = drive(system, folder, view, start)
+    if reached >= steps and not preempted():
+        folder.export(system.learner.export)
+    return reached
+
+
+def again_after(error: Lost, restarts: Restarts) -> None:
+    """Raises `error`, with what to do, where another start would mend nothing."""
+    if lost():
+        raise RayLost(lost()) from error
+    if preempted():
+        raise error
+    restarts.another(error)
 
 
 def open_journal(

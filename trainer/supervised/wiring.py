@@ -35,6 +35,7 @@ from keel.rollout.chat.laws import check_prefix_law
 from keel.rollout.chat.taught import taught
 from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
+from keel.trainer.cluster.watch import watched
 from keel.trainer.learner import Learner
 from keel.trainer.planning.families import check_selects
 from keel.trainer.planning.placement import RANK, Hardware
@@ -309,6 +310,7 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
+        stack.enter_context(watched(say))
         learner = Learner(
             starting_model(task, say),
             config,

@@ -126,6 +126,28 @@ def test_a_worker_that_dies_is_replaced_and_a_schedulers_signal_ends_none(waits:
         waits.end()
 
 
+def test_a_worker_that_stands_still_is_replaced_and_costs_nothing(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has begun, and in the middle of a completion."""
+    monkeypatch.setattr(pool_module, "LOOK_S", 0.02)
+    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    try:
+        first = pool._workers[0]._process
+        assert first is not None
+        os.kill(first.pid, signal.SIGSTOP)
+        hanging = pool.submit(waits.spec, [waits.hangs])
+        wait_for(waits.sleepers)
+        second = pool._workers[0]._process
+        assert second is not None and second.pid != first.pid
+        os.kill(second.pid, signal.SIGSTOP)
+        wait_for(lambda: pool._workers[0]._process not in (None, second))
+        assert not hanging.done(), "it is given to another"
+    finally:
+        pool.close()
+        waits.end()
+
+
 def test_a_spec_that_no_rule_reads_is_an_error_and_not_a_verdict(pool: WorkerPool) -> None:
     with pytest.raises(ValueError, match="kind 'magic'"):
         verify(pool, {"kind": "magic"}, "3")

@@ -55,6 +55,20 @@ def test_an_owner_that_heeds_no_signal_has_a_command_that_does(tmp_path: Path) -
     assert (tmp_path / "deaf").read_text() == "False\n"
 
 
+@pytest.mark.parametrize("whom", ["the command", "what it waits for"])
+def test_a_command_that_stands_still_is_ended_with_all_it_has_started(
+    tmp_path: Path, whom: str
+) -> None:
+    pids = tmp_path / "pids"
+    owner = guarded(pids, tmp_path / "log")
+    first, second = map(int, wait_for(lambda: pids.exists() and pids.read_text()).split())
+    os.kill(parent(first) if whom == "the command" else second, signal.SIGSTOP)
+    assert owner.stdout
+    assert owner.stdout.read().strip() == b"-9", "its status, once everything is gone"
+    assert not alive(first) and not alive(second)
+    assert "looks found it stopped (SIGSTOP)" in (tmp_path / "log").read_text()
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 

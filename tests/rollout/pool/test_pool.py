@@ -82,6 +82,44 @@ def test_a_restarted_engine_gets_the_latest_weights_before_it_samples() -> None:
     assert world.lives[1].version == 7
 
 
+@pytest.mark.parametrize("when", ["before the update", "in the middle of it"])
+def test_the_others_go_on_while_an_engine_starts_again(when: str) -> None:
+    """And with new weights, which it takes before it samples."""
+
+    def answer(engine: FakeEngine, name: str) -> None:
+        assert engine.name != "0.1" or engine.version == 8, "sampled from old weights"
+        if engine.name != "0.0":
+            engine.finish(name)
+
+    world, coming, taken = World(answer=answer), Future[Started](), Future[int]()
+    world.pool.start()
+    asked = world.pool.submit(prompt("p"), group_size=2)
+    wait_for(lambda: world.lives[0].asked)
+    world.start = lambda engine: coming
+    take = world.update
+    world.update = lambda engine, version, buckets: (  # type: ignore[method-assign]
+        taken if engine.name == "0.0" else take(engine, version, buckets)
+    )
+    if when == "before the update":
+        world.lives[0].die()
+        wait_for(lambda: len(world.lives) == 3)
+    updated = world.pool.update(7, [])
+    wait_for(lambda: world.lives[1].naps)
+    if when != "before the update":
+        assert not updated.done()
+        taken.set_exception(EngineError("killed by signal 9"))
+    updated.result(timeout=PATIENCE_S)
+    assert asked.result(timeout=PATIENCE_S).prompt.prompt_id == "p"
+    world.update_all(8)
+    assert not coming.done() and world.lives[1].version == 8 and not world.lives[2].naps
+    coming.set_result(Started(1))
+    wait_for(lambda: world.lives[2].naps)
+    assert ids(list(world.pool.generate([prompt(f"q{i}") for i in range(4)], group_size=2))) == [
+        f"q{i}" for i in range(4)
+    ]
+    world.pool.shutdown()
+
+
 def test_an_engine_that_keeps_dying_ends_the_run_with_its_reason() -> None:
     world = World(answer=lambda engine, name: engine.die(), engines=1)
     with pytest.raises(EngineError, match=r"engine 0 failed 4 times.*killed by signal 9"):

@@ -55,6 +55,24 @@ def test_sleep_is_over_when_all_have_fallen_asleep() -> None:
     resting.result(timeout=PATIENCE_S)
 
 
+def test_the_trainer_waits_for_an_engine_that_starts_in_its_memory() -> None:
+    """Elsewhere it does not: test_pool.py."""
+    world = sleepers(answer=lambda engine, name: None)
+    world.update_all(0)
+    world.pool.submit(prompt("p"), group_size=2)
+    coming: Future[Started] = Future()
+    wait_for(lambda: world.lives[0].asked)
+    world.start = lambda engine: coming
+    world.lives[0].die()
+    wait_for(lambda: world.names() == ["0.0", "1.0", "0.1"])
+    updated = world.pool.update(1, [])
+    wait_for(lambda: "woken by 1" in world.lives[1].naps)
+    assert not updated.done()
+    coming.set_result(Started(1))
+    updated.result(timeout=PATIENCE_S)
+    world.pool.shutdown()
+
+
 def test_an_engine_that_does_not_fall_asleep_is_replaced() -> None:
     world = sleepers(engines=1)
     world.update_all(0)

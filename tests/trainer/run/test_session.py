@@ -27,5 +27,13 @@ def test_a_run_that_is_done_names_the_knob_that_makes_it_longer(
     def never(*_: Any) -> Any:
         raise AssertionError("it is done")
 
-    conduct(["sft", "recipe.yaml"], config, text="plan", restore=never, started=never, drive=never)
+    conduct(
+        ["sft", "recipe.yaml"],
+        config,
+        text="plan",
+        restore=never,
+        position=never,
+        started=never,
+        drive=never,
+    )
     assert f"has done its 1 steps. Raise {knob} to go on" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""How often a run starts again by itself, and from where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.model import ray_calls
+from keel.trainer.run import session
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.journal import EVENTS
+from keel.trainer.run.restarts import WINDOW_S, Lost, Restarts
+from keel.trainer.run.session import conduct
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal that another test's command has had."""
+    monkeypatch.setattr(session, "preempted", lambda: "")
+
+
+def test_losses_are_counted_as_a_rate() -> None:
+    now = [0.0]
+    restarts = Restarts(2, clock=lambda: now[0])
+    with pytest.raises(Lost, match=r"^it cannot start$"):
+        restarts.another(Lost("it cannot start"))
+    restarts.begun = True
+    restarts.another(Lost("first"))
+    restarts.another(Lost("second"))
+    with pytest.raises(Lost, match=r"third\nthis was loss 3 within 3 hours, and run\.max_restarts"):
+        restarts.another(Lost("third"))
+    now[0] = WINDOW_S
+    for _ in range(2):
+        restarts.another(Lost("those are long ago"))
+    never = Restarts(0)
+    never.begun = True
+    with pytest.raises(Lost, match=r"gone\nrun\.max_restarts = 0\. What was saved is there"):
+        never.another(Lost("gone"))
+
+
+class World:
+    """A run whose parts are fakes; what becomes of each start is the test's to say."""
+
+    def __init__(self, folder: Path, *knobs: str) -> None:
+        given = load_config("quickstart", [f"run.dir={folder}", "run.steps=9", *knobs])
+        self.config, self.folder = given, folder
+        self.restored: list[str] = []
+        self.starts: list[int] = []
+        self.loaded: list[str] = []
+        self.open = 0
+
+    @contextmanager
+    def started(self, _: RunFolder) -> Iterator[Any]:
+        assert not self.open, "the one before has to be gone, with its memory"
+        self.open += 1
+        learner = SimpleNamespace(load=lambda path: self.loaded.append(path.name), export=None)
+        try:
+            yield SimpleNamespace(learner=learner)
+        finally:
+            self.open -= 1
+
+    def run(self, drive: Callable[[RunFolder, int], int]) -> None:
+        def noted(_: Any, folder: RunFolder, __: Any, start: int) -> int:
+            self.starts.append(start)
+            (self.folder / "metrics.jsonl").touch()
+            return drive(folder, start)
+
+        conduct(
+            ["train", "quickstart"],
+            self.config,
+            text="plan",
+            restore=lambda cursor: self.restored.append(cursor["at"]),
+            position=lambda: {"at": "the beginning"},
+            started=self.started,
+            drive=noted,
+        )
+
+    def save(self, folder: RunFolder, step: int) -> None:
+        digest = config_digest(self.config)
+        cursor = {"at": f"step {step}"}
+        state = State(step=step, version=step, cursor=cursor, config=digest)
+        folder.save(state, lambda _: {})
+
+
+def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path)
+
+    def drive(folder: RunFolder, start: int) -> int:
+        if len(world.starts) == 1:
+            raise Lost("trainer rank 0 died (process 7 on here)")
+        if len(world.starts) == 2:
+            world.save(folder, 4)
+            raise Lost("trainer rank 0 is gone")
+        return 5  # stopped by its user
+
+    world.run(drive)
+    assert world.starts == [0, 0, 4] and world.loaded == ["step_000004"]
+    assert world.restored == ["the beginning", "step 4"]
+    said = capsys.readouterr().out
+    assert "rank 0 died (process 7 on here)\nThe run starts again from its beginning" in said
+    assert "trainer rank 0 is gone\nThe run starts again from step 4" in said
+    assert (tmp_path / EVENTS).read_text().count('"kind": "restart"') == 2
+
+
+def test_a_run_that_keeps_losing_them_ends(tmp_path: Path) -> None:
+    world = World(tmp_path, "run.max_restarts=2")
+
+    def drive(*_: Any) -> int:
+        raise Lost("trainer rank 0 died")
+
+    with pytest.raises(Lost, match=r"trainer rank 0 died\nthis was loss 3 .* = 2\. What was saved"):
+        world.run(drive)
+    assert len(world.starts) == 3
+
+
+def test_without_ray_no_process_can_start_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def drive(*_: Any) -> int:
+        ray_calls.lose("the raylet is gone")
+        raise Lost("trainer rank 0 died")  # as it does then
+
+    with pytest.raises(ray_calls.RayLost, match="the raylet is gone"):
+        world.run(drive)
+    ray_calls.joined()
+    assert len(world.starts) == 1
