@@ -93,8 +93,12 @@ UNCOUNTED = {
 }
 """Refused to programs whose memory and CPU time are counted from outside. A socket pair holds some
 200 KiB, and more with larger buffers or with other sockets under way in it."""
-PRETENDED = {"futimesat": (261, None), "utime": (132, None), "utimensat": (280, 88)}
-PRETENDED |= {"utimes": (235, None)}
+PRETENDED = {
+    "futimesat": (261, None),
+    "utime": (132, None),
+    "utimensat": (280, 88),
+    "utimes": (235, None),
+}
 """These change nothing and say that they did: devices are the machine's, and so is their time."""
 MMAP = (9, 222)
 PRLIMIT64 = (302, 261)

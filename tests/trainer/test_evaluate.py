@@ -53,6 +53,7 @@ class Fake:
         self.learner = SimpleNamespace(load=lambda path: self.loaded.append(path.name))
         self.scorer = SimpleNamespace(submit=self.score)
         self.wake = lambda: None
+        self.attended = lambda stop: stop
         self.counts: dict[str, int] = {}
 
     def submit(self, prompt: Prompt, purpose: str, size: int) -> Future[Any]:

@@ -167,6 +167,7 @@ class Fake:
         self.learner = SimpleNamespace(load=lambda path: self.loaded.append(path.name))
         self.scorer = self
         self.wake = lambda: self.loaded.append("woken")
+        self.attended = lambda stop: stop
 
     def submit(self, what: Any, purpose: Purpose, size: int = 0) -> Future[Any]:
         assert purpose == "eval"

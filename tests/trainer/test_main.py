@@ -29,7 +29,6 @@ from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import MANIFEST, write_manifest
 from keel.trainer.run.view import PlainView
-from keel.trainer.run.words import closing_words
 from keel.trainer.system import model_folder
 from tests.rollout.chat.families import tokenizer_of
 from tests.trainer.engine.batches import write_model
@@ -107,7 +106,7 @@ def test_check_calls_each_reward_function_once_and_names_what_it_got_wrong(
         out
     )
     (tmp_path / "checked_rewards.py").write_text(
-        "async def half(prompt, trajectory):\n    return 1\n"
+        "async def half(prompt, trajectory):\n    yield 1\n"
     )
     __import__("sys").modules.pop("checked_rewards", None)
     parts = "{checked_rewards.half: 0.5}"
@@ -115,7 +114,7 @@ def test_check_calls_each_reward_function_once_and_names_what_it_got_wrong(
         capsys, "check", "quickstart", f"data.sources[spelling].rewards={parts}", *FEW
     )
     assert code == 2
-    assert "(checked_rewards.py:1 in half): is async, and nothing awaits it" in err
+    assert "(checked_rewards.py:1 in half): is an async generator" in err
 
 
 def test_check_on_gpus_says_who_sits_where_and_how_long_a_step_takes(
@@ -394,12 +393,3 @@ def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
     keep_skipped(tmp_path, said.append, 3, [], ["p, token 3: nan"])
     assert said[0] == "step 3: no finite gradient: p, token 3: nan"
     assert said[1].startswith("warning: step 3: its batch could not be kept") and len(said) == 2
-
-
-def test_the_command_for_the_curves_takes_a_folder_with_spaces(tmp_path: Path) -> None:
-    path = tmp_path / "my run"
-    task = prepare("quickstart", (f"run.dir={path}", *FEW))
-    with RunFolder(task.config) as folder:
-        (path / "metrics.jsonl").touch()
-        said = closing_words(folder, task.config, 1, ["train", "quickstart"])
-    assert f"tensorboard --logdir '{path}'" in said

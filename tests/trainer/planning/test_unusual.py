@@ -22,8 +22,10 @@ RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").g
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_of_ours_is_unusual(name: str) -> None:
     config = load_config(name)
-    # What `keel sft` makes of the embedded model has its shape.
-    embedded = config.model.path in ("embedded", load_config("sft-specialists").run.dir + "/model")
+    # What an earlier stage made of the embedded model has its shape.
+    stages = ("sft-specialists", "pretrain-dense", "pretrain-warm-up")
+    made = [f"{load_config(stage).run.dir}/model" for stage in stages]
+    embedded = config.model.path in ("embedded", *made)
     shape = model_config(config.model.embedded, build_tokenizer()) if embedded else None
     assert unusual(config, facts_of(shape) if shape else DENSE) == []
 
