@@ -29,6 +29,8 @@ STOPPED = 5
 STILL = 20
 """Looks in a row in which none of its threads was given a processor. Ray's wake up a hundred times
 a second."""
+COUNTED = "voluntary_ctxt_switches"
+"""Lines of /proc/PID/task/TID/status. Not every kernel has them (gVisor): there nobody is still."""
 GONE_S = 10.0
 """Longest wait for a process that was killed to be gone, and its memory with it."""
 
@@ -71,8 +73,8 @@ class _Seen:
         """Whether a thread has got on since the last look; the first that has is enough."""
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-                counts = (task / "status").read_text().partition("voluntary_ctxt_switches")[2]
-                if self.switches.get(task.name) != counts:
+                counts = (task / "status").read_text().partition(COUNTED)[2]
+                if not counts or self.switches.get(task.name) != counts:
                     self.switches[task.name] = counts
                     return True
         return False

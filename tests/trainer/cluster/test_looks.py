@@ -119,6 +119,17 @@ def test_one_that_no_processor_runs_is_ended_and_one_that_works_is_not(
     assert frozen.wait(PATIENCE_S) == -signal.SIGKILL and busy.poll() is None
 
 
+def test_where_the_kernel_counts_nothing_nobody_is_still(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "STILL", 3)
+    monkeypatch.setattr(looks, "COUNTED", "no_such_line")
+    engine = start("exec sleep 600", "engine 0")
+    looker = here()
+    wait_for(lambda: looker.look().here)
+    assert not any(sight.ended for sight in several(looker, 6)) and engine.poll() is None
+
+
 def test_a_name_may_come_later_than_its_process(start: Start) -> None:
     """Ray starts a process, which then becomes what it is to be."""
     process, looker = start(f"read go; {NAME}=late exec sleep 600"), here()
