@@ -11,13 +11,14 @@ import socket
 import sys
 from contextlib import suppress
 
+import psutil
 import ray
 import torch
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_calls import CALL_S, RayLost, bounded, joined, lose, lost
-from keel.trainer.cluster.looks import RAYS, gone_by
+from keel.trainer.cluster.looks import RAYS, end, gone_by
 from keel.trainer.cluster.ray_internals import (
     ended_by_force,
     free_by_node,
@@ -39,6 +40,8 @@ from keel.trainer.planning.step_time import Machine
 from keel.trainer.run.interrupt import shielded
 
 CONNECT_S = 10.0
+LATE = "timed out during startup"
+"""Ray gives its own processes 30 s, whatever else their machine has to do; then a second time."""
 END_S = 20.0
 """Longest wait for Ray to end, which takes a second."""
 
@@ -73,22 +76,39 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _bring_a_token()
     listen_here_alone()
+    before = psutil.Process().children(recursive=True)
     try:
-        # Ray's processes, and the actors in them, outlive a signal to all of the job.
-        with shielded():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                # Ray gives it to a shell as it is, which would break a path with a space in two.
-                runtime_env={"py_executable": shlex.quote(sys.executable)},
-                logging_level=logging.WARNING,
-                log_to_driver=False,
+        try:
+            _begin_ray()
+        except Exception as error:  # as below
+            if LATE not in str(error):
+                raise
+            end(
+                [
+                    process
+                    for process in psutil.Process().children(recursive=True)
+                    if process not in before
+                ]
             )
+            _begin_ray()
     except Exception as error:  # Ray raises no more than that when its processes do not come up
         raise RuntimeError(
             f"Ray did not start on this machine: {error}. Its logs: session_latest/logs below "
             "RAY_TMPDIR (default: /tmp/ray); call the command again, or free memory and cores first"
         ) from error
+
+
+def _begin_ray() -> None:
+    # Ray's processes, and the actors in them, outlive a signal to all of the job.
+    with shielded():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            # Ray gives it to a shell as it is, which would break a path with a space in two.
+            runtime_env={"py_executable": shlex.quote(sys.executable)},
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
 
 
 def end_ray() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from keel.configs.schema import (
 )
 from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
 from keel.trainer.planning.placement import Hardware
+from tests.waiting import PATIENCE_S
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -58,6 +61,28 @@ def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ray.init", fails)
     with pytest.raises(RuntimeError, match="Ray did not start on this machine: The current node"):
         start_ray()
+
+
+def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had started of itself is ended first."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def late_once(**_: object) -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        if len(started) == 1:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", late_once)
+    before = subprocess.Popen(["sleep", "600"])
+    try:
+        start_ray()
+        assert started[0].wait(PATIENCE_S) == -signal.SIGKILL
+        assert before.poll() is None and started[1].poll() is None
+    finally:
+        for process in (before, *started):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("given", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
