@@ -145,7 +145,8 @@ def wait(refs: Sequence[Any], *, seconds: float | Patience) -> tuple[list[Any], 
             # What is fetched is in the object store of this node, which another process keeps.
             return ray.wait(list(refs), timeout=turn)
 
-        ready, waiting = bounded(look, turn + BEYOND_S, "say which calls are done")
+        # A raylet that stands still answers once it goes on, if it does.
+        ready, waiting = bounded(look, left + BEYOND_S, "say which calls are done")
         left = patience.left()
         if ready or not left:
             return ready, waiting

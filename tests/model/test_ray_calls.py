@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError
 
 from keel.model import ray_calls
 from keel.model.ray_calls import (
+    BEYOND_S,
     Patience,
     RayLost,
     bounded,
@@ -79,10 +80,14 @@ class World:
 
     def __init__(self, patch: pytest.MonkeyPatch, turns: int, turn_s: float) -> None:
         self.now, self._turns, self._turn_s = 0.0, turns, turn_s
-        self.asked: list[float] = []
+        self.asked, self.limits = list[float](), list[float]()
         patch.setattr(ray_calls.ray, "wait", self.wait)
         patch.setattr(ray_calls.ray, "get", lambda ref, timeout: "its result")
-        patch.setattr(ray_calls, "bounded", lambda call, seconds, what: call())
+        patch.setattr(ray_calls, "bounded", self._bounded)
+
+    def _bounded(self, call: Callable[[], Any], seconds: float, what: str) -> Any:
+        self.limits.append(seconds)
+        return call()
 
     def patience(self, seconds: float) -> Patience:
         return Patience(seconds, clock=lambda: self.now)
@@ -99,6 +104,7 @@ def test_a_wait_is_made_in_turns_and_a_long_one_counts_as_two(
     well = World(monkeypatch, turns=100, turn_s=1.0)
     assert wait(["a"], seconds=well.patience(2.5)) == ([], ["a"])
     assert well.asked == [1.0, 1.0, 0.5]
+    assert well.limits == [left + BEYOND_S for left in (2.5, 1.5, 0.5)], "if Ray's own stand still"
     stopped = World(monkeypatch, turns=4, turn_s=3600.0)
     assert wait(["a"], seconds=stopped.patience(10.0)) == (["a"], [])
     assert get("a", seconds=1.0) == "its result"

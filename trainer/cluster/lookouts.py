@@ -47,9 +47,9 @@ class _Node:
     """What of Ray's own it has lost, as was said."""
 
     def answers(self, seconds: float) -> str:
-        """Wait for its next look, which is `last` then; why there is none. It is asked nothing more
-        until it has answered: no look is lost, and a slow node does not get them all at once."""
-        self.asked = self.asked or self.actor.look.remote()
+        """Wait for the look that it was asked for, which is `last` then; why there is none. It is
+        asked nothing more until it has answered: no look is lost, and a slow node does not get them
+        all at once."""
         try:
             self.last = ray_calls.get(self.asked, seconds=seconds)
         except TimeoutError:

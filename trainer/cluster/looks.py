@@ -137,7 +137,7 @@ class Looker:
             if not gone(seen.process):
                 seen.look(passed)
                 most = min(self._most, RAYS_S)
-                return self._too_long(seen, who, most, "Ray gives it up", said)
+                return self._too_long(seen, who, most, "it is given up", said)
         return f"{who} is gone"
 
     def _look_at(self, actor: Seen, passed: float, said: list[str]) -> None:
@@ -156,6 +156,8 @@ class Looker:
                 )
         if frozen:
             said.append(f"{frozen}, and was ended{end([seen.process for seen in tree])}")
+            for seen in tree:  # what is not gone is tried again, in time
+                seen.stopped = seen.still = 0.0
 
     def _too_long(self, seen: Seen, who: str, most: float, then: str, said: list[str]) -> str:
         """How it has stood still for too long, in words. What has not yet is spoken of once, with
@@ -165,7 +167,7 @@ class Looker:
         if most and seconds >= most:
             return words
         if seconds >= SAID_S and not seen.said:
-            what = f"After {most:g} s {then}" if most else "It is let be"
+            what = f"After {most:g} s {then}" if most else "It is left alone"
             said.append(f"{words}. {what} (run.frozen_after_s = {self._most:g})")
         seen.said = seconds >= SAID_S
         return ""

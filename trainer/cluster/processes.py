@@ -53,9 +53,10 @@ def threads(pid: int) -> dict[int, Thread]:
 def children(pid: int) -> Iterator[int]:
     """What a process has started and is there still. While some of them end, the kernel may leave
     out others that live."""
-    for task in (_of(pid) / "task").glob("*/children"):
-        with suppress(OSError):
-            yield from map(int, task.read_text().split())
+    with suppress(*GONE):
+        for task in (_of(pid) / "task").iterdir():
+            with suppress(OSError):
+                yield from map(int, (task / "children").read_text().split())
 
 
 def below(pid: int) -> list[int]:

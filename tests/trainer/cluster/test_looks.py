@@ -89,8 +89,8 @@ def test_zero_ends_nothing(machine: Machine) -> None:
         machine.threads(pid, pid, state=STOPPED)
     said = through(machine, looker, 3 * STILL_S)
     assert [line.partition(". ")[2] for line in said] == [
-        "It is let be (run.frozen_after_s = 0)",
-        "It is let be (run.frozen_after_s = 0)",
+        "It is left alone (run.frozen_after_s = 0)",
+        "It is left alone (run.frozen_after_s = 0)",
     ]
     assert machine.ended == [] and not machine.look(looker).lost
 
@@ -182,7 +182,7 @@ def test_rays_own_processes_are_not_ended_but_told_of(machine: Machine) -> None:
     assert not machine.look(looker).lost
     machine.threads(RAYLET, RAYLET, state=STOPPED)
     (line,) = through(machine, looker, RAYS_S - LOOK_S)
-    assert "After 60 s Ray gives it up (run.frozen_after_s = 100)" in line
+    assert "After 60 s it is given up (run.frozen_after_s = 100)" in line
     assert not looker.look().lost
     sight = machine.look(looker)
     assert sight.lost.startswith(f"the raylet (process {RAYLET} on ") and "stopped" in sight.lost
