@@ -182,10 +182,9 @@ def living(known: Mapping[int, Seen], pids: Iterable[int]) -> dict[int, Seen]:
     """Those of `pids`, and those known that live yet: the kernel may have left them out."""
     found = dict(known)
     for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if pid not in found or found[pid].process != process:
-                found[pid] = Seen(process)
+        if pid not in found:
+            with suppress(psutil.NoSuchProcess):
+                found[pid] = Seen(psutil.Process(pid))
     return {pid: seen for pid, seen in found.items() if not gone(seen.process)}
 
 
