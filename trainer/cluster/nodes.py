@@ -23,7 +23,7 @@ from keel.trainer.cluster.processes import end, gone_by
 from keel.trainer.cluster.ray_internals import (
     ended_by_force,
     free_by_node,
-    listen_here_alone,
+    on_loopback,
     own_processes,
     quieten_deaths,
     quieten_token_question,
@@ -76,7 +76,6 @@ def start_ray() -> None:
     # Processes made ready for tasks: all of ours are actors with an environment of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _bring_a_token()
-    listen_here_alone()
     before = psutil.Process().children(recursive=True)
     try:
         try:
@@ -101,7 +100,7 @@ def start_ray() -> None:
 
 def _begin_ray() -> None:
     # Ray's processes, and the actors in them, outlive a signal to all of the job.
-    with shielded():
+    with shielded(), on_loopback():
         ray.init(
             address="local",
             include_dashboard=False,
