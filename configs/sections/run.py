@@ -129,7 +129,7 @@ class RunConfig:
             self.frozen_after_s >= 0,
             "run.frozen_after_s",
             self.frozen_after_s,
-            "must not be negative (seconds; 0: frozen processes are let be)",
+            "must not be negative (seconds; 0: frozen processes are left alone)",
         )
         require(self.grace_s > 0, "run.grace_s", self.grace_s, "must be positive (seconds)")
 
