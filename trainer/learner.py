@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,12 +88,11 @@ class Learner:
             )
             for rank in range(trainer.ranks)
         ]
-        parts = trainer.expert_parallel
-        self._prepared = [
-            ray_calls.call(rank.prepare, expert_parallel=parts) for rank in self._ranks
-        ]
+        prepare = partial(ray_calls.call, expert_parallel=trainer.expert_parallel)
+        self._prepared = [prepare(rank.prepare) for rank in self._ranks]
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
+        self._senders: list[threading.Thread] = []
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
         self._longest: dict[str, float] = {}
@@ -229,7 +229,9 @@ class Learner:
                 ray_calls.call(rank.send, share)
                 for rank, share in zip(self._ranks, shares, strict=True)
             ]
-        threading.Thread(target=self._sending, args=(refs, sent), daemon=True).start()
+        sender = threading.Thread(target=self._sending, args=(refs, sent), daemon=True)
+        self._senders = [*filter(threading.Thread.is_alive, self._senders), sender]
+        sender.start()
         return [sent[engine.index] for engine in engines]
 
     def _sending(self, refs: Sequence[ray.ObjectRef[Any]], sent: Mapping[int, Future[int]]) -> None:
@@ -272,6 +274,8 @@ class Learner:
         """End every rank. Safe to call twice, and after a failure."""
         for rank in self._ranks:
             ray_calls.kill(rank)
+        for sender in self._senders:  # or Ray would end while they wait for it
+            sender.join(GRACE_S)
 
     @property
     def _sending_s(self) -> float:
@@ -279,9 +283,7 @@ class Learner:
         return self._config.sending_deadline_s if self._direct else 0.0
 
     def _limit(self, what: str) -> Limit:
-        knobs = "trainer.deadline_s"
-        if self._direct:
-            knobs += ", and rollout.update_deadline_s for its engines"
+        knobs = "trainer.deadline_s" + ", and rollout.update_deadline_s of engines" * self._direct
         return Limit(what, self._config.trainer.deadline_s + self._sending_s, knobs)
 
     def _all(self, method: str, *arguments: object, limit: Limit) -> list[Any]:

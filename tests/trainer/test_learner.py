@@ -50,6 +50,7 @@ class Ranks:
         learner = object.__new__(Learner)
         learner._config, learner._direct, learner._ranks = config, direct, self._actors
         learner._order, learner._longest, learner._whereabouts = threading.Lock(), {}, []
+        learner._senders = []
         return learner
 
     def ask(self, learner: Learner, seconds: float) -> list[Any]:
@@ -133,6 +134,24 @@ def test_a_rank_that_is_lost_while_it_sends_is_lost_for_all_who_wait(
     zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines)
     assert zero.result(PATIENCE_S) == one.result(PATIENCE_S) == 5
     assert isinstance(two.exception(PATIENCE_S), EngineError)
+
+
+def test_no_thread_waits_for_a_ray_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, killed = Ranks(monkeypatch, (1, {0: 1})), threading.Event()
+    learner = ranks.learner(make_config(1, 1), direct=True)
+
+    def wait(refs: Sequence[int], *, seconds: float) -> tuple[list[int], list[int]]:
+        killed.wait(PATIENCE_S)
+        return list(refs), []
+
+    monkeypatch.setattr(ray_calls, "wait", wait)
+    monkeypatch.setattr(ray_calls, "kill", lambda _: killed.set())
+    engine: Any = SimpleNamespace(index=0, actor=None)
+    (sent,) = learner.send([engine])
+    (sender,) = learner._senders
+    assert sender.is_alive()
+    learner.shutdown()
+    assert sent.done() and not sender.is_alive()
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -110,7 +110,8 @@ def start_ray() -> None:
 
 
 def _begin_ray() -> None:
-    # Ray's processes, and the actors in them, outlive a signal to all of the job.
+    # Ray's processes, and the actors in them, outlive a signal to all of the job. They end with the
+    # thread that has started them, so it is not one that waits for no longer than a deadline.
     with shielded():
         ray.init(
             address="local",
