@@ -25,6 +25,9 @@ settings.load_profile("suite")
 # Without one, the first test to start Ray leaves a token in the home folder
 # (trainer/cluster/nodes.py).
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray's first `init` of a process sets it, and its library reads it once: a cluster that the same
+# process starts later, in another file of tests, must be told the same.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
 # `nohup` has it ignored, and what tests start would inherit that and not hear it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

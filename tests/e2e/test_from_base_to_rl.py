@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ CHAIN = (
     "prompts=3",
     "eval_samples=1",
 )
+FEW = ("run.steps=3", "sft.sources[retrieval].size=200")
 MORE: dict[str, Sequence[str]] = {
+    "keel pretrain": FEW,
     "keel sft": (*SMALL, *LESSONS),
     "keel distill": CHAIN,
     "keel eval": (*SMALL, "data.only=[programs]"),
@@ -85,17 +88,20 @@ def test_the_commands_of_the_page(
     ]
     Path("easy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in easy))
     said: dict[str, str] = {}
+    pretrained: list[str] = []
     with in_this_process():
         for words in commands():
             run, name = known(words)
+            pretrained += words[2:] * (name == "keel pretrain")
             assert run() == 0, capfd.readouterr()
             said[name] = capfd.readouterr().out
-    assert list(said) == [
-        "python -m keel.tasks.small",
-        "keel sft",
-        "keel distill",
-        *list(MORE)[:1:-1],
-    ]
+    assert sorted(said) == sorted(["python -m keel.tasks.small", *MORE])
+    assert pretrained == ["pretrain-dense", "pretrain-warm-up", "pretrain-sparse"]
+    for before, after in pairwise(pretrained):  # each from what the one before has made
+        made = f"runs/{before}/model"
+        assert load_config(f"runs/{after}/config.yaml").model.path == made
+    *_, measured = lines_of(Path("runs/pretrain-warm-up/metrics.jsonl"))
+    assert 0 < measured["eval/retrieval/indexer/held"] <= 1
 
     start, root = Path("runs/sft-specialists"), Path("runs/distill-specialists")
     assert len(load_config("sft-specialists").sft.sources) == 11
@@ -147,9 +153,3 @@ def known(words: list[str]) -> tuple[Callable[[], int], str]:
     if name != "keel distill":
         return lambda: keel([*words[1:], *more]), name
     return lambda: distill(load_distillation(words[2], more), lambda link: keel(list(link))), name
-
-
-def test_what_is_not_there_yet_stands_apart() -> None:
-    text = PAGE.read_text()
-    (marked,) = re.findall(r"<!-- keel pretrain: begin.*?keel pretrain: end -->", text, re.S)
-    assert "keel pretrain" in marked and not any("pretrain" in " ".join(one) for one in commands())

@@ -21,7 +21,7 @@ from keel.trainer.cluster.looks import RAYS, end, gone_by
 from keel.trainer.cluster.ray_internals import (
     ended_by_force,
     free_by_node,
-    listen_here_alone,
+    on_loopback,
     own_processes,
     quieten_deaths,
     quieten_other_thread,
@@ -86,7 +86,6 @@ def start_ray() -> None:
     # Processes made ready for tasks: all of ours are actors with an environment of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _bring_a_token()
-    listen_here_alone()
     before = psutil.Process().children(recursive=True)
     try:
         try:
@@ -112,7 +111,7 @@ def start_ray() -> None:
 def _begin_ray() -> None:
     # Ray's processes, and the actors in them, outlive a signal to all of the job. They end with the
     # thread that has started them, so it is not one that waits for no longer than a deadline.
-    with shielded():
+    with shielded(), on_loopback():
         ray.init(
             address="local",
             include_dashboard=False,

@@ -18,6 +18,8 @@ import ray
 from keel.trainer.cluster.looks import below
 
 CONSTANTS = "ray._private.ray_constants"
+NETWORK, NETWORK_VARIABLE = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Whether Ray's processes may talk to other machines: a constant, and what it is read from."""
 STATE = "ray._private.state"
 WORKER = "ray._private.worker"
 _LOG = logging.getLogger(__name__)
@@ -119,15 +121,25 @@ def _warn(line: str) -> None:
     _LOG.warning(line)
 
 
-def listen_here_alone() -> None:
-    """A cluster that is started here from now on is on the loopback interface, as Ray itself has it
-    on macOS and Windows: whoever reaches this machine reaches no port of it."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of Ray's own processes
-    constants = importlib.import_module(CONSTANTS)
-    if hasattr(constants, "ENABLE_RAY_CLUSTER"):
-        setattr(constants, "ENABLE_RAY_CLUSTER", False)  # noqa: B010  (pyright knows no such name)
-    else:
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """A cluster that is started in here is on the loopback interface, as Ray itself has it on macOS
+    and Windows: whoever reaches this machine reaches no port of it. One that is joined later, or
+    that others start in this process, is not touched."""
+    constants = vars(importlib.import_module(CONSTANTS))
+    if NETWORK not in constants:
         _warn(
             f"Ray {ray.__version__} is not as 2.60 was. Its ports can be reached from other "
             "machines, and ask for the token of this run"
         )
+        yield
+        return
+    constant, variable = constants[NETWORK], os.environ.get(NETWORK_VARIABLE)
+    constants[NETWORK], os.environ[NETWORK_VARIABLE] = False, "0"  # Ray's processes read the latter
+    try:
+        yield
+    finally:
+        constants[NETWORK] = constant
+        del os.environ[NETWORK_VARIABLE]
+        if variable is not None:
+            os.environ[NETWORK_VARIABLE] = variable

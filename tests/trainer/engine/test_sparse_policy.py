@@ -54,7 +54,7 @@ def test_the_policy_attends_to_what_was_recorded_and_its_reference_does_not() ->
         inputs = Inputs.of(batch, device)
         if reference:
             return Reference(network, device, None).logp(inputs)
-        logp, _, indexers = network.train()(inputs=inputs)
+        logp, _, indexers, _ = network.train()(inputs=inputs)
         assert indexers.requires_grad and indexers > 0
         return logp.detach()
 
@@ -119,7 +119,7 @@ def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyP
 
     class Network:
         def __call__(self, inputs: Any) -> Any:
-            return logp, logp, indexers
+            return logp, logp, indexers, torch.zeros(2)
 
         def backward(self, loss: Any) -> None:
             loss.backward()
