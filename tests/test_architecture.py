@@ -113,8 +113,9 @@ def test_imports_point_one_way() -> None:
 
 WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
-    "trainer/cluster/nodes.py": {"init"},  # has deadlines of its own
+    "trainer/cluster/nodes.py": {"init"},  # of its own cluster, which has deadlines, or `bounded`
     "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
+    "trainer/cluster/lookouts.py": {"remote"},  # on a thread that nobody waits for
     "trainer/cluster/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
 }
 
@@ -125,15 +126,16 @@ def test_no_call_of_ray_waits_without_a_deadline(path: Path) -> None:
     name = name_of(path)
     if name == "model/ray_calls.py":
         return
-    called = {
-        node.func.attr
+    calls = [
+        node.func
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "ray"
-        and node.func.attr in WAITS
-    }
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    called = {
+        call.attr
+        for call in calls
+        if isinstance(call.value, ast.Name) and call.value.id == "ray" and call.attr in WAITS
+    } | {call.attr for call in calls if call.attr == "remote"}
     assert called <= RAY_ITSELF.get(name, set()), f"{name}: call keel.model.ray_calls instead"
 
 
