@@ -15,6 +15,7 @@ class SpecialistConfig:
     """Trained by `recipe` on some of its sources alone."""
 
     name: str
+    """Of its folder: letters, digits and any of _ + -"""
     sources: tuple[str, ...]
     """Names of the recipe's sources, and so the domains and modes that it teaches."""
     overrides: tuple[str, ...] = ()
@@ -68,14 +69,17 @@ class DistillConfig:
     overrides: tuple[str, ...] = ()
     """Knobs of it, for specialists and all later links alike."""
     specialists: tuple[SpecialistConfig, ...]
+    """Each is trained, and teaches what it is best at."""
     samples: int = 4
     """Completions that a specialist gives to each prompt to train on."""
     prompts: int = 0
     """To the first so many of each source; 0: all."""
     select: SelectConfig = field(default_factory=SelectConfig)
+    """Which of their completions are learned."""
     sft: str = "sft-distilled"
     """Recipe of `keel sft`; its sources are replaced by what was selected."""
     sft_overrides: tuple[str, ...] = ()
+    """Knobs of the recipe `sft` that are otherwise: `[trainer.lr=1e-5]`."""
     mixed_overrides: tuple[str, ...] = ()
     """Knobs of the recipe for the mixed stage alone."""
     eval_samples: int = 4

@@ -29,6 +29,7 @@ class AuthorConfig:
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint wants none."""
     temperature: float = 1.0
+    """Of sampling; 0: greedy."""
     max_tokens: int = 8192
     """Longest reply."""
     max_concurrent: int = 8
@@ -38,7 +39,9 @@ class AuthorConfig:
     retries: int = 4
     """Further attempts after a timeout, a refusal for load or a server error."""
     usd_per_million_prompt_tokens: float = 0.0
+    """Price in US dollars, for `budget.usd`; 0: free."""
     usd_per_million_completion_tokens: float = 0.0
+    """Price in US dollars, for `budget.usd`; 0: free."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sent along with each request, for example `chat_template_kwargs`."""
 
@@ -76,18 +79,25 @@ class SynthesisConfig:
     """A whole recipe of `keel synthesize`."""
 
     family: Family
+    """What kind of tasks: general agents', code agents' or search agents'."""
     dir: str
     """What is made goes here, with the record of what was thrown away; called again, it goes on."""
     seed: int = 0
+    """Of what is drawn at random on Keel's side."""
     at_once: int = 4
     """Tasks that are being made at the same time."""
     author: AuthorConfig
+    """The model that writes tasks."""
     reference: AuthorConfig | None = None
     """general: the model that difficulty is measured by; without one, the author."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """What the calls may cost."""
     code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
+    """`family: code`."""
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
+    """`family: search`."""
     general: GeneralConfig = field(default_factory=GeneralConfig)
+    """`family: general`."""
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "dir", self.dir, "must name a folder")

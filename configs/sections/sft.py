@@ -19,6 +19,7 @@ class ConversationsConfig:
     """One source of conversations, or of text."""
 
     name: str
+    """Name of the source; its held-out loss appears as `eval/<name>/loss`."""
     source: Literal["jsonl", "trajectories", "solutions", "text", "retrieval"]
     """jsonl: chats, a line each (docs/sft.md has the forms). trajectories: what a run of Keel has
     sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the embedded
@@ -46,6 +47,7 @@ class ConversationsConfig:
     system: str = ""
     """A system message for conversations that have none."""
     on_bad_line: Literal["error", "skip"] = "error"
+    """What to do with a malformed line. Skipped lines are counted and reported."""
     least_reward: float = 1.0
     """trajectories: those worth at least so much, by `reward`."""
     reward: str = "correct"
@@ -112,6 +114,7 @@ class SftConfig:
     count as in `keel train`."""
 
     sources: tuple[ConversationsConfig, ...] = ()
+    """Each with a name of its own."""
     max_context_tokens: int = 4096
     """Longest context of a conversation, in tokens; text is cut into windows of so many."""
     long_conversations: Literal["error", "drop"] = "error"
