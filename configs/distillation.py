@@ -69,13 +69,11 @@ class DistillConfig:
     overrides: tuple[str, ...] = ()
     """Knobs of it, for specialists and all later links alike."""
     specialists: tuple[SpecialistConfig, ...]
-    """Each is trained, and teaches what it is best at."""
     samples: int = 4
     """Completions that a specialist gives to each prompt to train on."""
     prompts: int = 0
     """To the first so many of each source; 0: all."""
     select: SelectConfig = field(default_factory=SelectConfig)
-    """Which of their completions are learned."""
     sft: str = "sft-distilled"
     """Recipe of `keel sft`; its sources are replaced by what was selected."""
     sft_overrides: tuple[str, ...] = ()

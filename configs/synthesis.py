@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from keel.configs.sections.base import ConfigError, require, require_endpoint
 from keel.configs.sections.tasks.code import CodeTasksConfig
@@ -87,17 +87,14 @@ class SynthesisConfig:
     at_once: int = 4
     """Tasks that are being made at the same time."""
     author: AuthorConfig
-    """The model that writes tasks."""
     reference: AuthorConfig | None = None
     """general: the model that difficulty is measured by; without one, the author."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """What the calls may cost."""
     code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
     """`family: code`."""
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
     """`family: search`."""
     general: GeneralConfig = field(default_factory=GeneralConfig)
-    """`family: general`."""
 
     def __post_init__(self) -> None:
         require(bool(self.dir), "dir", self.dir, "must name a folder")
@@ -113,6 +110,12 @@ class SynthesisConfig:
         )
         if self.family == "search":
             _check_search(self.search, author)
+
+
+def decides_tasks(knob: str) -> bool:
+    """Whether the tasks depend on it, so that a folder of them is not gone on with otherwise. (Who
+    writes them and what that may cost may change.)"""
+    return knob.partition(".")[0] in {"family", "seed", *get_args(Family)}
 
 
 def _check_search(search: SearchTasksConfig, author: AuthorConfig) -> None:

