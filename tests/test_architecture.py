@@ -229,6 +229,7 @@ def lines_of(program: str) -> list[str]:
     [
         {
             "keel.trainer.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
+            "keel.configs.reference.answer": ("torch", "numpy", "rich", "yaml", "omegaconf"),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
             "keel.trainer.learner": ("torch", *ENGINES),
@@ -258,6 +259,10 @@ def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
         ("train", "quickstart", "trainer.lrr=1"),
         ("eval", "quickstart", "run.steps=0"),
         ("judge", "answers.jsonl", "--recipe", "quikstart"),
+        ("sft", "sft-quickstart", "sft.epochs=many"),
+        ("distill", "quikstart"),
+        ("synthesize", "nothere.yaml"),
+        ("knobs", "trainer.lrr"),
     ]
     heavy = ("torch", "ray", "matplotlib", "numpy", "sympy", *ENGINES)
     program = (

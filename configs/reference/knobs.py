@@ -250,7 +250,8 @@ def _bound(rule: str) -> str:
 def resume(recipe: Recipe, path: str) -> str:
     """Whether a folder can be continued with another value of a knob."""
     if recipe == "train":
-        return "yes" if resumable(path) else "no"
+        whole = path.partition("[]")[0]  # a list that is compared as one
+        return "yes" if resumable(path) or resumable(whole) else "no"
     if recipe == "synthesize":
         return "no" if decides_tasks(path) else "yes"
     return "no" if path == "dir" else "for links to come"
