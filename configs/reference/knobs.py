@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from types import NoneType
-from typing import Any, Literal, cast, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from keel.configs.diff import resumable
 from keel.configs.distillation import DistillConfig, SpecialistConfig
@@ -172,17 +172,17 @@ MANY = {int: "whole numbers", float: "numbers", str: "texts", Any: "anything"}
 def kind(hint: Any) -> str:
     """A type in plain words."""
     origin, inner = get_origin(hint), get_args(hint)
-    if NoneType in inner:
-        (one,) = (each for each in inner if each is not NoneType)
-        return f"{kind(one)}, or null"
+    if origin in (Union, UnionType):
+        one = " or ".join(kind(each) for each in inner if each is not NoneType)
+        return f"{one}, or null" if NoneType in inner else one
     if is_dataclass(hint):
         return f"section like `{cast(type, hint).__name__.removesuffix('Config').lower()}`"
     if origin is Literal:
         return CHOICE
     if origin is tuple:
-        return f"list of {MANY[inner[0]]}"
+        return f"list of {MANY.get(inner[0], 'values')}"
     if origin is not None and issubclass(origin, Mapping):
-        return f"mapping of names to {MANY[inner[1]]}"
+        return f"mapping of names to {MANY.get(inner[1], 'values')}"
     return PLAIN[hint]
 
 
@@ -208,9 +208,10 @@ def yaml(value: Any) -> str:
 
 def _allowed(cls: type, name: str, hint: Any) -> str:
     """Choices of a type; of a number the bounds, as the checks of its section say them."""
-    if get_origin(hint) is Literal:
-        return " · ".join(yaml(each) or '""' for each in get_args(hint))
-    optional = get_args(hint) if NoneType in get_args(hint) else ()
+    choices = get_args(hint)[0] if get_origin(hint) is tuple else hint
+    if get_origin(choices) is Literal:
+        return " · ".join(yaml(each) or '""' for each in get_args(choices))
+    optional = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
     if not {hint, *optional} & {int, float}:
         return ""
     rules: dict[str, None] = {}
