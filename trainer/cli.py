@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
 from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 
@@ -228,13 +229,17 @@ def recipe_error(arguments: argparse.Namespace) -> str:
     from keel.configs.load import load_config, load_distillation, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
-    others: dict[str, Callable[..., object]] = {
+    others: dict[str, Callable[..., Any]] = {
         "distill": load_distillation,
         "synthesize": load_synthesis,
     }
     try:
         load = others.get(arguments.command, load_config)
-        load(arguments.recipe, getattr(arguments, "override", ()))
+        config = load(arguments.recipe, getattr(arguments, "override", ()))
+        if arguments.command != "judge" and load is load_config:
+            from keel.trainer.planning.named import check_named  # noqa: PLC0415  numpy
+
+            check_named(config, arguments.command)
     except ConfigError as error:
         return str(error)
     return ""
