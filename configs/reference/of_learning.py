@@ -76,8 +76,8 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/length_cost",
             "reward",
-            "What the length rule of the domain costs, before it is limited to what may not "
-            "outweigh an answer.",
+            "What length costs by the rule of the domain; `reward/length` is what was made of it "
+            "and added.",
             page="rewards",
         ),
         Metric(
@@ -115,7 +115,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "kl/ref",
             "nats per token",
-            "KL to the reference policy, by the estimator of `algorithm.kl`; 0 where no prompt "
+            "KL to the reference policy, by the estimator of `algorithm.kl`; there where any source "
             "has a `kl_coef`.",
             "grows slowly, below 1",
             "stability",
