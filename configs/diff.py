@@ -18,6 +18,7 @@ RESUMABLE_KNOBS = frozenset(
         "run.checkpoint_every",
         "run.checkpoint_minutes",
         "run.grace_s",
+        "run.frozen_after_s",
         "run.max_restarts",
         "run.max_skipped_steps",
         "run.keep_checkpoints",

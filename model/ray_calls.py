@@ -7,6 +7,7 @@ which is left behind where it does not come back.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,10 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 NAME = "KEEL_PROCESS"
-"""Environment variable with the name of an actor, by which its process is found."""
+"""Environment variable by which the process of an actor is found: `name_of`."""
 PUT_S = 120.0
 """Longest way into the object store, in seconds. A bucket of weights takes one."""
 CALL_S = 60.0
@@ -25,6 +27,8 @@ CALL_S = 60.0
 BEYOND_S = 10.0
 """Past the deadline of a call that has one."""
 LOOK_S = 0.2
+TURN_S = 1.0
+"""Longest single call of a wait that is made in turns."""
 
 T = TypeVar("T")
 
@@ -36,6 +40,35 @@ class RayLost(RuntimeError):
 class _State:
     lost = ""
     """Why Ray is of no use any more."""
+    start = secrets.token_hex(4)
+    """Tells the actors of this start from those of others on the cluster."""
+
+
+class Turns:
+    """What the turns of a loop took, each counted as at most twice what it is meant to take: a
+    process that is stopped, and its machine that sleeps, has not waited meanwhile."""
+
+    def __init__(self, turn_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock, self._last = 2 * turn_s, clock, clock()
+
+    def passed(self) -> float:
+        """Seconds that count, of the turn that ends now."""
+        last, self._last = self._last, self._clock()
+        return min(self._last - last, self._most)
+
+
+class Patience:
+    """Seconds that a wait in turns may take."""
+
+    def __init__(
+        self, seconds: float, turn_s: float = TURN_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._turns, self._left = Turns(turn_s, clock), seconds
+
+    def left(self) -> float:
+        """Called once a turn. At least 0."""
+        self._left -= self._turns.passed()
+        return max(0.0, self._left)
 
 
 def lose(why: str) -> None:
@@ -49,8 +82,19 @@ def lost() -> str:
 
 
 def joined() -> None:
-    """There is a new cluster."""
-    _State.lost = ""
+    """There is a new cluster, or a new start on it."""
+    _State.lost, _State.start = "", secrets.token_hex(4)
+
+
+def start() -> str:
+    """By which the actors that are created from now on are told from those of other starts."""
+    return _State.start
+
+
+def name_of(mark: str, start: str) -> str:
+    """Of the actor whose process has this in `NAME`; "" if another start has created it."""
+    whose, _, name = mark.partition("/")
+    return name if whose == start else ""
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
@@ -67,9 +111,9 @@ def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="keel-ray-call", daemon=True).start()
-    end = time.monotonic() + seconds
+    patience = Patience(seconds, LOOK_S)
     while not future.done():
-        left = end - time.monotonic()
+        left = patience.left()
         if _State.lost:
             raise RayLost(_State.lost)
         if left <= 0:
@@ -84,17 +128,28 @@ def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
 def get(ref: Any, *, seconds: float) -> Any:
     """`ray.get`. Raises `ray.exceptions.GetTimeoutError`, which is a TimeoutError, after `seconds`,
     and what the call has raised."""
-    return bounded(lambda: ray.get(ref, timeout=seconds), seconds + BEYOND_S, "fetch a result")
+    ready, _ = wait([ref], seconds=seconds)
+    if not ready:
+        raise GetTimeoutError(f"no answer within {seconds:g} s")
+    return bounded(lambda: ray.get(ref, timeout=PUT_S), PUT_S + BEYOND_S, "fetch a result")
 
 
-def wait(refs: Sequence[Any], *, seconds: float) -> tuple[list[Any], list[Any]]:
+def wait(refs: Sequence[Any], *, seconds: float | Patience) -> tuple[list[Any], list[Any]]:
     """`ray.wait` for the first of `refs`."""
+    patience = seconds if isinstance(seconds, Patience) else Patience(seconds)
+    left = patience.left()
+    while True:
+        turn = min(left, TURN_S)
 
-    def look() -> tuple[list[Any], list[Any]]:
-        # What is fetched here is in the object store of this node, which another process keeps.
-        return ray.wait(list(refs), timeout=seconds)
+        def look(turn: float = turn) -> tuple[list[Any], list[Any]]:
+            # What is fetched is in the object store of this node, which another process keeps.
+            return ray.wait(list(refs), timeout=turn)
 
-    return bounded(look, seconds + BEYOND_S, "say which calls are done")
+        # A raylet that stands still answers once it goes on, if it does.
+        ready, waiting = bounded(look, left + BEYOND_S, "say which calls are done")
+        left = patience.left()
+        if ready or not left:
+            return ready, waiting
 
 
 def put(value: Any) -> Any:
@@ -112,9 +167,9 @@ def create(
     kind: type[Any], name: str, options: Mapping[str, Any], *arguments: Any, **named: Any
 ) -> Any:
     """A new actor of class `kind`. name: what people know it by, which its process and all that it
-    starts have in their environment (`NAME`); options: Ray's."""
+    starts have in their environment, with `start` (`NAME`); options: Ray's."""
     given = dict(options)
     runtime = dict(given.pop("runtime_env", {}))
-    runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: name}
+    runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}
     remote: Any = ray.remote(kind).options(**given, runtime_env=runtime)
     return bounded(lambda: remote.remote(*arguments, **named), CALL_S, f"create {name}")

@@ -46,6 +46,8 @@ class Limit:
     what: str
     seconds: float
     knob: str
+    left: ray_calls.Patience | None = None
+    """Where several waits share it."""
 
 
 class Engine(Protocol):
@@ -118,15 +120,12 @@ class Learner:
         Returns a line for each thing that is lost with these versions of the libraries, which rank
         0 has found in looking at them (`TrainerEngine.notes`).
         """
-        end = time.monotonic() + (deadline_s or self._config.run.startup_deadline_s)
-
-        def limit() -> Limit:
-            left = max(0.0, end - time.monotonic())
-            return Limit("the trainer's start", left, "run.startup_deadline_s")
-
-        self._whereabouts = self._all("whereabouts", limit=limit())
-        (rendezvous,) = self._wait([self._ranks[0].listen.remote()], limit())
-        return self._all("start", self._model_path, self._config, rendezvous, limit=limit())[0]
+        seconds = deadline_s or self._config.run.startup_deadline_s
+        left = ray_calls.Patience(seconds)
+        limit = Limit("the trainer's start", seconds, "run.startup_deadline_s", left)
+        self._whereabouts = self._all("whereabouts", limit=limit)
+        (rendezvous,) = self._wait([self._ranks[0].listen.remote()], limit)
+        return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps. examine:
@@ -287,20 +286,19 @@ class Learner:
 
         Raises as soon as one rank fails: the others are then waiting for it in a collective.
         """
-        end = time.monotonic() + limit.seconds
+        left = limit.left or ray_calls.Patience(limit.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         failures: dict[int, RayError] = {}
         while waiting:
-            left = max(0.0, end - time.monotonic())
-            patience_s = min(left, GRACE_S) if failures else left
-            ready, _ = ray_calls.wait(list(waiting), seconds=patience_s)
+            patience = min(left.left(), GRACE_S) if failures else left
+            ready, _ = ray_calls.wait(list(waiting), seconds=patience)
             if not ready:
                 break
             for ref in ready:
                 rank = waiting.pop(ref)
                 try:
-                    results[rank] = ray_calls.get(ref, seconds=max(1.0, left))
+                    results[rank] = ray_calls.get(ref, seconds=max(1.0, left.left()))
                 except RayError as error:
                     failures[rank] = error
         if failures:

@@ -133,7 +133,7 @@ def running(
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
-        watch = stack.enter_context(watched(say))
+        watch = stack.enter_context(watched(say, config.run.frozen_after_s))
         if config.rewards.judge.serve:
             where = seats.options(JUDGE, 0) if seats else {}
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)

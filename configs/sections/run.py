@@ -52,6 +52,10 @@ class RunConfig:
     groups. About 10 bytes a token. 0: none."""
     startup_deadline_s: float = 600.0
     """Longest wait for the engines and the trainer to start, in seconds."""
+    frozen_after_s: float = 180.0
+    """An engine, rank or Ray process that stands still for so many seconds (stopped, or not given a
+    processor; not one that is busy) is ended as if it had died; 0: never. Time for which the whole
+    job or machine is stopped does not count. docs/reliability.md"""
     max_restarts: int = 3
     """Times within three hours that a run which has lost a trainer rank or a node starts again from
     its newest checkpoint, by itself; 0: it ends. docs/reliability.md"""
@@ -124,6 +128,12 @@ class RunConfig:
         )
         require(
             self.max_restarts >= 0, "run.max_restarts", self.max_restarts, "must not be negative"
+        )
+        require(
+            self.frozen_after_s >= 0,
+            "run.frozen_after_s",
+            self.frozen_after_s,
+            "must not be negative (seconds; 0: frozen processes are left alone)",
         )
         require(self.grace_s > 0, "run.grace_s", self.grace_s, "must be positive (seconds)")
 

@@ -91,6 +91,7 @@ def test_numbers_written_as_text_count_as_floats(tmp_path: Path) -> None:
         ("data.sources[sums].params=[1]", "data.sources[sums].params = [1]: must be a section"),
         ("data.sources=[{name: a}]", "data.sources[a].source: missing, and it has no default"),
         ("run.steps=0", "run.steps = 0: must be at least 1"),
+        ("run.frozen_after_s=-1", "run.frozen_after_s = -1.0: must not be negative (seconds; 0:"),
         ("data.sources[gcds].kl_coef=-1", "data.sources[gcds].kl_coef = -1.0: must not be"),
         ("algorithm.group_size=1", "algorithm.group_size = 1: must be at least 2"),
         ("data.sources=[]", "data.sources = []: add one"),

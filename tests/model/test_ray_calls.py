@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
-from keel.model.ray_calls import RayLost, bounded, joined, kill, lose, lost
+from keel.model import ray_calls
+from keel.model.ray_calls import (
+    BEYOND_S,
+    Patience,
+    RayLost,
+    bounded,
+    get,
+    joined,
+    kill,
+    lose,
+    lost,
+    name_of,
+    start,
+    wait,
+)
 from tests.waiting import PATIENCE_S
 
 
@@ -44,3 +60,65 @@ def test_a_lost_ray_ends_what_waits_for_it_and_is_asked_no_more() -> None:
     lose("so is the rest")
     assert lost() == "its raylet is gone", "the first is the cause"
     kill("an actor")  # gone with it
+
+
+def test_who_was_stopped_has_not_waited() -> None:
+    now = 0.0
+    patience = Patience(10.0, 1.0, lambda: now)
+    assert patience.left() == 10.0
+    now += 3600.0
+    assert patience.left() == 8.0, "as for two turns"
+    for _ in range(7):
+        now += 1.0
+        assert patience.left() > 0
+    now += 1.5
+    assert patience.left() == 0.0
+
+
+class World:
+    """In which a call is done after some turns, of `turn_s` seconds each."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, turns: int, turn_s: float) -> None:
+        self.now, self._turns, self._turn_s = 0.0, turns, turn_s
+        self.asked, self.limits = list[float](), list[float]()
+        patch.setattr(ray_calls.ray, "wait", self.wait)
+        patch.setattr(ray_calls.ray, "get", lambda ref, timeout: "its result")
+        patch.setattr(ray_calls, "bounded", self._bounded)
+
+    def _bounded(self, call: Callable[[], Any], seconds: float, what: str) -> Any:
+        self.limits.append(seconds)
+        return call()
+
+    def patience(self, seconds: float) -> Patience:
+        return Patience(seconds, clock=lambda: self.now)
+
+    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        self.asked.append(timeout)
+        self.now += min(self._turn_s, timeout) if self._turn_s < 60 else self._turn_s
+        return (refs, []) if len(self.asked) > self._turns else ([], refs)
+
+
+def test_a_wait_is_made_in_turns_and_a_long_one_counts_as_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    well = World(monkeypatch, turns=100, turn_s=1.0)
+    assert wait(["a"], seconds=well.patience(2.5)) == ([], ["a"])
+    assert well.asked == [1.0, 1.0, 0.5]
+    assert well.limits == [left + BEYOND_S for left in (2.5, 1.5, 0.5)], "if Ray's own stand still"
+    stopped = World(monkeypatch, turns=4, turn_s=3600.0)
+    assert wait(["a"], seconds=stopped.patience(10.0)) == (["a"], [])
+    assert get("a", seconds=1.0) == "its result"
+
+
+def test_what_is_not_there_in_time_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    World(monkeypatch, turns=10**6, turn_s=1.0)
+    with pytest.raises(GetTimeoutError, match=r"within 0\.01 s"):
+        get("a", seconds=0.01)
+
+
+def test_each_start_knows_its_own_actors() -> None:
+    first = start()
+    mark = f"{first}/trainer rank 0"
+    assert name_of(mark, first) == "trainer rank 0"
+    joined()
+    assert start() != first and name_of(mark, start()) == "" == name_of("", start())

@@ -52,6 +52,6 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("keel.trainer.cluster.reservation._group", lambda placement: Granted())
         patch.setattr("keel.trainer.cluster.reservation.remove_placement_group", lambda group: None)
         patch.setattr("keel.trainer.system.start_ray", lambda: None)
-        patch.setattr("keel.trainer.system.watched", contextlib.nullcontext)
+        patch.setattr("keel.trainer.system.watched", lambda *_: contextlib.nullcontext())
         patch.setattr("keel.trainer.system.model_folder", accept)
         yield patch

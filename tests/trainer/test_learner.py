@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 from keel.configs.schema import Config
+from keel.model import ray_calls
 from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
-from keel.trainer.learner import Learner, last_lines, shares
+from keel.trainer.learner import Learner, Limit, last_lines, shares
+from keel.trainer.run.restarts import Lost
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
 
@@ -77,3 +80,31 @@ def test_a_held_out_set_of_any_size_has_a_steps_deadline_for_each_micro_batch(
     found = values(Learner.score(object.__new__(Learner), groups))
     assert dealt == [[("few", 1)] * 2, *[[("many", 1)] * 2] * 2]
     assert found == {"few/nll": 1.5, "many/nll": 4.5}
+
+
+def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As long as the ranks have work for, say, with all of the job."""
+    now, answers = 0.0, [[], ["rank 0"], [], ["rank 1"]]
+
+    def stopped(refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        nonlocal now
+        now += 3600.0
+        ready = answers.pop(0) if answers else []
+        return ready, [ref for ref in refs if ref not in ready]
+
+    class Patience(ray_calls.Patience):
+        def __init__(self, seconds: float) -> None:
+            super().__init__(seconds, clock=lambda: now)
+
+    monkeypatch.setattr(ray_calls, "Patience", Patience)
+    monkeypatch.setattr(ray_calls, "bounded", lambda call, seconds, what: call())
+    monkeypatch.setattr(ray, "wait", stopped)
+    monkeypatch.setattr(ray_calls, "get", lambda ref, seconds: f"{ref}'s")
+    learner = Learner.__new__(Learner)
+    learner._whereabouts = []
+    limit = Limit("a step", 20.0, "trainer.deadline_s")
+    assert learner._wait(["rank 0", "rank 1"], limit) == ["rank 0's", "rank 1's"]
+    with pytest.raises(Lost, match="waited 20 s for a step: no answer from trainer rank 0, 1 "):
+        learner._wait(["rank 0", "rank 1"], limit)

@@ -1,38 +1,39 @@
-"""What stands still of a run on a machine: looked for in /proc, and ended.
+"""What stands still of a run on a machine: said soon, and ended when that goes on.
 
 A process that is busy for long is not frozen: the kernel counts how often its threads were given a
 processor. One that was stopped (SIGSTOP) says so, and of one that its machine does not run any more
-(a hanging driver, a frozen container) no thread gets on. Both are counted in looks, not in seconds:
-whoever looks may have been stopped too, together with all the rest, and have gone on with it.
+(a hanging driver, a frozen container) no thread gets on. One in a debugger is meant to stand still.
+
+Seconds are those between looks, and few of them (`Turns`): whoever looks may have been stopped,
+too, together with all the rest, and have gone on with it.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
-from keel.model.ray_calls import NAME
+from keel.model.ray_calls import NAME, Turns, name_of
+from keel.trainer.cluster.processes import GONE, Thread, below, children, end, gone, thread, threads
 
 RAYLET = "Ray's node process (raylet)"
 RAYS = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
 """Ray's processes without which nothing goes on, by Ray's name for them."""
 LOOK_S = 1.0
 """Between two looks."""
-STOPPED = 5
-"""Looks in a row that find a process stopped, after which it is ended."""
-STILL = 20
-"""Looks in a row in which none of its threads was given a processor. Ray's wake up a hundred times
-a second."""
-COUNTED = "voluntary_ctxt_switches"
-"""Lines of /proc/PID/task/TID/status. Not every kernel has them (gVisor): there nobody is still."""
-GONE_S = 10.0
-"""Longest wait for a process that was killed to be gone, and its memory with it."""
+SAID_S = 20.0
+"""What has stood still for so long is spoken of."""
+STILL_S = 60.0
+"""What was not stopped, but is not given a processor, has at least so long: on a machine with too
+much to do it may get its turn yet. Ray's processes wake up a hundred times a second."""
+RAYS_S = 60.0
+"""What Ray's own have at most. Ray gives up a raylet that has not answered for 65 s, and all on its
+node with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,149 +41,155 @@ class Sight:
     """What a look has found."""
 
     here: Mapping[str, int]
-    """Each process of the run by its name, with its number."""
+    """Each actor of the run by its name, with its process."""
     host: str = ""
-    ended: tuple[str, ...] = ()
-    """What stood still and was ended, in words."""
+    said: tuple[str, ...] = ()
+    """What stands still, once, and what was ended for it, in words."""
     lost: str = ""
-    """What of Ray's own is gone or stands still, in words."""
+    """What of Ray's own is gone or has stood still for too long, in words."""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A process, as earlier looks have found it."""
+class Seen:
+    """A process, as looks have found it."""
 
     process: psutil.Process
     name: str = ""
-    stopped: int = 0
-    still: int = 0
-    switches: dict[str, str] = field(default_factory=dict[str, str])
-    """How often each thread was given a processor, in the kernel's words."""
+    """Of an actor of the run."""
+    stopped: float = 0.0
+    """Seconds for which every look has found it so."""
+    still: float = 0.0
+    """Seconds for which no look has found that it got on."""
+    said: bool = False
+    below: dict[int, Seen] = field(default_factory=dict[int, "Seen"])
+    """What it has started, by number."""
+    _threads: dict[int, Thread] = field(default_factory=dict[int, Thread])
+    _awake: int = 0
+    """A thread that got on when all were looked at, and probably does again."""
 
-    def frozen(self, *, own_threads: bool) -> str:
-        """How, in words; "" while it is not. own_threads: some that always wake up."""
-        self.stopped = self.stopped + 1 if self.process.status() == psutil.STATUS_STOPPED else 0
-        self.still = self.still + 1 if own_threads and not self._moved() else 0
-        if self.stopped >= STOPPED:
-            return f"has been stopped (SIGSTOP) for {STOPPED * LOOK_S:g} s"
-        if self.still >= STILL:
-            return f"has not run at all for {STILL * LOOK_S:g} s"
-        return ""
+    def look(self, passed: float, *, wakes: bool = True) -> None:
+        """passed: seconds since the look before. wakes: whether it has threads that never rest.
+        Raises one of `GONE`."""
+        first = thread(self.process.pid, self.process.pid)
+        self.stopped = self.stopped + passed if first.stopped and not first.debugged else 0.0
+        moved = not wakes or first.debugged or not first.switches or self._moved()
+        self.still = 0.0 if moved else self.still + passed
+
+    def how(self, most: float) -> tuple[str, float, float]:
+        """How it stands still ("": it does not), for how many seconds, and how many it may."""
+        if self.stopped:
+            return "has been stopped (SIGSTOP)", self.stopped, most
+        return "has not run at all" if self.still else "", self.still, most and max(most, STILL_S)
 
     def _moved(self) -> bool:
-        """Whether a thread has got on since the last look; the first that has is enough."""
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-                counts = (task / "status").read_text().partition(COUNTED)[2]
-                if not counts or self.switches.get(task.name) != counts:
-                    self.switches[task.name] = counts
+        """Whether a thread has got on since the last look, as far as is known."""
+        if before := self._threads.get(self._awake):
+            with suppress(*GONE):  # one file, not those of hundreds of threads
+                now = self._threads[self._awake] = thread(self.process.pid, self._awake)
+                if now != before:
                     return True
-        return False
+        known, self._threads = self._threads, threads(self.process.pid)
+        moved = [n for n, now in self._threads.items() if now.debugged or now != known.get(n)]
+        self._awake = moved[0] if moved else self._awake
+        return bool(moved)
 
 
 class Looker:
     """Looks at the actors that a raylet has started, with all below them, and at Ray's own
     processes."""
 
-    def __init__(self, raylet: int, rays: Mapping[str, int]) -> None:
-        """rays: those of Ray's own without which nothing goes on, by what to call them."""
-        self._raylet = raylet
-        self._rays = {name: psutil.Process(pid) for name, pid in rays.items()}
-        self._seen: dict[int, _Seen] = {}
+    def __init__(
+        self,
+        raylet: int,
+        rays: Mapping[str, int],
+        *,
+        start: str,
+        frozen_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """rays: those of Ray's own without which nothing goes on, by what to call them. start:
+        whose actors these are (`keel.model.ray_calls.start`). frozen_after_s: the knob of `run`."""
+        self._raylet, self._start, self._most = raylet, start, frozen_after_s
+        self._rays = {name: Seen(psutil.Process(pid)) for name, pid in rays.items()}
+        self._children: dict[int, Seen] = {}
+        self._turns = Turns(LOOK_S, clock)
         self._host = socket.gethostname()
 
     def look(self) -> Sight:
-        """Ends what stands still of the run."""
-        for name, process in self._rays.items():
-            if why := self._lost(process):
-                return Sight(here={}, lost=f"{name} (process {process.pid} on {self._host}) {why}")
+        """Ends what of the run has stood still for too long."""
+        passed = self._turns.passed()
+        said: list[str] = []
+        lost = [self._look_at_ray(name, seen, passed, said) for name, seen in self._rays.items()]
+        self._children = living(self._children, children(self._raylet))
         here: dict[str, int] = {}
-        ended: list[str] = []
-        for pid in children(self._raylet):
-            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-                actor = self._at(pid)
-                if not actor.name or actor.process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                here[actor.name] = pid
-                tree = [actor, *map(self._at, below(pid))]
-                if why := frozen(tree):
-                    late = end([part.process for part in tree])
-                    ended.append(f"{actor.name} (process {pid} on {self._host}) {why}{late}")
-        alive = psutil.pid_exists
-        self._seen = {pid: seen for pid, seen in self._seen.items() if alive(pid)}
-        return Sight(host=self._host, here=here, ended=tuple(ended))
+        for pid, seen in self._children.items():
+            seen.name = seen.name or name_of(_mark(seen.process), self._start)
+            if seen.name:
+                here[seen.name] = pid
+                self._look_at(seen, passed, said)
+        why = next(filter(None, lost), "")
+        return Sight(host=self._host, here=here, said=tuple(said), lost=why)
 
-    def _lost(self, process: psutil.Process) -> str:
-        try:
-            seen = self._at(process.pid)
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                return seen.frozen(own_threads=True)
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            pass
-        return "is gone"
+    def _look_at_ray(self, name: str, seen: Seen, passed: float, said: list[str]) -> str:
+        """Why nothing goes on without it; "" while it does."""
+        who = f"{name} (process {seen.process.pid} on {self._host})"
+        with suppress(*GONE):
+            if not gone(seen.process):
+                seen.look(passed)
+                most = min(self._most, RAYS_S)
+                return self._too_long(seen, who, most, "it is given up", said)
+        return f"{who} is gone"
 
-    def _at(self, pid: int) -> _Seen:
-        process = psutil.Process(pid)
-        if pid not in self._seen or self._seen[pid].process != process:
-            self._seen[pid] = _Seen(process)
-        seen = self._seen[pid]
-        if not seen.name:  # Ray starts a process first, and gives it its environment then
-            with suppress(psutil.AccessDenied):
-                seen.name = process.environ().get(NAME, "")
-        return seen
+    def _look_at(self, actor: Seen, passed: float, said: list[str]) -> None:
+        """It stands still, too, where a process does that it has started and waits for."""
+        actor.below = living(actor.below, below(actor.process.pid))
+        who = f"{actor.name} (process {actor.process.pid} on {self._host})"
+        tree, frozen = [actor, *actor.below.values()], ""
+        for seen in tree:
+            whose = "" if seen is actor else f" waits for its process {seen.process.pid}, which"
+            with suppress(*GONE):
+                seen.look(passed, wakes=seen is actor)
+                if seen.stopped and not self._ours(seen):
+                    seen.stopped = 0.0
+                frozen = frozen or self._too_long(
+                    seen, who + whose, self._most, "it is ended", said
+                )
+        if frozen:
+            said.append(f"{frozen}, and was ended{end([seen.process for seen in tree])}")
+            for seen in tree:  # what is not gone is tried again, in time
+                seen.stopped = seen.still = 0.0
+
+    def _too_long(self, seen: Seen, who: str, most: float, then: str, said: list[str]) -> str:
+        """How it has stood still for too long, in words. What has not yet is spoken of once, with
+        what comes `then`."""
+        how, seconds, most = seen.how(most)
+        words = f"{who} {how} for {seconds:.0f} s"
+        if most and seconds >= most:
+            return words
+        if seconds >= SAID_S and not seen.said:
+            what = f"After {most:g} s {then}" if most else "It is left alone"
+            said.append(f"{words}. {what} (run.frozen_after_s = {self._most:g})")
+        seen.said = seconds >= SAID_S
+        return ""
+
+    def _ours(self, seen: Seen) -> bool:
+        """What an actor has started may be another run, whose processes have marks of their own."""
+        mark = _mark(seen.process)
+        return not mark or bool(name_of(mark, self._start))
 
 
-def frozen(tree: Sequence[_Seen]) -> str:
-    """How an actor, the first of `tree`, stands still, or one that it has started and waits for."""
-    found = ""
-    for seen in tree:
-        if why := seen.frozen(own_threads=seen is tree[0]):
-            whose = "" if seen is tree[0] else f"waits for its process {seen.process.pid}, which "
-            found = found or f"{whose}{why}, and was ended"
-    return found
+def living(known: Mapping[int, Seen], pids: Iterable[int]) -> dict[int, Seen]:
+    """Those of `pids`, and those known that live yet: the kernel may have left them out."""
+    found = dict(known)
+    for pid in pids:
+        if pid not in found:
+            with suppress(psutil.NoSuchProcess):
+                found[pid] = Seen(psutil.Process(pid))
+    return {pid: seen for pid, seen in found.items() if not gone(seen.process)}
 
 
-def end(processes: Sequence[psutil.Process]) -> str:
-    """Kill them, and wait until they are gone; what to say if they are not."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    until = time.monotonic() + GONE_S
-    while left := [process.pid for process in processes if not gone(process)]:
-        if time.monotonic() >= until:
-            return f", but process {left[0]} is not gone within {GONE_S:g} s"
-        time.sleep(0.02)
+def _mark(process: psutil.Process) -> str:
+    """Ray starts a process first, and gives it its environment then."""
+    with suppress(psutil.Error, OSError):
+        return process.environ().get(NAME, "")
     return ""
-
-
-def gone_by(pid: int) -> bool:
-    """As `gone`, of a child of this process."""
-    try:
-        return gone(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return True
-
-
-def gone(process: psutil.Process) -> bool:
-    """One that only waits to be reaped holds no memory any more."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def children(pid: int) -> list[int]:
-    """What a process has started and is there still."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
-
-
-def below(pid: int) -> list[int]:
-    """As `children`, with theirs."""
-    found = children(pid)
-    for child in found:  # grows meanwhile
-        found += children(child)
-    return found

@@ -18,7 +18,8 @@ from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_calls import CALL_S, RayLost, bounded, joined, lose, lost
-from keel.trainer.cluster.looks import RAYS, end, gone_by
+from keel.trainer.cluster.looks import RAYS
+from keel.trainer.cluster.processes import end, gone_by
 from keel.trainer.cluster.ray_internals import (
     ended_by_force,
     free_by_node,

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import ray
 
-from keel.trainer.cluster.looks import below
+from keel.trainer.cluster.processes import below
 
 CONSTANTS = "ray._private.ray_constants"
 NETWORK, NETWORK_VARIABLE = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -33,5 +33,7 @@ def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, flo
     for name in ("clip_low", "clip_high"):
         yield f"algorithm.{name}", getattr(algorithm, name), 0.0, 1.0, "0.1 to 0.4"
     yield "rollout.sampling.temperature", sampling.temperature, 0.3, 1.7, "0.6 to 1.2"
+    if frozen := config.run.frozen_after_s:
+        yield "run.frozen_after_s", frozen, 60, 3600, "120 to 600 seconds, or 0: never"
     for source in config.data.sources:
         yield f"data.sources[{source.name}].kl_coef", source.kl_coef, 0, 0.5, "0 to 0.05"

@@ -26,8 +26,9 @@ from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
 """What happened besides steps: `resume`, `alarm`, `engine` (one was started again), `frozen` (a
-process that stood still was ended), `restart` (of all, from a checkpoint), `ledger` (what became of
-the prompts). Nothing is taken out of it: what a resumed run does again has happened twice."""
+process stands still, or was ended for it), `restart` (of all, from a checkpoint), `ledger` (what
+became of the prompts). Nothing is taken out of it: what a resumed run does again has happened
+twice."""
 REPAIR = "repair the line or take it out"
 
 

@@ -310,7 +310,7 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
-        stack.enter_context(watched(say))
+        stack.enter_context(watched(say, config.run.frozen_after_s))
         learner = Learner(
             starting_model(task, say),
             config,

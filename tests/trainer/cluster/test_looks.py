@@ -1,4 +1,4 @@
-"""What stands still is ended, and nothing else: with real processes."""
+"""What stands still is spoken of, and ended when that goes on; nothing else is."""
 
 from __future__ import annotations
 
@@ -12,26 +12,199 @@ import psutil
 import pytest
 
 from keel.model.ray_calls import NAME
-from keel.trainer.cluster import looks
-from keel.trainer.cluster.looks import STOPPED, Looker, Sight
+from keel.trainer.cluster.looks import LOOK_S, RAYS_S, SAID_S, STILL_S, Looker
+from tests.trainer.cluster.fake_proc import RAYLET, START, Machine
 from tests.waiting import PATIENCE_S, wait_for
 
-Start = Callable[..., subprocess.Popen[bytes]]
+ENGINE, WORKER, OTHER = 7, 8, 9
+STOPPED = "T (stopped)"
+LONG_S = 100.0
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """A process, of that name if it has one. It only sleeps, which is to be no fault here."""
-    monkeypatch.setattr(looks, "STILL", 10**6)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """One with an engine, which has started a worker."""
+    machine = Machine(tmp_path, monkeypatch)
+    machine.add(ENGINE, "engine 0")
+    machine.add(WORKER, "engine 0", below=ENGINE)
+    return machine
+
+
+def through(machine: Machine, looker: Looker, seconds: float) -> list[str]:
+    """What is said in so many seconds, in which every thread that is not stopped gets on."""
+    said: list[str] = []
+    for turn in range(round(seconds / LOOK_S)):
+        for pid in (RAYLET, ENGINE, OTHER):
+            status = Path(psutil.PROCFS_PATH, f"{pid}/task/{pid}/status")
+            if status.exists() and "(sleeping)" in status.read_text():
+                machine.threads(pid, pid, at=f"{machine.now} {turn}")
+        said += machine.look(looker).said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("stopped", "whose"), [(ENGINE, ""), (WORKER, f" waits for its process {WORKER}, which")]
+)
+def test_what_is_stopped_is_said_once_and_ended_with_all_below_it_only_when_its_time_is_over(
+    machine: Machine, stopped: int, whose: str
+) -> None:
+    looker = machine.looker(LONG_S)
+    machine.add(OTHER, "engine 1")
+    assert through(machine, looker, LONG_S) == []
+    machine.threads(stopped, stopped, state=STOPPED)
+    (line,) = through(machine, looker, LONG_S - 2 * LOOK_S)
+    host = os.uname().nodename
+    who = f"engine 0 (process {ENGINE} on {host}){whose} has been stopped (SIGSTOP) for "
+    assert line == f"{who}{SAID_S:g} s. After 100 s it is ended (run.frozen_after_s = 100)"
+    assert machine.ended == []
+    (line,) = through(machine, looker, 2 * LOOK_S)
+    assert line == f"{who}100 s, and was ended" and machine.ended == [ENGINE, WORKER]
+    assert machine.look(looker).here == {"engine 1": OTHER}
+
+
+def test_who_goes_on_in_time_is_let_be_and_begins_anew(machine: Machine) -> None:
+    looker = machine.looker(LONG_S)
+    for _ in range(2):
+        machine.threads(ENGINE, ENGINE, state=STOPPED)
+        assert len(through(machine, looker, LONG_S - LOOK_S)) == 1
+        machine.threads(ENGINE, ENGINE)
+        assert through(machine, looker, LOOK_S) == [] == machine.ended
+
+
+def test_seconds_without_looks_and_looks_without_seconds_do_not_count(machine: Machine) -> None:
+    """A machine that slept, or a driver that was stopped with its run; many looks at once, of a
+    node that was slow to answer."""
+    looker = machine.looker(LONG_S)
+    machine.threads(ENGINE, ENGINE, state=STOPPED)
+    for _ in range(9):
+        assert machine.look(looker, seconds=3600.0).said == ()
+    for _ in range(200):
+        assert machine.look(looker, seconds=0.001).said == ()
+    assert machine.ended == []
+
+
+def test_zero_ends_nothing(machine: Machine) -> None:
+    looker = machine.looker(0.0, **{"the raylet": RAYLET})
+    for pid in (ENGINE, RAYLET):
+        machine.threads(pid, pid, state=STOPPED)
+    said = through(machine, looker, 3 * STILL_S)
+    assert [line.partition(". ")[2] for line in said] == [
+        "It is left alone (run.frozen_after_s = 0)",
+        "It is left alone (run.frozen_after_s = 0)",
+    ]
+    assert machine.ended == [] and not machine.look(looker).lost
+
+
+@pytest.mark.parametrize("number", [ENGINE, 70])
+@pytest.mark.parametrize(("state", "tracer"), [("t (tracing stop)", 5), ("S (sleeping)", 5)])
+def test_one_in_a_debugger_is_meant_to_stand_still(
+    machine: Machine, number: int, state: str, tracer: int
+) -> None:
+    """All of it, or one of its threads."""
+    looker = machine.looker(LONG_S)
+    machine.threads(ENGINE, 70)
+    for _ in range(2):
+        for _ in range(round((LONG_S - 2) / LOOK_S)):  # which count from the start afterwards
+            machine.look(looker)
+        machine.threads(ENGINE, number, state=state, tracer=tracer)
+        for _ in range(round(2 * LONG_S / LOOK_S)):
+            machine.look(looker)
+        assert machine.ended == []
+        machine.threads(ENGINE, ENGINE, 70, at="2")
+
+
+def test_no_thread_of_many_gets_on(machine: Machine) -> None:
+    """However many there are, and whichever of them got on before; at least `STILL_S`."""
+    looker, many = machine.looker(5.0), range(1000, 1050)
+    for turn in range(30):
+        machine.threads(ENGINE, ENGINE, *many[:turn], at=str(turn))
+        machine.look(looker)
+    machine.threads(ENGINE, many[7], at="the last")
+    looks = 2 + round(STILL_S / LOOK_S)  # in the first two they may have got on
+    said = [line for _ in range(looks) for line in machine.look(looker).said]
+    assert "has not run at all for 20 s. After 60 s it is ended (run.froz" in said[0]
+    assert said[1].endswith("has not run at all for 60 s, and was ended") and len(said) == 2
+
+
+def test_one_thread_that_gets_on_is_enough(machine: Machine) -> None:
+    looker = machine.looker(5.0)
+    for turn in range(3 * round(STILL_S / LOOK_S)):
+        machine.threads(ENGINE, 1000 + turn % 2, at=str(turn))
+        assert not machine.look(looker).said
+
+
+def test_where_the_kernel_counts_nothing_nobody_is_still(machine: Machine) -> None:
+    machine.threads(ENGINE, ENGINE, at="")
+    looker = machine.looker(5.0)
+    said = [machine.look(looker).said for _ in range(2 * round(STILL_S / LOOK_S))]
+    assert not any(said)
+
+
+def test_whom_the_kernel_leaves_out_is_here_until_it_is_gone(machine: Machine) -> None:
+    looker = machine.looker(LONG_S)
+    assert machine.look(looker).here == {"engine 0": ENGINE}
+    machine.list_none_below(RAYLET)
+    machine.list_none_below(ENGINE)
+    assert machine.look(looker).here == {"engine 0": ENGINE}
+    machine.threads(WORKER, WORKER, state=STOPPED)
+    assert len(through(machine, looker, 30)) == 1, "the same holds of what an actor has started"
+    machine.remove(ENGINE)
+    assert machine.look(looker).here == {}
+    machine.add(ENGINE, "engine 1", begun=2)
+    assert machine.look(looker).here == {"engine 1": ENGINE}
+    machine.list_none_below(RAYLET)
+    machine.add(ENGINE, begun=3, below=0)  # another process of the same number
+    assert machine.look(looker).here == {}
+
+
+def test_other_runs_on_the_same_machine_are_none_of_ours(machine: Machine) -> None:
+    """Whose driver has given its actors the same names; and a run inside of a run."""
+    machine.add(OTHER, "engine 0", start="another")
+    machine.add(10, "engine 0", start="another", below=ENGINE)
+    for pid in (OTHER, 10):
+        machine.threads(pid, pid, state=STOPPED)
+    looker = machine.looker(LONG_S)
+    assert through(machine, looker, 2 * LONG_S) == [] == machine.ended
+    assert machine.look(looker).here == {"engine 0": ENGINE}
+
+
+def test_a_name_may_come_later_than_its_process(machine: Machine) -> None:
+    """Ray starts a process, which then becomes what it is to be."""
+    machine.add(OTHER)
+    looker = machine.looker(LONG_S)
+    assert OTHER not in machine.look(looker).here.values()
+    machine.mark(OTHER, "late")
+    assert machine.look(looker).here["late"] == OTHER
+
+
+def test_rays_own_processes_are_not_ended_but_told_of(machine: Machine) -> None:
+    looker = machine.looker(LONG_S, **{"the raylet": RAYLET})
+    assert not machine.look(looker).lost
+    machine.threads(RAYLET, RAYLET, state=STOPPED)
+    (line,) = through(machine, looker, RAYS_S - LOOK_S)
+    assert "After 60 s it is given up (run.frozen_after_s = 100)" in line
+    assert not looker.look().lost
+    sight = machine.look(looker)
+    assert sight.lost.startswith(f"the raylet (process {RAYLET} on ") and "stopped" in sight.lost
+    assert sight.here == {"engine 0": ENGINE}, "it is no less here"
+    machine.remove(RAYLET)
+    assert machine.look(looker).lost.endswith(" is gone") and machine.ended == []
+
+
+Begin = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """A real process, of that name."""
     begun: list[subprocess.Popen[bytes]] = []
 
-    def begin(command: str, name: str = "") -> subprocess.Popen[bytes]:
-        named = {NAME: name} if name else {}
-        environment = {key: value for key, value in os.environ.items() if key != NAME} | named
-        begun.append(subprocess.Popen(["sh", "-c", command], env=environment, stdin=-1))
+    def start(command: str, name: str) -> subprocess.Popen[bytes]:
+        mark = {NAME: f"{START}/{name}"}
+        begun.append(subprocess.Popen(["sh", "-c", command], env=os.environ | mark, stdin=-1))
         return begun[-1]
 
-    yield begin
+    yield start
     for process in begun:
         process.kill()
         process.wait()
@@ -39,117 +212,38 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         process.stdin.close()
 
 
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    state = psutil.Process(pid)
-    wait_for(lambda: state.status() == psutil.STATUS_STOPPED)
-
-
-def here() -> Looker:
-    return Looker(os.getpid(), {})
-
-
-def several(looker: Looker, times: int) -> list[Sight]:
-    return [looker.look() for _ in range(times)]
-
-
-def test_a_stopped_process_is_ended_after_some_looks_with_all_below_it(start: Start) -> None:
-    engine, other = start("sleep 600 & wait", "engine 0"), start("exec sleep 600", "engine 1")
-    stranger, looker = start("exec sleep 600"), here()
-    (below,) = wait_for(psutil.Process(engine.pid).children)
-    stop(engine.pid)
-    stop(stranger.pid)
-    sights = several(looker, STOPPED)
-    assert not any(sight.ended for sight in sights[:-1]), "a look or two may find it so"
-    (line,) = sights[-1].ended
-    assert line.startswith(f"engine 0 (process {engine.pid} on {sights[0].host}) has been stopped")
-    assert engine.wait(PATIENCE_S) == -signal.SIGKILL
-    wait_for(lambda: not below.is_running() or below.status() == psutil.STATUS_ZOMBIE)
-    assert looker.look().here == {"engine 1": other.pid}
-    assert stranger.poll() is None, "not of this run"
-
-
-def test_an_actor_waits_for_what_it_has_started(start: Start) -> None:
-    """An engine's workers, say, which hold the GPUs."""
-    engine, looker = start("sleep 600 & wait", "engine 0"), here()
-    (below,) = wait_for(psutil.Process(engine.pid).children)
-    stop(below.pid)
-    (line,) = several(looker, STOPPED)[-1].ended
-    assert f"waits for its process {below.pid}, which has been stopped" in line
-    assert engine.wait(PATIENCE_S) == -signal.SIGKILL
-
-
-def test_one_that_goes_on_in_time_is_let_be(start: Start) -> None:
-    """As all processes of a run do that was itself stopped, and continued."""
-    engine, looker = start("exec sleep 600", "engine 0"), here()
-    for _ in range(2):
-        stop(engine.pid)
-        assert not any(sight.ended for sight in several(looker, STOPPED - 1))
-        engine.send_signal(signal.SIGCONT)
-        wait_for(lambda: psutil.Process(engine.pid).status() != psutil.STATUS_STOPPED)
-        assert not looker.look().ended
-    assert engine.poll() is None
-
-
-def test_one_that_no_processor_runs_is_ended_and_one_that_works_is_not(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(looks, "STILL", 3)
-    frozen, busy = (
-        start("exec sleep 600", "engine 0"),
-        start("while read x; do :; done", "engine 1"),
-    )
-    looker, status = here(), Path(f"/proc/{busy.pid}/status")
+def test_real_processes_stopped_still_and_at_work(begin: Begin) -> None:
+    """The one that is still is found on kernels that count switches, as Linux does."""
+    stopped, still = begin("sleep 600 & wait", "stopped"), begin("exec sleep 600", "still")
+    busy, now = begin("while read x; do :; done", "busy"), 0.0
+    (below,) = wait_for(psutil.Process(stopped.pid).children)
+    wait_for(lambda: psutil.Process(still.pid).name() == "sleep")
+    wait_for(lambda: psutil.Process(still.pid).status() == psutil.STATUS_SLEEPING)
+    stopped.send_signal(signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
+    status = Path(f"/proc/{busy.pid}/status")
 
     def switches() -> str:
         return status.read_text().partition("voluntary_ctxt_switches")[2]
 
-    wait_for(lambda: psutil.Process(frozen.pid).name() == "sleep")
-    wait_for(lambda: psutil.Process(frozen.pid).status() == psutil.STATUS_SLEEPING)
-    ended: list[str] = []
-    for _ in range(3 * 3):
-        ended += looker.look().ended
+    counted = bool(switches())
+    looker = Looker(os.getpid(), {}, start=START, frozen_after_s=5.0, clock=lambda: now)
+    said: list[str] = []
+    assert looker.look().here == {"stopped": stopped.pid, "still": still.pid, "busy": busy.pid}
+    while now < 2 * STILL_S:
         before = switches()
         assert busy.stdin
         busy.stdin.write(b"work\n")
         busy.stdin.flush()
-        wait_for(lambda before=before: switches() != before)
-    (line,) = ended
-    assert line.startswith("engine 0") and "has not run at all" in line
-    assert frozen.wait(PATIENCE_S) == -signal.SIGKILL and busy.poll() is None
-
-
-def test_where_the_kernel_counts_nothing_nobody_is_still(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(looks, "STILL", 3)
-    monkeypatch.setattr(looks, "COUNTED", "no_such_line")
-    engine = start("exec sleep 600", "engine 0")
-    looker = here()
-    wait_for(lambda: looker.look().here)
-    assert not any(sight.ended for sight in several(looker, 6)) and engine.poll() is None
-
-
-def test_a_name_may_come_later_than_its_process(start: Start) -> None:
-    """Ray starts a process, which then becomes what it is to be."""
-    process, looker = start(f"read go; {NAME}=late exec sleep 600"), here()
-    assert looker.look().here == {}
-    assert process.stdin
-    process.stdin.write(b"go\n")
-    process.stdin.flush()
-    assert wait_for(lambda: looker.look().here) == {"late": process.pid}
-
-
-@pytest.mark.parametrize(("number", "how"), [(signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")])
-def test_rays_own_processes_are_not_ended_but_told_of(
-    start: Start, number: signal.Signals, how: str
-) -> None:
-    raylet = start("exec sleep 600")
-    looker = Looker(os.getpid(), {"the raylet": raylet.pid})
-    assert not looker.look().lost
-    raylet.send_signal(number)
-    stopped = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    wait_for(lambda: psutil.Process(raylet.pid).status() in stopped)
-    lost = several(looker, STOPPED)[-1].lost
-    assert lost.startswith(f"the raylet (process {raylet.pid} on ") and how in lost
-    assert number == signal.SIGKILL or raylet.poll() is None
+        wait_for(lambda before=before: switches() != before or not counted)
+        now += 2 * LOOK_S
+        said += looker.look().said
+    first, *more = said
+    assert "stopped" in first and f"process {stopped.pid}" in first and first.endswith("was ended")
+    assert stopped.wait(PATIENCE_S) == -signal.SIGKILL
+    wait_for(lambda: not below.is_running() or below.status() == psutil.STATUS_ZOMBIE)
+    assert busy.poll() is None and looker.look().here["busy"] == busy.pid
+    assert len(more) == 2 * counted
+    if more:
+        assert f"still (process {still.pid}" in more[1] and more[1].endswith("60 s, and was ended")
+        assert still.wait(PATIENCE_S) == -signal.SIGKILL

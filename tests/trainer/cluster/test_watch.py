@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
 
 from keel.model import ray_calls
 from keel.trainer.cluster import watch
-from keel.trainer.cluster.looks import Sight
-from keel.trainer.cluster.watch import NODES_EVERY, SILENT, Lookouts, Watch
+from keel.trainer.cluster.looks import RAYLET, Sight
+from keel.trainer.cluster.watch import Watch, watched
 from keel.trainer.run.restarts import Lost
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -40,7 +39,7 @@ def watching(*sights: Sight) -> tuple[Watch, list[str]]:
 
 
 def test_what_was_ended_is_said_once_and_is_no_end_of_the_run() -> None:
-    looking, said = watching(Sight(here={}, ended=("engine 0 was ended",)), Sight(here={}))
+    looking, said = watching(Sight(here={}, said=("engine 0 was ended",)), Sight(here={}))
     looking.check()
     looking.stop()
     assert said == ["engine 0 was ended"] and looking.well() is False
@@ -78,41 +77,86 @@ def test_the_end_of_a_needed_process_is_seen_at_once(monkeypatch: pytest.MonkeyP
     needed.wait()
 
 
-class Node:
-    """An actor that looks, on a node."""
+def test_a_look_that_fails_is_said_once_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, looks, enough = list[str](), list[int](), threading.Event()
 
-    def __init__(self, sight: Sight) -> None:
-        self.look, self.sight = self, sight
-        self.answers = True
+    def look() -> Sight:
+        looks.append(1)
+        if len(looks) in (1, 3):
+            raise OSError("too many open files")
+        if len(looks) == 5:
+            enough.set()
+        return Sight(here={}, said=("engine 0 was ended",) if len(looks) == 4 else ())
 
-    def remote(self) -> Node:
-        return self
+    looking = Watch(look, said.append)
+    assert enough.wait(PATIENCE_S)
+    looking.stop()
+    first, second = said
+    assert first.startswith("looking for frozen processes failed (OSError: too many open files)")
+    assert second == "engine 0 was ended"
 
 
-def test_a_node_that_is_silent_is_said_and_one_that_is_dead_takes_its_ranks_with_it(
+def test_who_cannot_be_told_loses_no_rank() -> None:
+    both = {"trainer rank 0": 7, "trainer rank 1": 8}
+    sights = [Sight(here=both), Sight(here={}, said=("engine 0 was ended",)), Sight(here={})]
+    enough = threading.Event()
+
+    def look() -> Sight:
+        if len(sights) == 1:
+            enough.set()
+        return sights.pop(0) if len(sights) > 1 else sights[0]
+
+    def say(line: str) -> None:
+        raise ValueError("the terminal is closed")
+
+    looking = Watch(look, say)
+    assert enough.wait(PATIENCE_S)
+    with pytest.raises(Lost, match="trainer rank 0 is gone"):
+        looking.check()
+    looking.stop()
+
+
+def test_a_needed_process_that_has_ended_is_no_reason_to_look_without_a_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alive = {"a": "host-a", "b": "host-b"}
-    nodes = {
-        "a": Node(Sight(here={"trainer rank 0": 1}, host="host-a", ended=("seen on a",))),
-        "b": Node(Sight(here={"trainer rank 1": 2}, host="host-b")),
-    }
+    """Where the looks do not find it gone, or fail."""
+    asked: list[list[int]] = []
+    needed = subprocess.Popen(["sleep", "600"])
 
-    def answer(node: Node, **_: Any) -> Sight:
-        if not node.answers:
-            raise GetTimeoutError
-        return node.sight
+    def select(waking: list[int], *_: Any) -> tuple[list[int], list[int], list[int]]:
+        asked.append(list(waking))
+        return ([], waking[1:], waking[:1])[min(len(asked), 3) - 1], [], []
 
-    monkeypatch.setattr(Lookouts, "_hosts", lambda _: dict(alive))
-    monkeypatch.setattr(watch, "_lookout", nodes.__getitem__)
-    monkeypatch.setattr(ray_calls, "get", answer)
-    lookouts = Lookouts()
-    first = lookouts.look()
-    assert first.here == {"trainer rank 0": 1, "trainer rank 1": 2}
-    assert first.ended == ("seen on a",)
-    nodes["b"].answers = False
-    said = [line for _ in range(NODES_EVERY) for line in lookouts.look().ended if "b" in line]
-    assert said == ["node host-b does not answer; on it: trainer rank 1"] and SILENT < NODES_EVERY
-    assert "trainer rank 1" in lookouts.look().here, "Ray has the last word on who is dead"
-    del alive["b"]
-    wait_for(lambda: "trainer rank 1" not in lookouts.look().here)
+    monkeypatch.setattr(watch.select, "select", select)
+    looking = Watch(lambda: Sight(here={}), print, needed.pid)
+    looking._thread.join(PATIENCE_S)
+    assert [len(waking) for waking in asked] == [2, 2, 1]
+    looking.stop()
+    needed.kill()
+    needed.wait()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_who_looks_knows_the_knob_and_whose_run_it_is(
+    monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    raylet = subprocess.Popen(["sleep", "600"])
+    given: list[Any] = []
+
+    class Looks:
+        def __init__(self, *given_: Any, **named: Any) -> None:
+            given.append((given_, named))
+
+        def look(self) -> Sight:
+            return Sight(here={})
+
+    own = {} if joined else {"raylet": [raylet.pid]}
+    monkeypatch.setattr(watch, "own_processes", lambda: own)
+    monkeypatch.setattr(watch, "Looker", Looks)
+    monkeypatch.setattr(watch, "Lookouts", Looks)
+    with watched(print, 7.0):
+        pass
+    here = ((raylet.pid, {RAYLET: raylet.pid}), {"start": ray_calls.start(), "frozen_after_s": 7.0})
+    assert given == [((7.0,), {}) if joined else here]
+    raylet.kill()
+    raylet.wait()

@@ -40,11 +40,13 @@ def test_no_recipe_of_ours_is_unusual(name: str) -> None:
         ("trainer.grad_clip", 1e3),
         ("algorithm.clip_high", 2.0),
         ("rollout.sampling.temperature", 5.0),
+        ("run.frozen_after_s", 5.0),
     ],
 )
 def test_a_value_that_nobody_uses_is_warned_about(knob: str, value: Any) -> None:
     usual = recipe()
     assert unusual(usual, DENSE) == []
+    assert unusual(with_knob(usual, ["run", "frozen_after_s"], 0.0), DENSE) == [], "never"
     (line,) = unusual(with_knob(usual, knob.split("."), value), DENSE)
     assert line.startswith(f"{knob} = {value:g} is far from what is used")
 

@@ -1,0 +1,124 @@
+"""A look at all machines of a cluster that this process has joined: an actor on each of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from keel.model import ray_calls
+from keel.trainer.cluster.looks import RAYLET, Looker, Sight
+
+NAME = "lookout"
+ANSWER_S = 5.0
+"""Longest wait for the nodes of a cluster to say what they see."""
+SILENT_S = 20.0
+"""A node that has not answered for so long is spoken of."""
+NODES_EVERY = 10
+"""Looks between two questions to Ray which nodes it takes for dead."""
+
+
+class Lookout:
+    """A node's own `Looker`: a Ray actor."""
+
+    def __init__(self, start: str, frozen_after_s: float) -> None:
+        raylet = os.getppid()
+        self._looker = Looker(raylet, {RAYLET: raylet}, start=start, frozen_after_s=frozen_after_s)
+
+    def look(self) -> Sight:
+        return self._looker.look()
+
+
+@dataclass(slots=True)
+class _Node:
+    host: str
+    actor: Any
+    last: Sight
+    asked: Any = None
+    """What it has not answered yet."""
+    silent_s: float = 0.0
+    lost: str = ""
+    """What of Ray's own it has lost, as was said."""
+
+    def answers(self, seconds: float) -> str:
+        """Wait for the look that it was asked for, which is `last` then; why there is none. It is
+        asked nothing more until it has answered: no look is lost, and a slow node does not get them
+        all at once."""
+        try:
+            self.last = ray_calls.get(self.asked, seconds=seconds)
+        except TimeoutError:
+            return "no answer"
+        except RayError as error:  # Ray starts the actor again
+            self.asked = None
+            return (str(error).strip() or type(error).__name__).splitlines()[-1]
+        self.asked = None
+        return ""
+
+
+class Lookouts:
+    """What is seen on all nodes together."""
+
+    def __init__(self, frozen_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """frozen_after_s: the knob of `run`."""
+        self._nodes: dict[str, _Node] = {}
+        self._looks, self._turns = 0, ray_calls.Turns(ANSWER_S, clock)
+        for node, host in self._hosts().items():
+            actor = _lookout(node, frozen_after_s)
+            self._nodes[node] = _Node(host, actor, Sight(here={}, host=host))
+
+    def look(self) -> Sight:
+        passed, end = self._turns.passed(), time.monotonic() + ANSWER_S
+        for there in self._nodes.values():
+            there.asked = there.asked or there.actor.look.remote()
+        here: dict[str, int] = {}
+        said: list[str] = []
+        for there in self._nodes.values():
+            said += _heard(there, there.answers(max(0.1, end - time.monotonic())), passed)
+            here |= there.last.here
+        self._looks += 1
+        lost = self._ask_ray(here) if self._looks % NODES_EVERY == 0 else ""
+        return Sight(here=here, said=tuple(said), lost=lost)
+
+    def _ask_ray(self, here: dict[str, int]) -> str:
+        """Forget what was on nodes that Ray takes for dead; why Ray is lost, if it does not say."""
+        try:
+            alive = self._hosts()
+        except TimeoutError as error:
+            return str(error)
+        for node in self._nodes.keys() - alive.keys():
+            for name in self._nodes.pop(node).last.here:
+                here.pop(name, None)
+        return ""
+
+    def _hosts(self) -> Mapping[str, str]:
+        """Nodes that are alive, by id, with their hosts."""
+        nodes = ray_calls.bounded(ray.nodes, ray_calls.CALL_S, "list its nodes")
+        return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
+
+
+def _heard(there: _Node, silence: str, passed: float) -> list[str]:
+    """What to say of a node. silence: why it has not answered; passed: seconds since the last."""
+    if silence:
+        before, there.silent_s = there.silent_s, there.silent_s + passed
+        if not before < SILENT_S <= there.silent_s:
+            return []
+        names = ", ".join(sorted(there.last.here.keys() - {NAME})) or "nothing of this run"
+        return [f"node {there.host} does not answer ({silence}); on it: {names}"]
+    there.silent_s = 0.0
+    said = list(there.last.said)
+    if there.last.lost and not there.lost:  # Ray gives the node up, in time
+        said.append(there.last.lost)
+    there.lost = there.last.lost
+    return said
+
+
+def _lookout(node: str, frozen_after_s: float) -> Any:
+    where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    options = {"num_cpus": 0, "scheduling_strategy": where, "max_restarts": -1}
+    return ray_calls.create(Lookout, NAME, options, ray_calls.start(), frozen_after_s)
