@@ -115,8 +115,8 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "kl/ref",
             "nats per token",
-            "KL to the reference policy, by the estimator of `algorithm.kl`; there where any source "
-            "has a `kl_coef`.",
+            "KL to the reference policy, by the estimator of `algorithm.kl`; there where any "
+            "source has a `kl_coef`.",
             "grows slowly, below 1",
             "stability",
         ),
