@@ -33,6 +33,7 @@ COMMANDS = {
     "trainer/cli.py": {"data", "report", "tasks"},
     "trainer/cluster/doctor.py": {"rewards"},
     "trainer/distill.py": {"data"},
+    "trainer/planning/named.py": {"data", "rewards"},
 }
 """What starts neither engine nor trainer."""
 WIRING = tuple(
@@ -235,6 +236,7 @@ def lines_of(program: str) -> list[str]:
     [
         {
             "keel.trainer.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
+            "keel.configs.reference.answer": ("torch", "numpy", "rich", "yaml", "omegaconf"),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
             "keel.trainer.learner": ("torch", *ENGINES),
@@ -259,16 +261,30 @@ def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -
 
 
 def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
+    """Which takes it a second; torch and Ray alone would take longer."""
+    source = "{name: a, source: jsonl, path: /nowhere/at-all.jsonl}"
     commands = [
         ("check", "quikstart"),
         ("train", "quickstart", "trainer.lrr=1"),
         ("eval", "quickstart", "run.steps=0"),
         ("judge", "answers.jsonl", "--recipe", "quikstart"),
+        ("sft", "sft-quickstart", "sft.epochs=many"),
+        ("distill", "quikstart"),
+        ("synthesize", "nothere.yaml"),
+        ("knobs", "trainer.lrr"),
     ]
-    heavy = ("torch", "ray", "matplotlib", "numpy", "sympy", *ENGINES)
+    named = [
+        ("check", "quickstart", "data.sources[spiral].rewards={corect: 1}"),
+        ("train", "quickstart", "model.path=/nowhere/at-all"),
+        ("eval", "quickstart", "model.path=/nowhere/at-all", "data.sources[spiral].size=8"),
+        ("sft", "sft-quickstart", f"sft.sources=[{source}]"),
+        ("train", "quickstart", f"data.sources=[{source}]"),
+    ]
+    heavy = ("torch", "ray", "matplotlib", "sympy", *ENGINES)
     program = (
         f"import sys; from keel.trainer.cli import main\n"
-        f"for command in {commands!r}:\n"
-        f"    print(main(command), *(name for name in {heavy!r} if name in sys.modules))"
+        f"for commands, heavy in ({commands!r}, {('numpy', *heavy)!r}), ({named!r}, {heavy!r}):\n"
+        f"    for command in commands:\n"
+        f"        print(main(command), *(name for name in heavy if name in sys.modules))"
     )
-    assert lines_of(program) == ["2"] * len(commands)
+    assert lines_of(program) == ["2"] * len(commands + named)

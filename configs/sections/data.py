@@ -102,7 +102,9 @@ class SourceConfig:
     """Table of `keel filter` (`pass_rates.jsonl`): train on the prompts alone whose pass rate there
     is from `least_pass_rate` to `most_pass_rate`, and above 0. Held-out sets stay as they are."""
     least_pass_rate: float = 0.0
+    """`pass_rates`: the lowest pass rate to train on."""
     most_pass_rate: float = 1.0
+    """`pass_rates`: the highest pass rate to train on."""
     size: int = 0
     """reasoning_gym, environment: number of prompts. jsonl: read at most this many lines (0:
     all)."""
@@ -225,6 +227,8 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
+    """Which prompts are trained on, and which are held out."""
+
     sources: tuple[SourceConfig, ...] = ()
     only: tuple[str, ...] = ()
     """Names of the sources to train on, as in a specialist's recipe; the others are left out as if
