@@ -65,6 +65,8 @@ class VllmEngine:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             spec.tokenizer, trust_remote_code=False
         )
+        if spec.chat_template:
+            self._tokenizer.chat_template = spec.chat_template
         self._jobs: dict[int, Job] = {}
         self._owner: dict[str, int] = {}
         """Job of each unfinished request, by the name given to vLLM."""

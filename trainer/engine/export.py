@@ -51,9 +51,13 @@ def write_model(
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
-def write_tokenizer(folder: Path, source: str) -> None:
-    """Copy the tokenizer of a model folder or hub model, its chat template included."""
-    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> None:
+    """Copy the tokenizer of a model folder or hub model, with its chat template or, where one is
+    given, with that."""
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
