@@ -26,7 +26,6 @@ says, and which kinds of files there are.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -276,10 +275,7 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
 
 def _text(record: dict[str, Any], key: str, columns: Columns) -> str:
     if key not in record:
-        near = difflib.get_close_matches(key, columns.names, n=1)
-        raise BadLine(
-            f"no {columns.called(key)}" + (f"; did you mean `{near[0]}`?" if near else "")
-        )
+        raise BadLine(f"no {columns.called(key)}{columns.near(key)}")
     value = record[key]
     if not isinstance(value, str) or not value.strip():
         what = columns.called(key)

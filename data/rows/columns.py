@@ -66,7 +66,7 @@ class Columns:
         self._near: dict[str, str] = {}
         self.unread: dict[str, str] = {}
         """Column that nothing reads → where it was first met."""
-        self.names: tuple[str, ...] = ()
+        self._names: tuple[str, ...] = ()
         """Of the last row."""
 
     def given(self, row: Row) -> Given:
@@ -75,7 +75,7 @@ class Columns:
             raise row.record
         known = self._picked(row.record)
         of_table = row.written is None
-        self.names = tuple(row.record)
+        self._names = tuple(row.record)
         if row.written is not None:
             as_text, record = self._picked(row.written), row.written
         else:
@@ -109,6 +109,11 @@ class Columns:
                 f"{self._knob}.columns.{key} = {name!r}: no row of {self._source.path} has such a "
                 "column"
             )
+
+    def near(self, key: str) -> str:
+        """A column of the last row that may be meant, where the one of this key is missing."""
+        found = get_close_matches(self._of[key], self._names, n=1)
+        return f"; did you mean `{found[0]}`?" if found else ""
 
     def called(self, key: str) -> str:
         """A key, for messages, with the column that it is looked for in."""

@@ -14,7 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]: of httpx or httpx2, by its release
+    LocalEntryNotFoundError,
+)
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
@@ -172,16 +177,16 @@ def _of_hub(source: SourceConfig, hub_answers: Callable[[], bool]) -> list[Path]
                 names = _names(source.path, CONVERTED)
                 wanted = chosen(names, source.split, source.subset)
                 revision = CONVERTED
-            except (NotFound, HfHubHTTPError):
+            except (NotFound, HfHubHTTPError, HTTPError):
                 raise own from None
         folder = Path(snapshot_download(**where, revision=revision, allow_patterns=wanted))
         return [folder / name for name in wanted]
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        first = str(error).strip().partition("\n")[0]
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
+        said = [line for line in str(error).splitlines() if line.strip()][:2]
         raise NotFound(
-            f"the hub ({constants.ENDPOINT}) does not give it: {first}. Correct the name "
-            "(owner/name), set HF_TOKEN if it is private or asks for consent, or download it where "
-            "that works and name its folder with source: file"
+            f"the hub ({constants.ENDPOINT}) does not give it: {' '.join(said)} Correct the "
+            "name (owner/name), set HF_TOKEN if it is private or asks for consent, or download it "
+            "where that works and name its folder with source: file"
         ) from error
 
 
@@ -191,17 +196,26 @@ def _names(repo: str, revision: str | None) -> list[str]:
 
 
 def _downloaded_before(source: SourceConfig, where: dict[str, Any]) -> list[Path]:
-    said: Exception | None = None
-    for revision in (None, CONVERTED):
+    """Of the newest state that any run has asked for."""
+    said = "it was not downloaded before"
+    cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
+    for revision in (constants.DEFAULT_REVISION, CONVERTED):
         try:
-            folder = Path(snapshot_download(**where, revision=revision, local_files_only=True))
-            return [folder / name for name in chosen(_listed(folder), source.split, source.subset)]
-        except (LocalEntryNotFoundError, NotFound) as error:
-            said = said or error
-    known = isinstance(said, NotFound)
+            commit = (cache / "refs" / revision).read_text().strip()
+            names = _listed(cache / "snapshots" / commit)
+            wanted = chosen(names, source.split, source.subset)
+            # Other parts that it has: a download may have been broken off.
+            parts = sorted({re.sub(r"\d+", "*", name) for name in wanted})
+            snapshot_download(**where, revision=commit, local_files_only=True, allow_patterns=parts)
+            return [cache / "snapshots" / commit / name for name in wanted]
+        except NotFound as error:
+            said = f"what was downloaded before {error}"
+        except LocalEntryNotFoundError as error:
+            said = f"its download was broken off: {error}"
+        except OSError:
+            continue
     raise NotFound(
-        f"the hub ({constants.ENDPOINT}) does not answer, and "
-        + (f"what was downloaded before {said}" if known else "it was not downloaded before")
-        + ". Download it where there is a network (`hf download --repo-type dataset "
-        f"{source.path}`) and name the folder with source: file"
+        f"the hub ({constants.ENDPOINT}) does not answer, and {said}. Download it where there is a "
+        f"network (`hf download --repo-type dataset {source.path}`) and name the folder with "
+        "source: file"
     )

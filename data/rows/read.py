@@ -30,7 +30,8 @@ class Row(NamedTuple):
     at: str
     """`file:line`, or `file, row 3` where there are no lines."""
     number: int
-    """Of the line or row; where there are several files, of the row in all of them."""
+    """Of the line, or of the row in a list or a table; where there are several files, of the row in
+    all of them."""
     record: dict[str, Any] | BadLine
     """Or why it cannot be read."""
     written: dict[str, Any] | None
@@ -100,6 +101,7 @@ def _listed(path: Path) -> Iterator[Row]:
     with opened(path) as file:
         text = file.read().decode("utf-8-sig")
     decode = json.JSONDecoder().raw_decode
+    number = 0
     place, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("[") + 1)
     while True:
         begin = _after_blanks(text, place)
@@ -111,7 +113,9 @@ def _listed(path: Path) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             why = "nested too deeply" if isinstance(error, RecursionError) else error
             raise ConfigError(f"{path}:{line}: not JSON: {why}") from error
-        yield _row(f"{path}:{line}", line, text[begin:end].encode("utf-8", "surrogatepass"))
+        number += 1  # a list may be all on one line
+        at = f"{path}:{line} (row {number})"
+        yield _row(at, number, text[begin:end].encode("utf-8", "surrogatepass"))
         place = _after_blanks(text, end)
         line += text.count("\n", begin, place)
         if text[place : place + 1] == ",":
