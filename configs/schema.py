@@ -167,6 +167,14 @@ class Config:
                 )
         for source in self.data.sources:
             self._check_budget(source)
+            taught = self.model.path == "embedded" and self.model.embedded.cold_start.steps > 0
+            require(
+                not (source.raw and taught),
+                f"data.sources[{source.name}].raw",
+                source.raw,
+                "is for base models: the embedded one is taught chats; leave it out, or set "
+                "model.embedded.cold_start.steps: 0",
+            )
         if self.with_agents:
             self._check_agents()
 

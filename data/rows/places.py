@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +20,11 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage]: of httpx or httpx2, by its release
     LocalEntryNotFoundError,
+)
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
 )
 
 from keel.configs.paths import data_path
@@ -179,7 +185,8 @@ def _of_hub(source: SourceConfig, hub_answers: Callable[[], bool]) -> list[Path]
                 revision = CONVERTED
             except (NotFound, HfHubHTTPError, HTTPError):
                 raise own from None
-        folder = Path(snapshot_download(**where, revision=revision, allow_patterns=wanted))
+        with _progress():
+            folder = Path(snapshot_download(**where, revision=revision, allow_patterns=wanted))
         return [folder / name for name in wanted]
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
         said = [line for line in str(error).splitlines() if line.strip()][:2]
@@ -188,6 +195,19 @@ def _of_hub(source: SourceConfig, hub_answers: Callable[[], bool]) -> list[Path]
             "name (owner/name), set HF_TOKEN if it is private or asks for consent, or download it "
             "where that works and name its folder with source: file"
         ) from error
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    """Of a download: it may take minutes, and nothing else is shown meanwhile."""
+    quiet = are_progress_bars_disabled()
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:  # the user has not said
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if quiet:
+            disable_progress_bars()
 
 
 def _names(repo: str, revision: str | None) -> list[str]:

@@ -112,5 +112,9 @@ def test_a_template_that_cannot_be_used_is_named(
 
 
 def test_the_embedded_model_has_a_template_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"\.raw = True: is for base models"):
+        load_config("quickstart", ["data.sources.0.raw=true"])
+    off = ["data.sources.0.raw=true", "model.embedded.cold_start.steps=0"]
+    assert load_config("quickstart", off).data.sources[0].raw
     with pytest.raises(ConfigError, match=r"model\.chat_template.*the embedded model has one"):
         load_config("quickstart", [f"model.chat_template={json.dumps(TEMPLATE)}"])

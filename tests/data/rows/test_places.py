@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,15 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
+from keel.data.rows import places
 from keel.data.rows.places import NotFound, cached_places, chosen, files_of
 from tests.data.rows.hub import CONVERTED, MAIN, NAME, hub
 
@@ -165,6 +172,30 @@ def test_a_dataset_in_a_form_of_its_own_is_read_as_the_hub_converted_it(
     assert len(load_jsonl(of_hub(), hub_answers=lambda: False).items) == 2
     with serving(monkeypatch, {MAIN: {"sums.xml": b""}}):
         assert "holds no file of a known kind" in refused(of_hub())
+
+
+def test_a_download_shows_how_far_it_is(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bars are off otherwise, since a view is drawn."""
+    for module in (constants, sys.modules["huggingface_hub.utils.tqdm"]):
+        monkeypatch.setattr(module, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    shown: list[bool] = []
+
+    def download(**_: Any) -> str:
+        shown.append(not are_progress_bars_disabled())
+        return str(filled(tmp_path / "there", "train.jsonl"))
+
+    monkeypatch.setattr(places, "snapshot_download", download)
+    before = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        with serving(monkeypatch, {MAIN: {"train.jsonl": LINES}}):
+            assert len(load_jsonl(of_hub()).items) == 2
+        assert shown == [True] and are_progress_bars_disabled()
+    finally:
+        if not before:
+            enable_progress_bars()
 
 
 def test_a_hub_that_is_lost_on_the_way_is_named(
