@@ -32,7 +32,7 @@ from typing import Any, cast
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.items import Item, Loaded, told
-from keel.data.rows.columns import Columns, Given, parsed_json
+from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
 from keel.data.rows.lines import BadLine, kind_of
 from keel.data.rows.places import files_of
 from keel.data.rows.read import Row, rows_of_files, rows_of_lines
@@ -132,8 +132,11 @@ def _item(
         reward: dict[str, Any] = {"kind": FUNCTIONS}
     else:
         reward = _reward(given, columns, source)
-    if functions and given.further:
-        reward["columns"] = given.further
+    if functions and (further := given.further):
+        if "reward" in record:  # as `keel filter` keeps a prompt, it has them already
+            further = {k: v for k, v in further.items() if k not in WRITTEN}
+            further = {**reward.get("columns", {}), **further}
+        reward["columns"] = further
     if environment and (own := record.get(FOR_ENVIRONMENT)) is not None:
         if not isinstance(own, dict):
             raise BadLine(f"`{FOR_ENVIRONMENT}` must be an object, is {kind_of(own)}")

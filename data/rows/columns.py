@@ -79,7 +79,7 @@ class Columns:
         if row.written is not None:
             as_text, record = self._picked(row.written), row.written
         else:
-            known = {key: _parsed(key, v) for key, v in known.items() if v not in (None, "")}
+            known = {key: _parsed(key, v) for key, v in known.items() if v != ""}
             as_text, record = _written(known), _written(row.record)
         further = {key: row.record[key] for key in row.record if key not in self._taken}
         for key in [key for key in self._unseen if key in known]:
@@ -111,7 +111,9 @@ class Columns:
             )
 
     def near(self, key: str) -> str:
-        """A column of the last row that may be meant, where the one of this key is missing."""
+        """Why a key is missing from the last row: another column may be meant."""
+        if self._of[key] in self._names:
+            return ": it is null, or empty"
         found = get_close_matches(self._of[key], self._names, n=1)
         return f"; did you mean `{found[0]}`?" if found else ""
 
@@ -144,8 +146,9 @@ class Columns:
         return _PLACE.sub(put, self._source.template_text)
 
     def _picked(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Without nulls, which programs write where a row lacks what others have."""
         found = {key: _looked_up(record, name) for key, name in self._of.items() if name}
-        return {key: value for key, value in found.items() if value is not _MISSING}
+        return {k: v for k, v in found.items() if v is not None and v is not _MISSING}
 
     def _near_key(self, name: str) -> str:
         if name not in self._near:

@@ -89,6 +89,21 @@ def test_functions_see_columns_whatever_else_judges(tmp_path: Path, judged: dict
     assert item.prompt.reward["columns"] == {"level": 3}
 
 
+def test_what_is_null_is_not_there(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "refuse": True}]
+    keys = ("prompt", "messages", "answer", "match", "refuse", "tests", "tolerance", "id")
+    filled = [{key: row.get(key) for key in keys} for row in rows]
+    plain = [item.prompt for item in load(tmp_path, *rows).items]
+    assert [item.prompt for item in load(tmp_path, *filled).items] == plain
+
+
+def test_a_prompt_that_was_kept_has_its_columns_still(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, {"id": "x", "prompt": "a", "answer": "1", "level": 3}, **OWN).items
+    kept = {"id": "x", "messages": item.prompt.messages, "reward": item.prompt.reward}
+    (again,) = load(tmp_path, {**kept, "pass_rate": 0.5}, **OWN).items
+    assert again.prompt == item.prompt
+
+
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rows.jsonl:1: no `prompt` (data.sources[s].columns: 'questoin'); did you": (
         {"question": "a", "answer": "b"},
