@@ -37,6 +37,8 @@ from keel.model.source import (
 from keel.model.transformers_internals import always_float32
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+"""What transformers raises for files that it cannot read. With a tokenizer it reads config.json."""
 Named = dict[str, Tensor]
 Whole = Callable[[Named], AbstractContextManager[Named]]
 
@@ -106,7 +108,7 @@ def load_tokenizer(
     check_tokenizer_files(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"the tokenizer of {path!r} {_unread(error)}") from error
     if chat_template:
         tokenizer.chat_template = chat_template
@@ -352,7 +354,7 @@ def _load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"{path!r} holds no config.json: not a transformers model folder")
     try:
         return AutoConfig.from_pretrained(path, **hub_options(path))
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
 
 

@@ -27,7 +27,7 @@ class BadLine(ValueError):
 
 def opened(path: Path) -> BinaryIO:
     """For reading, decompressed if its name ends in `.gz`."""
-    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+    return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def check_file(path: Path, knob: str) -> None:

@@ -28,7 +28,7 @@ def table_rows(path: Path, knob: str) -> Iterator[dict[str, Any]]:
             f"{knob} = {str(path)!r}: is read by pyarrow, which is not installed: {INSTALL}"
         ) from error
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             with parquet.ParquetFile(path) as file:
                 names = _texts(arrow, file.schema_arrow)
                 for batch in file.iter_batches(batch_size=ROWS, columns=names):

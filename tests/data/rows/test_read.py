@@ -71,7 +71,7 @@ def test_the_same_rows_from_every_kind_of_text(name: str, compressed: bool, tmp_
 def parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     arrow = pytest.importorskip("pyarrow", reason="no pyarrow")
     table = arrow.Table.from_pylist(rows)
-    if path.suffix == ".parquet":
+    if path.suffix == ".PARQUET":
         sys.modules["pyarrow.parquet"].write_table(table, path)
         return
     new = arrow.ipc.new_stream if path.stem == "stream" else arrow.ipc.new_file
@@ -79,7 +79,7 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         written.write_table(table, max_chunksize=1)
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "stream.arrow", "file.arrow"])
+@pytest.mark.parametrize("name", ["ROWS.PARQUET", "stream.arrow", "file.arrow"])
 def test_tables_hold_times_nulls_and_lists(name: str, tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow.parquet", reason="no pyarrow")
     assert arrow is not None

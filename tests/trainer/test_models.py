@@ -1,4 +1,4 @@
-"""A chat template of the recipe's, and base models, which have none: from check to export."""
+"""Models as people have them: without a chat template, with another one, and with files missing."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from keel.trainer.engine.export import write_tokenizer
 from keel.trainer.prepare import prepare
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
 ROWS = '{"problem": "1 + 1 =", "answer": "2", "level": 1}\n'
 
 
@@ -109,6 +110,30 @@ def test_a_template_that_cannot_be_used_is_named(
     Path("README").write_text("About it.")
     with pytest.raises(ConfigError, match=words):
         prepare(str(recipe), [f"model.chat_template={json.dumps(template)}".replace("\\\\", "\\")])
+
+
+@pytest.mark.parametrize(
+    ("missing", "change", "words"),
+    [
+        ("model.safetensors", {}, "holds no weights (model.safetensors"),
+        ("tokenizer.json", {}, "holds no tokenizer (tokenizer.json"),
+        ("config.json", {}, "holds no config.json"),
+        ("", MAMBA, "could not be read"),
+        ("", {**MAMBA, "layer_types": None}, "carry state"),
+        ("", {"model_type": "t5", "architectures": ["T5Model"]}, "not a causal language model"),
+    ],
+)
+def test_check_refuses_a_folder_that_lacks_something(
+    missing: str, change: dict[str, Any], words: str, recipe: Path, capsys: Any
+) -> None:
+    shape = recipe.with_name("config.json")
+    given = {**json.loads(shape.read_text()), **change}
+    shape.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
+    if missing:
+        recipe.with_name(missing).unlink()
+    assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and str(recipe.parent) in said
 
 
 def test_the_embedded_model_has_a_template_of_its_own() -> None:
