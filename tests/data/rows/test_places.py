@@ -174,6 +174,17 @@ def test_a_dataset_in_a_form_of_its_own_is_read_as_the_hub_converted_it(
         assert "holds no file of a known kind" in refused(of_hub())
 
 
+def test_a_download_that_was_broken_off_is_not_taken_for_all(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"train/1.jsonl": LINES, "train/2.jsonl": b'{"question": "?", "answer": "#### 9"}'}
+    with serving(monkeypatch, {MAIN: parts}):
+        assert len(load_jsonl(of_hub()).items) == 3
+    (second,) = cache.rglob("2.jsonl")
+    second.unlink()
+    assert "its download was broken off" in refused(of_hub(), hub_answers=lambda: False)
+
+
 def test_a_download_shows_how_far_it_is(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
