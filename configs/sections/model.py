@@ -154,6 +154,9 @@ class ModelConfig:
     """A local folder, a hub name, or `embedded` for the small model that needs no download."""
     tokenizer: str = ""
     """Tokenizer folder or hub name; empty: the model's own."""
+    chat_template: str = ""
+    """A Jinja template in place of the tokenizer's: its text, or a file. The run keeps the text,
+    and the model that it exports has it."""
     dtype: Dtype = "bfloat16"
     """Of the engine's weights (but see `rollout.dtype`) and the trainer's compute. Master weights
     are always float32. float16 is eight times as exact as bfloat16, so engine and trainer differ
@@ -167,5 +170,11 @@ class ModelConfig:
             self.path != "embedded" or not self.tokenizer,
             "model.tokenizer",
             self.tokenizer,
+            "the embedded model has one of its own; leave it empty, or set model.path",
+        )
+        require(
+            self.path != "embedded" or not self.chat_template,
+            "model.chat_template",
+            self.chat_template,
             "the embedded model has one of its own; leave it empty, or set model.path",
         )
