@@ -127,7 +127,16 @@ def test_intervals() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("\\frac{5}{2}", "5!", "<5", "\\neq 5", "$> 5$", "5^2"),
+        *(
+            "\\frac{5}{2}",
+            "5\\cdot 2",
+            "2 \\times 5",
+            "more than 5",
+            "<5",
+            "\\neq 5",
+            "$> 5$",
+            "5^2",
+        ),
         *("All except B", "all but (B)", "It is anything but B.", "B is wrong"),
     ],
 )
@@ -135,6 +144,8 @@ def test_a_choice_that_is_ruled_out_or_part_of_a_number(text: str) -> None:
     choices = {"kind": "answer", "match": "choice", "answer": "5", "choices": ["3", "5", "7"]}
     for whole in (text, f"\\boxed{{{text}}}"):
         assert verifier_for(choices)(whole) == 0.0
+    assert verifier_for(choices)("\\boxed{5!}") == 0.0
+    assert verifier_for(choices)("5!") == verifier_for(choices)("**5**") == 1.0
     assert verifier_for(choices)("5") == verifier_for(choices)("It is B.") == 1.0
 
 
