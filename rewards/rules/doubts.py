@@ -18,7 +18,7 @@ _RELATED = re.compile(_RELATION)
 _RELATED_LAST = re.compile(rf"{_RELATION}[\s$]{{0,9}}[^\s$]{{1,80}}[\s$.]{{0,9}}$")
 _IN_TEXT = r"\\(?:text\w*|math\w+|operatorname)\s*\{"
 _DENYING = re.compile(
-    rf"{_IN_TEXT}[\s(,;]*(?:(?:this|that|it|which)\s+)?"
+    rf"{_IN_TEXT}[\s(,;]*(?:(?:this|that|it|which|but|and)\s+){{0,2}}"
     r"(?:(?:is|are|was|were|be)(?:n['’]t|\s+(?:not|never|wrong|false|incorrect|unknown))\b"
     r"|(?:can|could)(?:not|n['’]t)\s+be\b|(?:wrong|false|incorrect|dozens?)\b|not\s*\})"  # 3 is not
     rf"|{_IN_TEXT}[^{{}}]*(?:\b(?:not|never|except|but|(?:more|less|other|rather)\s+than)|n['’]t)"

@@ -27,6 +27,8 @@ MAX_CHARACTERS = 2_048
 """A longer answer is wrong, unless the right one is about that long."""
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
+_SIGNS = re.compile(r"\\pm(?![A-Za-z])|±")
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b")
 # Read as a formula, "6 7" is a product and "a dog" has four factors.
 _PROSE = re.compile(r"(?<!\\)\b(?!sqrt|sin|cos|tan|log|exp)[^\W\d_]{3,}|\d\s+\d")
 
@@ -57,6 +59,7 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
     wanted = normalise(right)
     words = said(right) if _WORDS.fullmatch(WRAPPED.sub(r"\1", right)) else ""
     spelled = _spelled(right)
+    single = not _OR.search(right) and "," not in right and not _SIGNS.search(right)
     tower = not words and endless(right)
     plain = reading(right)
     longest = max(MAX_CHARACTERS, 4 * len(right))
@@ -91,11 +94,17 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
                 or (denies(given, words=True) and not denies(right, words=True))
             ):
                 return told == words
-            return told.endswith(f" {words}")
+            return told.endswith(f" {words}") and not told.endswith(
+                (f" or {words}", f" nor {words}")
+            )
         if alone and _spelled(given) == spelled:
             return True
+        parts = _OR.split(given) if alone and single else []
+        if len(parts) > 1:  # 1/2 or 0.5, and not 5 or 6
+            return all(part.strip() and same(part, marked=marked) for part in parts)
         if tower:
-            return same_tower(right, given if alone else last_formula(given))
+            denied = unlike(right, given, marked=alone) or denies(given)
+            return not denied and same_tower(right, given if alone else last_formula(given))
         sentence = given if alone else without_towers(given)
         if sentence is None or (alone and endless(given)):
             return False

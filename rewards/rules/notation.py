@@ -73,7 +73,7 @@ _DENIED = re.compile(
 )
 # "does not matter" denies no value, and "is not right" does.
 _REMARK = re.compile(
-    r"(?!(?:it|so|that|true|right|correct|valid|possible|allowed)\b)[^\W\d_]{2,}[^\w\\]*",
+    r"(?!(?:it|so|that|true|right|correct|valid|possible|allowed|answer|solution)\b)[^\W\d_]{2,}[^\w\\]*",
     re.IGNORECASE,
 )
 

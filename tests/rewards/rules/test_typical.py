@@ -63,6 +63,7 @@ TYPICAL: dict[str, list[str]] = {
     ],
     "70000": ["The answer is 70000!", "70000!"],
     "42": ["The answer is 42!!", "Some work\n> 42", "x = 42", r"\boxed{x = 42}", "```\n42\n```"],
+    "1/2": [r"\boxed{\frac{1}{2} \text{ or } 0.5}", "The answer is 1/2 or 0.5."],
     "512": [r"\boxed{2^{3^2}}"],
     "256": ["2^{2^3} = 2^8 = 256, so the answer is 256."],
     "2^{32}": [r"\boxed{2^{2^5}}"],
@@ -111,6 +112,9 @@ HOSTILE: dict[str, list[str]] = {
     "(2,\\infty)": [r"\boxed{x<2}", r"\boxed{2>x}", "The answer is $x < 2$."],
     "8:30 AM": [r"\boxed{8:30\text{ PM}}", r"\boxed{9:30\text{ AM}}"],
     "42": [r"\boxed{(41)}", "It is not (42).", "The answer is `43`.", "(6)(8)"],
+    "5": ["6 or 5", "The answer is 5 or 6.", r"\boxed{5\text{ but wrong}}", "5 is not the answer"],
+    "even": ["The answer is odd or even", "neither odd nor even", "not even"],
+    "2^{1000000}": ["The answer is not $2^{1000000}$.", r"\boxed{\neq 2^{1000000}}"],
     "2": ["2π", "The answer is 2π."],
 }
 
