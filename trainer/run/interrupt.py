@@ -42,6 +42,8 @@ class _Signals:
         """The first of `PREEMPTION` that came."""
         self.late = ""
         """What was not done in time after it."""
+        self.asked = False
+        """Whether Ctrl-C has come."""
         self.open: Interrupt | None = None
         """Who is told, instead of the command being ended."""
         self._installed: dict[int, Any] = {}
@@ -49,7 +51,7 @@ class _Signals:
 
     def install(self) -> None:
         """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
-        self.preempted, self.late = None, ""
+        self.preempted, self.late, self.asked = None, "", False
         for number in (signal.SIGINT, *PREEMPTION):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._installed[number] = signal.signal(number, self._on_signal)
@@ -71,6 +73,7 @@ class _Signals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGINT:
+            self.asked = True
             if self.open is None or self.open.asked:
                 raise KeyboardInterrupt
             self.open.ask(self.open.first)
@@ -111,6 +114,11 @@ def preempted() -> str:
     """The signal that is ending this command, for people; "" where none is. To be asked for rather
     than `Preempted`, of which Ray makes a mere KeyboardInterrupt."""
     return f"{_SIGNALS.preempted.name}{_SIGNALS.late}" if _SIGNALS.preempted else ""
+
+
+def asked() -> bool:
+    """Whether Ctrl-C has asked this command to end; what it was to do before that may be lost."""
+    return _SIGNALS.asked
 
 
 @contextmanager
