@@ -250,7 +250,10 @@ def _close(right: float | int | None, given: float | int | None, tolerance: floa
         return (
             abs(given) <= tolerance if right == 0 and isinstance(given, float) else right == given
         )
-    return abs(right - given) <= tolerance * abs(right)
+    try:
+        return abs(right - given) <= tolerance * abs(right)
+    except OverflowError:  # an integer beyond floating point
+        return False
 
 
 def _evaluated(found: list[Any]) -> float | int | None:

@@ -39,7 +39,7 @@ _WEIGHT = re.compile(r"\\(?:boldsymbol|bm|pmb|underline)\s*(?=\{)|\\displaystyle
 _BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?![\s*])([^*\n]+?)(?<!\s)\*\*(?![\w({\[*])")
 _QUOTED = re.compile(r"(?<=\n)[ \t]*>[ \t]+")
 _LEAD = re.compile(
-    r".*\banswer(?:\s+is\b\s*:?|\s*:(?:\s*\*\*)?|\s*\*\*\s*:)\s*(?=\S[^\n]*$)", re.S | re.I
+    r"\A.*\banswer(?:\s+is\b\s*:?|\s*:(?:\s*\*\*)?|\s*\*\*\s*:)\s*(?=\S[^\n]*$)", re.S | re.I
 )
 _TEXT_LEAD = re.compile(
     r"^\\text\w*\s*\{\s*(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is)?\s*:?\s*\}",
