@@ -51,7 +51,13 @@ class Task:
 
 def code_block(text: str) -> str | None:
     """The content of the last fenced code block; None without one, or if it is cut off."""
-    block: str | None = None
+    blocks = code_blocks(text)
+    return blocks[-1] if blocks else None
+
+
+def code_blocks(text: str) -> list[str]:
+    """The contents of the fenced code blocks; none of them if the last is cut off."""
+    blocks: list[str] = []
     fence: re.Match[str] | None = None
     inside: list[str] = []
     for line in text.replace("\r\n", "\n").split("\n"):
@@ -60,11 +66,12 @@ def code_block(text: str) -> str | None:
             if match is not None:
                 fence, inside = match, []
         elif match and match[2].startswith(fence[2]) and not match[3].strip():
-            block, fence = "\n".join(inside) + "\n", None
+            blocks.append("\n".join(inside) + "\n")
+            fence = None
         else:
             # A block in a list is indented as its fence is.
             inside.append(line.removeprefix(fence[1]))
-    return block if fence is None else None
+    return blocks if fence is None else []
 
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")

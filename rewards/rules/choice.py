@@ -15,21 +15,36 @@ MAX_CHARACTERS = 32_768
 # "The correct answer is (B)", "**Answer:** B. Paris": to the end of the sentence, which no decimal
 # point is. "B is the answer because Rome is older" states nothing after "is".
 _STATED = re.compile(
-    r"\banswer\b(?:(?!\b(?:because|since)\b)[^.:\n]){0,60}?(?:\bis\b|:)[\s*]{0,9}"
+    r"\banswer\b(?:(?!\b(?:because|since)\b)[^.:\n]){0,60}?(?:\bis\b\s{0,3}:?|:)[\s*]{0,9}"
     r"((?:\W{0,9}[a-z][.):](?=\s|$))?(?:[^\n.!?]|\.(?=\d))*)",
     re.IGNORECASE,
 )
+_REASON = re.compile(r"\b(?:because|since|whereas|while)\b.*", re.IGNORECASE | re.DOTALL)
 _LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
 # No letter of a word or of "I'm", and neither "A dog is one" nor "I think".
-_LETTER = re.compile(
-    r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])"
-    r"(?!\W{0,3}\s(?:is|are)\s+(?:wrong|incorrect|false)\b)"
+_LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
+_OUT = (
+    r"(?:rul(?:e|es|ed|ing)\s+out|(?:eliminat|exclud)(?:es?|ed|ing)|(?:reject|discard)(?:s|ed|ing)?"
+    r"|rather\s+than|instead\s+of|other\s+than)"
 )
+_BRACED = re.compile(r"\{?([^{}]*)\}")
 _NOT = re.compile(
-    r"\b(?:not|never|neither|nor|cannot|except|excluding|excludes?|other\s+than)\b|n['’]t\b"
+    rf"\b(?:not|never|neither|nor|cannot|except|{_OUT})\b|n['’]t\b"
     r"|\b(?:all|any\w*|every\w*|no\w*)\s+but\b|[≠≤≥]|\\(?:neq?|leq?|geq?|lt|gt)(?![A-Za-z])",
     re.IGNORECASE,
 )
+
+
+def _ruled_out(one: str) -> re.Pattern[str]:
+    """What `one` of the choices is not the answer in: "not A", "A and C are wrong". Of "not A or B"
+    nobody can say what it means."""
+    option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{one}[)*\]]{{0,3}}"
+    return re.compile(
+        rf"\b(?:not|{_OUT})\s+{option}(?:\s?\([^()]{{0,80}}\))?(?!\w|\W{{0,3}}\s?(?:or|nor|and|(?-i:[A-Z]))\b)"
+        rf"|(?:{option}\s?(?:,|or\b|and\b)\s?){{0,2}}{option}\s(?:is|are)\s+"
+        r"(?:wrong|incorrect|false|out|excluded|eliminated|impossible|ruled\s+out)\b",
+        re.IGNORECASE,
+    )
 
 
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -52,10 +67,15 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     right = _right(str(spec["answer"]), letters, by_text)
     # Longest first: "New York" does not name "York".
     longest_first = sorted(by_text, key=len, reverse=True)
-    any_text = re.compile("|".join(map(_standing_alone, longest_first)) or "(?!)", re.IGNORECASE)
+    pattern = "|".join(map(_standing_alone, longest_first)) or "(?!)"
+    any_text = re.compile(pattern, re.IGNORECASE)
+    ruled_out = _ruled_out(rf"(?:{pattern}|(?<![\w'’])(?-i:[A-Z])(?![\w'’]))")
 
     def named(fragment: str) -> set[str]:
         fragment = _one_line(WRAPPED.sub(r"\1", fragment))
+        bare = _BRACED.fullmatch(fragment)  # {5}, and the end of {"answer": 5}
+        fragment = bare[1] if bare is not None else fragment
+        fragment = ruled_out.sub("…", fragment)
         lone = _LONE.fullmatch(fragment)
         if lone is not None:
             return {lone[1].upper()} & letters
@@ -65,14 +85,17 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
             return set()
         return found | ({match[1] for match in _LETTER.finditer(rest)} & letters)
 
+    def reasoned(fragment: str) -> set[str]:
+        return named(_REASON.sub("", fragment)) or named(fragment)
+
     def same(text: str) -> bool:
         if len(text) > MAX_CHARACTERS:
             return False
         marked = marked_answers(text)
         stated = marked or [match[1] for match in _STATED.finditer(text)]
         if stated:
-            return set[str]().union(*map(named, stated)) == {right}
-        lines = text.strip().splitlines()
+            return set[str]().union(*map(reasoned, stated)) == {right}
+        lines = text.strip().rstrip("!").splitlines()
         return bool(lines) and (named(lines[-1]) or named(text)) == {right}
 
     return same
@@ -120,8 +143,13 @@ def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
 def _standing_alone(text: str) -> str:
     """A pattern for `text` that is no part of a longer word or number: neither 2.5, -5, 5 %, 5!,
     <5 nor the 5 of a fraction has the choice 5 in it."""
-    before = r"(?<![\w+±√^<>{-])(?<!\d[.,/:])(?<![<>]\s)" if text[0].isdigit() else r"(?<!\w)"
-    after = r"(?!\w|[.,/:]\d|\s?\\?[%^!]|\})" if text[-1].isdigit() else r"(?!\w)"
+    if not text[0].isdigit() and not text[-1].isdigit():
+        return rf"(?<!\w){re.escape(text)}(?!\w)"
+    before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"
+    before += r"(?<!\\times\s)(?<!(?:more|less)\sthan\s)(?<!(?:fewer|other)\sthan\s)"
+    after = r"(?!\w|[.,/:]\d|\s?\\?[%^!]|\}|\s?(?:\\cdot|\\times|\\div|[*×·÷+])\s?\d)"
+    before = before if text[0].isdigit() else r"(?<!\w)"
+    after = after if text[-1].isdigit() else r"(?!\w)"
     return before + re.escape(text) + after
 
 

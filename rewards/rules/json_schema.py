@@ -13,18 +13,20 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn, cast
 
-from keel.rewards.code.spec import code_block
-from keel.rewards.text import answer_in
+from keel.rewards.code.spec import code_blocks
+from keel.rewards.text import marked_answer
 
 MAX_CHARACTERS = 32_768
 """A longer text is wrong."""
 
+_ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re.MULTILINE)
+
 
 def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """A test for JSON that is valid under the schema `answer`, an object, formats included.
+    r"""A test for JSON that is valid under the schema `answer`, an object, formats included.
 
-    The JSON is what the answer marks as such, else all of it; of that, the last fenced code block
-    where there is one.
+    The JSON is all of the answer where that is JSON, else what it marks as such (`\boxed{}`,
+    `<answer>`, `<json>`); of that, the last fenced code block that is JSON.
     References lead into the schema itself; nothing is ever fetched.
 
     Raises ValueError for an invalid schema.
@@ -68,14 +70,38 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     def same(text: str) -> bool:
         if len(text) > MAX_CHARACTERS:
             return False
-        given = answer_in(text)
-        given = code_block(given) or given
-        try:
-            return bool(validator.is_valid(_loaded(given)))
-        except (ValueError, RecursionError):
-            return False
+        text = text.strip().lstrip("\ufeff").strip()
+        for part in _parts(text):
+            try:
+                value = _loaded(part)
+            except (ValueError, RecursionError):
+                continue
+            return bool(validator.is_valid(value))
+        return False
 
     return same
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What of an answer may be the JSON: the first that is decides."""
+    yield text
+    blocks = _blocks(text)
+    outside = text
+    for block in blocks:
+        outside = outside.replace(block.strip(), "")
+    if marked_answer(outside) is None:  # what a block's strings mark is no mark
+        _, opening, inside = text.rpartition("</json>")[0].rpartition("<json>")
+        yield from [inside] if opening else reversed(blocks)
+        return
+    if text.startswith("<answer>") and text.endswith("</answer>"):
+        yield text.removeprefix("<answer>").removesuffix("</answer>")
+    marked = marked_answer(text) or ""
+    yield marked
+    yield from reversed(_blocks(marked))
+
+
+def _blocks(text: str) -> list[str]:
+    return code_blocks(text) or [match[1] for match in _ONE_LINE.finditer(text)]
 
 
 def _references(value: Any) -> Iterator[str]:

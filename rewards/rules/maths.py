@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,20 +12,23 @@ from typing import Any, cast
 from keel.rewards.rules.doubts import (
     agree,
     assigned,
-    endless,
     interval,
     is_interval,
     listed,
     unlike,
 )
-from keel.rewards.rules.notation import denies, plain_notation, said
-from keel.rewards.rules.plain_maths import Number, Reading, reading, same
-from keel.rewards.text import BOXED, marked_answer, normalise, raised
+from keel.rewards.rules.notation import denies, plain_notation, said, undressed
+from keel.rewards.rules.plain_maths import Number, Reading, reading
+from keel.rewards.rules.plain_maths import same as same_reading
+from keel.rewards.rules.towers import endless, last_formula, same_tower, without_towers
+from keel.rewards.text import BOXED, WRAPPED, marked_answer, normalise, raised
 
 MAX_CHARACTERS = 2_048
 """A longer answer is wrong, unless the right one is about that long."""
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
+_SIGNS = re.compile(r"\\pm(?![A-Za-z])|±")
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b")
 # Read as a formula, "6 7" is a product and "a dog" has four factors.
 _PROSE = re.compile(r"(?<!\\)\b(?!sqrt|sin|cos|tan|log|exp)[^\W\d_]{3,}|\d\s+\d")
 
@@ -41,7 +43,8 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
     (`keel.rewards.rules.plain_maths`). `keel.rewards.rules.notation` says which spellings are read
     alike.
 
-    tolerance: between numbers, absolute or relative, where that says more than six places.
+    tolerance: between numbers, relative to the right one, absolute where that is 0, and none
+    between two integers; where that says more than six places.
     Raises ValueError for one that is not between 0 and 1.
     """
     if tolerance is not None and not _is_share(tolerance):
@@ -54,6 +57,10 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
         return read(f"\\boxed{{{right}}}")
 
     wanted = normalise(right)
+    words = said(right) if _WORDS.fullmatch(WRAPPED.sub(r"\1", right)) else ""
+    spelled = _spelled(right)
+    single = not _OR.search(right) and "," not in right and not _SIGNS.search(right)
+    tower = not words and endless(right)
     plain = reading(right)
     longest = max(MAX_CHARACTERS, 4 * len(right))
     named = {name: mathematical(value, tolerance=tolerance) for name, value in _named(right)}
@@ -67,51 +74,74 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
         given = text.strip() if marked is None else marked
         if not given or len(given) > longest:
             return False
-        alone = marked is not None or not _PROSE.search(given)
-        given = plain_notation(raised(given), alone=alone)
-        if normalise(given) == wanted:
+        given = undressed(given, marked=marked is not None)
+        if same(given, marked=marked is not None):
             return True
-        if endless(right, given) or unlike(right, given, marked=alone):
+        # "10000!" may be a factorial, or the end of a sentence.
+        return marked is None and given.endswith("!") and same(given.rstrip("!"), marked=False)
+
+    def same(given: str, *, marked: bool) -> bool:
+        alone = marked or not _PROSE.search(given)
+        spoken = plain_notation(raised(given), alone=False)
+        given = plain_notation(raised(given), alone=True) if alone else spoken
+        if not given or normalise(given) == wanted:
+            return bool(given)
+        if words:  # as mathematics, Paris and Pairs are the same product
+            told = said(given)
+            if (
+                told == words
+                or marked
+                or (denies(given, words=True) and not denies(right, words=True))
+            ):
+                return told == words
+            return told.endswith(f" {words}") and not told.endswith(
+                (f" or {words}", f" nor {words}")
+            )
+        if alone and _spelled(given) == spelled:
+            return True
+        parts = _OR.split(given) if alone and single else []
+        if len(parts) > 1:  # 1/2 or 0.5, and not 5 or 6
+            return all(part.strip() and same(part, marked=marked) for part in parts)
+        if tower:
+            denied = unlike(right, given, marked=alone) or denies(given)
+            return not denied and same_tower(right, given if alone else last_formula(given))
+        sentence = given if alone else without_towers(given)
+        if sentence is None or (alone and endless(given)):
+            return False
+        given = sentence
+        if unlike(right, given, marked=alone):
             return False
         if named and alone:
-            return _each(named, given)
+            verdict = _each(named, given)
+            if verdict is not None:
+                return verdict
         if alone and is_interval(right):
             given = interval(given) or given
         elif within is not None and alone and is_interval(given):
             return within(f"\\boxed{{{given}}}")
         if plain is not None and (other := reading(given)) is not None:
-            if close(_number(plain), _number(other)):
+            if tolerance is not None and _near(plain, other, tolerance):
                 return True
             verdict = _tiny(plain, other)
-            verdict = same(plain, other) if verdict is None else verdict
+            verdict = same_reading(plain, other) if verdict is None else verdict
             if verdict is not None:
                 return verdict
-        if _WORDS.fullmatch(right):  # as mathematics, Paris and Pairs are the same product
-            words = said(given)
-            if words == said(right) or marked is not None or denies(given):
-                return words == said(right)
-            return words.endswith(f" {said(right)}")
         if denies(given) and not denies(right):
             return False
         readings: list[str] = []
-        if marked is not None or not _PROSE.search(given):
+        if alone:
             readings.append(f"\\boxed{{{given}}}")
-        if marked is None:
-            readings.append(given)
+        if not marked:
+            readings.append(spoken if alone else given)
         for found in map(read, readings):
             verdict = _quick(plain, found)
             if verdict or (verdict is None and verify(gold(), found) and _agreed(gold(), found)):
                 return True
-            if tolerance is not None and close(_evaluated(gold()), _evaluated(found)):
+            if tolerance is not None and _close(_evaluated(gold()), _evaluated(found), tolerance):
                 return True
         return False
 
-    def close(left: float | None, other: float | None) -> bool:
-        if left is None or other is None or tolerance is None:
-            return False
-        return math.isclose(left, other, rel_tol=tolerance, abs_tol=tolerance)
-
-    if plain is None:
+    if plain is None and not words and not tower:
         gold()
     return verify_text
 
@@ -147,10 +177,18 @@ def _named(right: str) -> list[tuple[str, str]]:
     return list(assigned(right).items())
 
 
-def _each(named: dict[str, Callable[[str], bool]], given: str) -> bool:
-    """Values of several names: with these names in any order, or without them in this one."""
-    values = assigned(given) or dict(zip(named, listed(given), strict=False))
-    if len(listed(given)) != len(named) or values.keys() != named.keys():
+def _each(named: dict[str, Callable[[str], bool]], given: str) -> bool | None:
+    """Values of several names: with these names in any order, or without them in this one. None
+    where that cannot be read."""
+    values = assigned(given)
+    if not values:
+        parts = listed(given)
+        if any("=" in part for part in parts):
+            return None if all(name in given for name in named) else False
+        if len(parts) != len(named):
+            return False
+        values = dict(zip(named, parts, strict=True))
+    if values.keys() != named.keys():
         return False
     return all(same(f"\\boxed{{{values[name]}}}") for name, same in named.items())
 
@@ -167,7 +205,7 @@ def _quick(plain: Reading | None, found: list[Any]) -> bool | None:
     """`same` for a whole number that the computer algebra has found in a text."""
     if plain is None or not found or not getattr(found[0], "is_Integer", False):
         return None
-    return same(plain, Number(Fraction(int(found[0]))))
+    return same_reading(plain, Number(Fraction(int(found[0]))))
 
 
 def _tiny(right: Reading, given: Reading) -> bool | None:
@@ -182,13 +220,43 @@ def _tiny(right: Reading, given: Reading) -> bool | None:
     return abs(right.value - given.value) * 10**6 <= larger
 
 
-def _number(found: Reading) -> float | None:
-    if not isinstance(found, Number):
-        return None
-    return float(found.value / 100 if found.percent else found.value)
+def _spelled(text: str) -> str:
+    """As it reads when typeset: 8:30 AM, whatever of it is marked as text."""
+    return normalise(WRAPPED.sub(r" \1 ", text))
 
 
-def _evaluated(found: list[Any]) -> float | None:
+def _near(right: Reading, given: Reading, tolerance: float) -> bool:
+    if not (isinstance(right, Number) and isinstance(given, Number)):
+        return False
+    if right.percent == given.percent:
+        return _close(_float(right), _float(given), tolerance)
+    one, two = (right, given) if right.percent else (given, right)  # 50 % is 50 and 1/2
+    return any(
+        _close(*((value, _float(two)) if right.percent else (_float(two), value)), tolerance)
+        for value in (_float(one), float(one.value) / 100)
+    )
+
+
+def _float(found: Number) -> float | int:
+    """An int for what was written as one."""
+    whole = found.value.denominator == 1 and not found.decimal
+    return int(found.value) if whole else float(found.value)
+
+
+def _close(right: float | int | None, given: float | int | None, tolerance: float) -> bool:
+    if right is None or given is None:
+        return False
+    if right == 0 or (isinstance(right, int) and isinstance(given, int)):
+        return (
+            abs(given) <= tolerance if right == 0 and isinstance(given, float) else right == given
+        )
+    try:
+        return abs(right - given) <= tolerance * abs(right)
+    except OverflowError:  # an integer beyond floating point
+        return False
+
+
+def _evaluated(found: list[Any]) -> float | int | None:
     """Of the computer algebra's reading; None where that is no real number."""
     try:
         value = found[0]
@@ -196,6 +264,7 @@ def _evaluated(found: list[Any]) -> float | None:
             if not (value.is_Equality and value.lhs.is_Symbol):
                 return None
             value = value.rhs
-        return float(value.doit().evalf())
+        value = value.doit()
+        return int(value) if value.is_Integer else float(value.evalf())
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError):
         return None

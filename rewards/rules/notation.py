@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from math import prod
 
 from keel.rewards.text import WRAPPED, normalise
 
@@ -21,11 +22,31 @@ _MANY = re.compile(
     re.IGNORECASE,
 )
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_LENGTH = r"[cmk]?m|met(?:er|re)s?|feet|ft|inch(?:es)?|in|miles?|yards?"
+_UNIT = (
+    rf"(?:(?:square|cubic|sq\.?)\s+)?(?:{_LENGTH}|dollars?|cents?|euros?|degrees?|hours?|hrs?|minutes?|mins?"
+    r"|seconds?|secs?|days?|weeks?|months?|years?|mph|k?g|kgs?|lbs?|pounds?|grams?|units?)"
+    r"(?:\s?\^\s?\{?[23]\}?)?"
+)
 _BARE_UNIT = re.compile(
-    r"(?<=\d)\s(?:dollars?|cents?|euros?|degrees?|hours?|minutes?|seconds?|days?|years?|"
-    r"[cmk]?m|met(?:er|re)s?|feet|inch(?:es)?|miles?|k?g|grams?|units?)$",
+    rf"(?<=\d)\s{_UNIT}(?:\s?(?:/|\bper\b)\s?(?:{_UNIT}|[smh]|hr|sec|min)(?:\^\{{?[23]\}}?)?)?$",
     re.IGNORECASE,
 )
+_DEGREES = re.compile(r"(\^\s*\{?\s*\\circ\s*\}?)\s*(?:[CF]|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})$")
+_MONEY = re.compile(r"(?:\\\$|[€£¥])\s?(?=\d)|(?<=\d)\s?[€£¥]")
+_ABOUT = re.compile(r"^(?:([A-Za-z])\s*)?(?:≈|\\approx(?![A-Za-z])|~(?=\s*\d))\s*")
+_WEIGHT = re.compile(r"\\(?:boldsymbol|bm|pmb|underline)\s*(?=\{)|\\displaystyle(?![A-Za-z])")
+_BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?![\s*])([^*\n]+?)(?<!\s)\*\*(?![\w({\[*])")
+_QUOTED = re.compile(r"(?<=\n)[ \t]*>[ \t]+")
+_LEAD = re.compile(
+    r"\A.*\banswer(?:\s+is\b\s*:?|\s*:(?:\s*\*\*)?|\s*\*\*\s*:)\s*(?=\S[^\n]*$)", re.S | re.I
+)
+_TEXT_LEAD = re.compile(
+    r"^\\text\w*\s*\{\s*(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is)?\s*:?\s*\}",
+    re.IGNORECASE,
+)
+_IN_BRACKETS = re.compile(r"\(([^(),;]+)\)([.!]?)")
+_DOUBLE = re.compile(r"(?<![\w.)}\]!])(\d{1,3})!!(?!!)")
 _LEADING_DASH = re.compile(r"(^|[(\[{,=]\s*)–(?=[\d.\\])")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
@@ -44,18 +65,31 @@ _REPEATING = re.compile(
 _POWER = re.compile(r"(?<=[\w)\]}])\*\*(?=[\w({+-])")
 _PI = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|π)")
 _PROSE_PI = re.compile(r"(?<![\w.,$\\])(\d+(?:\.\d+)?)?\s{0,3}(?:π|\\pi(?![a-z]))(?![$\w^/\\(])")
-_LAST_MARK = re.compile(r"(?<=[\w})\]%])(?:[.,;]|\s*\\\\)$")
+_LAST_MARK = re.compile(r"(?<=[\w})\]%$])(?:[.,;]|\s*\\\\)$")
 _DENIED = re.compile(
     r"(?:\\neq?(?![A-Za-z])|≠|\b(?:can)?not\b|n['’]t\b|\bnever\b)(?:\s+(?:be|equal\s+to|the|an?)\b){0,2}"
-    r"[\s$*]{0,9}[^\s,;]{1,80}$",
+    r"[\s$*]{0,9}([^\s,;]{1,80})$",
     re.IGNORECASE,
 )
+# "does not matter" denies no value, and "is not right" does.
+_REMARK = re.compile(
+    r"(?!(?:it|so|that|true|right|correct|valid|possible|allowed|answer|solution)\b)[^\W\d_]{2,}[^\w\\]*",
+    re.IGNORECASE,
+)
+
+
+def undressed(text: str, *, marked: bool) -> str:
+    """An answer without Markdown, and without the "The answer is" before it."""
+    text = _BOLD.sub(r"\1", text.replace("`", "")).strip()
+    if not marked:
+        text = _QUOTED.sub("", text)
+    return _LEAD.sub("", _TEXT_LEAD.sub("", text)).strip()
 
 
 def plain_notation(text: str, *, alone: bool) -> str:
     """`text` in a notation that leaves no doubt. alone: a formula by itself, not in a sentence."""
     text = text.translate(_SIGNS)
-    text = _LEADING_DASH.sub(r"\1-", text)
+    text = _MONEY.sub("", _LEADING_DASH.sub(r"\1-", text))
     text = _VULGAR.sub(lambda found: f" {_ascii(found[0])}", text).strip()
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _MIXED.sub(_improper, text)
@@ -63,16 +97,24 @@ def plain_notation(text: str, *, alone: bool) -> str:
     text = _MANY.sub(_counted, _EMPTY.sub(r"\\emptyset ", text))
     if not alone:
         return text if "$" in text or "\\(" in text else _PROSE_PI.sub(_formula, text)
+    text = _ABOUT.sub(lambda found: f"{found[1]} = " if found[1] else "", _WEIGHT.sub("", text))
+    text = _DOUBLE.sub(lambda found: str(prod(range(int(found[1]), 0, -2))), text.replace("~", " "))
+    bracketed = _IN_BRACKETS.fullmatch(text)
+    text = bracketed[1] if bracketed is not None else text
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _PI.sub(r"\\pi ", text) if not text.isalpha() or text in ("pi", "π") else text
     text = _POWER.sub("^", text)
-    text = _BARE_UNIT.sub("", _REPEATING.sub(_fraction, text))
-    return _LAST_MARK.sub("", text).strip()
+    text = _LAST_MARK.sub("", _REPEATING.sub(_fraction, text)).strip()
+    return _DEGREES.sub(r"\1", _BARE_UNIT.sub("", text)).strip()
 
 
-def denies(text: str) -> bool:
-    """Whether the last thing that `text` names is what the answer is not."""
-    return _DENIED.search(text.strip().rstrip(".!$* ")) is not None
+def denies(text: str, *, words: bool = False) -> bool:
+    """Whether the last thing that `text` names is what the answer is not.
+
+    words: that may be a word.
+    """
+    found = _DENIED.search(text.strip().rstrip(".!$* "))
+    return found is not None and (words or _REMARK.fullmatch(found[1]) is None)
 
 
 def said(text: str) -> str:

@@ -150,6 +150,9 @@ def test_time_is_linear_in_the_answer() -> None:
         "<answer>" * 4_000,
         "<answer>" + "</answer" * 4_000,
         "A " * 15_000,
+        "A, " * 5_000,
+        "not " * 8_000,
+        "not A (" * 4_000,
         "*" * 32_000,
         "\\text{" * 5_000,
     ):
@@ -182,3 +185,51 @@ def test_words_around_a_letter() -> None:
     assert score("B is the answer because Paris is in France.") == 1.0
     assert score("I think it is C", "C", None) == 1.0
     assert score("I is the answer", "I", None) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The correct answer is:\n\n**B**",
+        "The answer is:\nB",
+        "The answer is:\n\n**Paris**",
+        "The answer is B, because Paris is in France and London is not.",
+        "The correct answer is B (Paris), not A.",
+        "The answer is not A but B.",
+        "The answer is B rather than A.",
+        "The answer is Paris, not London.",
+        "I rule out A, so B.",
+        "A is eliminated, so it is B.",
+        "A and C are wrong, so B.",
+        "B!",
+        "\\boxed{{B}}",
+        '{"answer": "B"}',
+        '{"answer": "Paris"}',
+    ],
+)
+def test_ways_to_name_it_beside_others(text: str) -> None:
+    assert score(text) == 1.0
+    assert score(text, right="A") == score(text, right="C") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "I rule out B",
+            "I rule out A and B",
+            "B is excluded",
+            "B is eliminated",
+            "rather than B",
+        ),
+        *("I would say A rather than B", "The answer is not A or B", "not A, B", "Paris is wrong"),
+        *("I eliminated B.", "C instead of B", "Paris is ruled out", "A is right, B is wrong"),
+    ],
+)
+def test_what_is_ruled_out_is_not_named(text: str) -> None:
+    assert score(text) == 0.0
+
+
+def test_a_number_among_the_choices_in_braces() -> None:
+    for text in ("\\boxed{{5}}", "5!", '{"answer": 5}', "**5**", "The answer is 5, not 7.", "$5$"):
+        assert score(text, "5", ["3", "5", "7"]) == 1.0

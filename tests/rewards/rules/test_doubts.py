@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from keel.rewards.code.compare import same_text, same_value
-from keel.rewards.rules.doubts import endless, interval
+from keel.rewards.rules.doubts import interval
+from keel.rewards.rules.towers import endless
 from keel.rewards.rules.verifiers import verifier_for
 
 
@@ -107,8 +108,8 @@ def test_a_tolerance_is_for_values() -> None:
     ],
 )
 def test_what_would_never_be_worked_out_is_wrong_at_once(given: str) -> None:
-    assert endless("5", given) and boxed("5", given) == 0.0
-    assert not endless(given, given) and boxed(given, given) == 1.0
+    assert endless(given) and boxed("5", given) == 0.0
+    assert boxed(given, given) == 1.0
 
 
 def test_signs_and_digits() -> None:
@@ -126,7 +127,16 @@ def test_intervals() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("\\frac{5}{2}", "5!", "<5", "\\neq 5", "$> 5$", "5^2"),
+        *(
+            "\\frac{5}{2}",
+            "5\\cdot 2",
+            "2 \\times 5",
+            "more than 5",
+            "<5",
+            "\\neq 5",
+            "$> 5$",
+            "5^2",
+        ),
         *("All except B", "all but (B)", "It is anything but B.", "B is wrong"),
     ],
 )
@@ -134,6 +144,8 @@ def test_a_choice_that_is_ruled_out_or_part_of_a_number(text: str) -> None:
     choices = {"kind": "answer", "match": "choice", "answer": "5", "choices": ["3", "5", "7"]}
     for whole in (text, f"\\boxed{{{text}}}"):
         assert verifier_for(choices)(whole) == 0.0
+    assert verifier_for(choices)("\\boxed{5!}") == 0.0
+    assert verifier_for(choices)("5!") == verifier_for(choices)("**5**") == 1.0
     assert verifier_for(choices)("5") == verifier_for(choices)("It is B.") == 1.0
 
 

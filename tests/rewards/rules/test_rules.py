@@ -195,13 +195,23 @@ def test_another_value(right: str, text: str) -> None:
     assert answer(right, text) == 0.0
 
 
-def test_tolerance_is_absolute_or_relative_between_numbers() -> None:
+def test_tolerance_is_relative_between_numbers() -> None:
     for given in ("3.2", "\\boxed{\\pi}", "\\boxed{x = 3.1}", "about \\boxed{22/7}"):
         assert answer("3.14159", given) == 0.0
         assert answer("3.14159", given, tolerance=0.05) == 1.0
     assert answer("\\pi", "\\boxed{3.14}", tolerance=0.01) == 1.0
     assert answer("\\pi", "\\boxed{3.2}", tolerance=0.01) == 0.0
-    assert answer("1000", "1009", tolerance=0.01) == 1.0
+    assert (
+        answer("1000.0", "1009", tolerance=0.01) == answer("1000", "1000.5", tolerance=0.01) == 1.0
+    )
+    for right, given in (("1000", "1001"), ("42", "\\boxed{40+3}"), ("0.001", "0.01")):
+        assert answer(right, given, tolerance=0.05) == 0.0
+    assert (
+        answer("1.6e-19", "1.601e-19", tolerance=0.01)
+        == answer("0", "0.009", tolerance=0.01)
+        == 1.0
+    )
+    assert answer("1.6e-19", "0", tolerance=0.01) == answer("0", "0.02", tolerance=0.01) == 0.0
     assert answer("\\{1, 2\\}", "\\boxed{\\{1, 2.001\\}}", tolerance=0.01) == 0.0
     for wrong in (0, -1, 1, "0.1", True):
         with pytest.raises(ValueError, match="tolerance = "):
