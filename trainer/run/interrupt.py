@@ -31,7 +31,8 @@ PREEMPTED_FIRST = "{signal}: what is being sampled is given up; a checkpoint fol
 
 
 class Preempted(KeyboardInterrupt):
-    """One of `PREEMPTION` came, and there is nothing to save, or no more time for it."""
+    """One of `PREEMPTION` came, and there is nothing to save, or no more time for it; or, from
+    `keel.train`, all is saved."""
 
 
 class _Signals:
@@ -42,6 +43,8 @@ class _Signals:
         """The first of `PREEMPTION` that came."""
         self.late = ""
         """What was not done in time after it."""
+        self.interrupted = False
+        """Whether Ctrl-C came, and was noted."""
         self.open: Interrupt | None = None
         """Who is told, instead of the command being ended."""
         self._installed: dict[int, Any] = {}
@@ -49,7 +52,7 @@ class _Signals:
 
     def install(self) -> None:
         """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
-        self.preempted, self.late = None, ""
+        self.preempted, self.late, self.interrupted = None, "", False
         for number in (signal.SIGINT, *PREEMPTION):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._installed[number] = signal.signal(number, self._on_signal)
@@ -73,6 +76,7 @@ class _Signals:
         if number == signal.SIGINT:
             if self.open is None or self.open.asked:
                 raise KeyboardInterrupt
+            self.interrupted = True
             self.open.ask(self.open.first)
         elif self.preempted is not None:  # schedulers repeat themselves
             if self.open is not None and self.open.out_of_time:
@@ -111,6 +115,11 @@ def preempted() -> str:
     """The signal that is ending this command, for people; "" where none is. To be asked for rather
     than `Preempted`, of which Ray makes a mere KeyboardInterrupt."""
     return f"{_SIGNALS.preempted.name}{_SIGNALS.late}" if _SIGNALS.preempted else ""
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C has asked this command to end, which it then does as if it were done."""
+    return _SIGNALS.interrupted
 
 
 @contextmanager
