@@ -103,6 +103,11 @@ NAMED = (SourceConfig, ConversationsConfig)
 ABSENT = "(absent)"
 
 
+def resumable(knob: str) -> bool:
+    """Whether a run folder may be continued with another value of this knob."""
+    return knob in RESUMABLE_KNOBS or knob.startswith(ELSEWHERE)
+
+
 def flatten_config(config: Config) -> dict[str, Any]:
     """Knob path → value. Sources are keyed by name: `data.sources[chain_sum].size`."""
     flat: dict[str, Any] = {}
@@ -140,11 +145,7 @@ def check_resumable(
     """
     old, new = flatten_config(saved), flatten_config(wanted)
     differing = diff_configs(saved, wanted)
-    changed = [
-        knob
-        for knob in differing
-        if knob not in RESUMABLE_KNOBS and not knob.startswith(ELSEWHERE) and knob.startswith(of)
-    ]
+    changed = [knob for knob in differing if not resumable(knob) and knob.startswith(of)]
     if changed:
         listed = "\n".join(
             f"  {k}: {old.get(k, ABSENT)!r} → {new.get(k, ABSENT)!r}" for k in changed

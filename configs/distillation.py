@@ -15,6 +15,7 @@ class SpecialistConfig:
     """Trained by `recipe` on some of its sources alone."""
 
     name: str
+    """Of its folder: letters, digits and any of _ + -"""
     sources: tuple[str, ...]
     """Names of the recipe's sources, and so the domains and modes that it teaches."""
     overrides: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class DistillConfig:
     sft: str = "sft-distilled"
     """Recipe of `keel sft`; its sources are replaced by what was selected."""
     sft_overrides: tuple[str, ...] = ()
+    """Knobs of the recipe `sft` that are otherwise: `[trainer.lr=1e-5]`."""
     mixed_overrides: tuple[str, ...] = ()
     """Knobs of the recipe for the mixed stage alone."""
     eval_samples: int = 4

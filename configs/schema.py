@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from keel.configs.paths import template_of
 from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
 from keel.configs.sections.alarms import AlarmsConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
@@ -77,12 +78,15 @@ class Config:
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
     def __post_init__(self) -> None:
+        text = template_of(self.model.chat_template, "model.chat_template")
+        if text != self.model.chat_template:
+            object.__setattr__(self, "model", replace(self.model, chat_template=text))
         require(
             bool(self.data.sources or self.sft.sources),
             "data.sources",
             [],
-            "add one (source: reasoning_gym, jsonl or environment), or sft.sources for `keel sft` "
-            "and `keel pretrain`",
+            "add one (source: reasoning_gym, jsonl, file, hub or environment), or sft.sources for "
+            "`keel sft` and `keel pretrain`",
         )
         held = [source.name for source in self.data.sources if source.holdout]
         for name in self.alarms.stop_below:
@@ -163,6 +167,14 @@ class Config:
                 )
         for source in self.data.sources:
             self._check_budget(source)
+            taught = self.model.path == "embedded" and self.model.embedded.cold_start.steps > 0
+            require(
+                not (source.raw and taught),
+                f"data.sources[{source.name}].raw",
+                source.raw,
+                "is for base models: the embedded one is taught chats; leave it out, or set "
+                "model.embedded.cold_start.steps: 0",
+            )
         if self.with_agents:
             self._check_agents()
 

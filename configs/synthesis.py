@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from keel.configs.sections.base import ConfigError, require, require_endpoint
 from keel.configs.sections.tasks.code import CodeTasksConfig
@@ -29,6 +29,7 @@ class AuthorConfig:
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint wants none."""
     temperature: float = 1.0
+    """Of sampling; 0: greedy."""
     max_tokens: int = 8192
     """Longest reply."""
     max_concurrent: int = 8
@@ -38,7 +39,9 @@ class AuthorConfig:
     retries: int = 4
     """Further attempts after a timeout, a refusal for load or a server error."""
     usd_per_million_prompt_tokens: float = 0.0
+    """Price in US dollars, for `budget.usd`; 0: free."""
     usd_per_million_completion_tokens: float = 0.0
+    """Price in US dollars, for `budget.usd`; 0: free."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sent along with each request, for example `chat_template_kwargs`."""
 
@@ -76,9 +79,11 @@ class SynthesisConfig:
     """A whole recipe of `keel synthesize`."""
 
     family: Family
+    """What kind of tasks: general agents', code agents' or search agents'."""
     dir: str
     """What is made goes here, with the record of what was thrown away; called again, it goes on."""
     seed: int = 0
+    """Of what is drawn at random on Keel's side."""
     at_once: int = 4
     """Tasks that are being made at the same time."""
     author: AuthorConfig
@@ -86,7 +91,9 @@ class SynthesisConfig:
     """general: the model that difficulty is measured by; without one, the author."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
+    """`family: code`."""
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
+    """`family: search`."""
     general: GeneralConfig = field(default_factory=GeneralConfig)
 
     def __post_init__(self) -> None:
@@ -103,6 +110,12 @@ class SynthesisConfig:
         )
         if self.family == "search":
             _check_search(self.search, author)
+
+
+def decides_tasks(knob: str) -> bool:
+    """Whether the tasks depend on it, so that a folder of them is not gone on with otherwise. (Who
+    writes them and what that may cost may change.)"""
+    return knob.partition(".")[0] in {"family", "seed", *get_args(Family)}
 
 
 def _check_search(search: SearchTasksConfig, author: AuthorConfig) -> None:

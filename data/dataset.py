@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from keel.configs.paths import data_path
@@ -46,6 +46,8 @@ class SourceReport:
     """Ids of those left out because the table of pass rates does not have them."""
     unknown: tuple[str, ...] = ()
     """Ids of the table's that the source does not have."""
+    unread: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Column that nothing reads → where it was first met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +79,22 @@ def load_dataset(
     seed: int,
     count_tokens: CountTokens | None = None,
     check_reward: CheckReward | None = None,
+    hub_answers: Callable[[], bool] = lambda: True,
 ) -> Dataset:
     """Read every source and set its held-out prompts aside.
 
     Every distinct question is kept once, and a question held out by any source trains in none:
     procedural generators repeat themselves. Without `count_tokens` lengths are not checked,
-    and without `check_reward` what lines of files say about their reward is not.
+    and without `check_reward` what lines of files say about their reward is not. hub_answers: see
+    `load_jsonl`.
 
     Raises ConfigError for sources that cannot be read, prompts that are too long (under
     `long_prompts: error`) and sources with too few distinct questions.
     """
-    splits = [_split(source, config, seed, count_tokens, check_reward) for source in config.sources]
+    splits = [
+        _split(_loaded(source, seed, check_reward, hub_answers), source, config, seed, count_tokens)
+        for source in config.sources
+    ]
     reserved = {item.question for split in splits for item in split.heldout}
     train: dict[str, list[Prompt]] = {}
     report: dict[str, SourceReport] = {}
@@ -115,6 +122,7 @@ def load_dataset(
             rated_out=split.rated_out,
             unrated=split.unrated,
             unknown=split.unknown,
+            unread=split.loaded.unread,
         )
     return Dataset(
         train=PromptStream(
@@ -129,19 +137,26 @@ def load_dataset(
     )
 
 
+def _loaded(
+    source: SourceConfig,
+    seed: int,
+    check_reward: CheckReward | None,
+    hub_answers: Callable[[], bool],
+) -> Loaded:
+    if source.source == "reasoning_gym":
+        return load_reasoning_gym(source, seed=seed)
+    if source.source == "environment":
+        return load_episodes(source)
+    return load_jsonl(source, check_reward, hub_answers)
+
+
 def _split(
+    loaded: Loaded,
     source: SourceConfig,
     config: DataConfig,
     seed: int,
     count_tokens: CountTokens | None,
-    check_reward: CheckReward | None,
 ) -> _Split:
-    if source.source == "reasoning_gym":
-        loaded = load_reasoning_gym(source, seed=seed)
-    elif source.source == "environment":
-        loaded = load_episodes(source)
-    else:
-        loaded = load_jsonl(source, check_reward)
     distinct = list({item.question: item for item in reversed(loaded.items)}.values())[::-1]
     short = _short_enough(distinct, source, config, count_tokens)
     spare = len(short) - source.holdout
@@ -201,7 +216,7 @@ def _choose_heldout(items: list[Item], source: SourceConfig, seed: int) -> set[s
     the source grows. Files have an order of their own: there a hash draws the lot.
     """
     questions = [item.question for item in items]
-    if source.source == "jsonl":
+    if source.has_rows:
         questions.sort(key=lambda question: digest(f"{seed}/{source.name}/{question}"))
     return set(questions[: source.holdout])
 

@@ -29,7 +29,7 @@ DEPENDS_ON = (
 )
 SPARED = ("eval.dir", "eval.against", "eval.variants")
 SCORED_BY = re.compile(
-    r"(model|rewards)\.|data\.sources\[.*\]\.(rewards\.|environment\.|thinking|system)"
+    r"(model|rewards)\.|data\.sources\[.*\]\.(rewards\.|environment\.|thinking|system|raw)"
 )
 """Knobs that completions and what they are worth depend on as well, RESUMABLE_KNOBS left out."""
 RIGHT = "(right)"

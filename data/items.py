@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from keel.configs.schema import SourceConfig
@@ -20,12 +20,16 @@ class Item:
     prompt: Prompt
     origin: str
     """For messages: `file:line`, or the task and the index."""
+    bare: tuple[Mapping[str, Any], ...] = ()
+    """What is asked without a template of its source, where there is such a thing."""
 
     @property
     def question(self) -> str:
         """Digest of what is asked: two prompts with the same one must not be split between
-        training and evaluation, whatever their ids, sources, system messages and white space."""
-        asked = [dict(m) for m in self.prompt.messages if m.get("role") != "system"]
+        training and evaluation, whatever their ids, sources, templates, system messages and white
+        space."""
+        messages = self.bare or self.prompt.messages
+        asked = [dict(m) for m in messages if m.get("role") != "system"]
         for message in asked:
             message["content"] = " ".join(str(message.get("content", "")).split())
         return digest(json.dumps(asked, sort_keys=True))
@@ -38,6 +42,8 @@ class Loaded:
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
     """One reason for each malformed line that was left out."""
+    unread: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Column that nothing reads → where it was first met."""
 
 
 def told(

@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: a line has one chat prompt, and what its completions are judged by.
+"""Prompts from the rows of files: a row has one prompt, and what its completions are judged by.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"messages": [{"role": "user", "content": "…"}], "answer": "B", "match": "exact", "id": "a7"}
@@ -17,23 +17,25 @@ the pattern `answer`) or `schema` (JSON that is valid under the schema `answer`)
 (docs/rewards.md); `refuse` says whether a completion has to decline (docs/rubrics.md); `reward`
 is a whole reward spec. `environment`, an object, is what the source's environment alone reads:
 files of the task, documents that the answer rests on. Other keys are for functions of one's own,
-which find them in `prompt.reward["columns"]`; where the source weighs such a function, a line may
-have an answer of none of these kinds. Without one other keys are ignored.
+which find them in `prompt.reward["columns"]`, and for templates; where the source weighs such a
+function, a line may have an answer of none of these kinds. What nothing reads is named.
+
+A prompt may be a list of messages, as in `messages`. Which columns these keys are, `keel.data.rows`
+says, and which kinds of files there are.
 """
 
 from __future__ import annotations
 
-import codecs
-import difflib
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.items import Item, Loaded, told
+from keel.data.rows.columns import WRITTEN, Columns, Given, parsed_json
+from keel.data.rows.lines import BadLine, kind_of
+from keel.data.rows.places import files_of
+from keel.data.rows.read import Row, rows_of_files, rows_of_lines
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 MATCHES = {
@@ -61,134 +63,114 @@ KNOWN = frozenset(
 REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """A line has exactly one of them."""
 FOR_ENVIRONMENT = "environment"
-_HALF = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 ROLES = ("system", "user", "assistant", "tool")
 
 
-class BadLine(ValueError):
-    """Why a line cannot be used."""
-
-
 def load_jsonl(
-    source: SourceConfig, check_reward: Callable[[Mapping[str, Any]], None] | None = None
+    source: SourceConfig,
+    check_reward: Callable[[Mapping[str, Any]], None] | None = None,
+    hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
-    """The prompts of `source.path`, at most `source.size` lines (0: all). Blank lines are free.
+    """The prompts of `source.path`, at most `source.size` rows (0: all). Blank lines are free.
 
-    check_reward: raises ValueError for a reward spec that could not be judged.
+    check_reward: raises ValueError for a reward spec that could not be judged. hub_answers: whether
+    a hub can be asked; else what was downloaded before is read.
     Raises ConfigError naming file:line and the reason for a malformed line, unless
     `on_bad_line: skip`; and for a file that is missing or holds no prompt.
     """
-    path = data_path(source.path)
+    knob = f"data.sources[{source.name}]"
+    if source.source == "jsonl":
+        rows = rows_of_lines(data_path(source.path), f"{knob}.path")
+    else:
+        rows = rows_of_files(files_of(source, hub_answers), f"{knob}.path")
+    columns = Columns(source, KNOWN)
+    functions = any("." in part for part in source.rewards)
     items: list[Item] = []
     skipped: list[str] = []
-    seen: dict[str, int] = {}
-    for count, (number, line) in enumerate(lines_of(path, f"data.sources[{source.name}].path")):
+    seen: dict[str, str] = {}
+    for count, row in enumerate(rows):
         if source.size and count == source.size:
             break
         try:
-            prompt = _prompt(line, number, source)
+            given = columns.given(row)
+            item = _item(given, columns, row, source, functions=functions)
+            columns.check_read(given, row.at, functions=functions)
+            prompt = item.prompt
             _check_reward(prompt, check_reward)
             if prompt.prompt_id in seen:
-                first = seen[prompt.prompt_id]
-                raise BadLine(f"id {prompt.prompt_id!r} is already taken by line {first}")
+                raise BadLine(
+                    f"id {prompt.prompt_id!r} is already taken by {seen[prompt.prompt_id]}"
+                )
         except BadLine as error:
             if source.on_bad_line == "error":
                 raise ConfigError(
-                    f"{path}:{number}: {error} (data.sources[{source.name}]; repair the line, or "
-                    "set on_bad_line: skip to leave such lines out)"
+                    f"{row.at}: {error} ({knob}; repair the line, or set on_bad_line: skip to "
+                    "leave such lines out)"
                 ) from error
-            skipped.append(f"{path}:{number}: {error}")
+            skipped.append(f"{row.at}: {error}")
             continue
-        seen[prompt.prompt_id] = number
-        items.append(Item(prompt=prompt, origin=f"{path}:{number}"))
+        lines = row.at.endswith(f":{row.number}")
+        seen[prompt.prompt_id] = f"{'line' if lines else 'row'} {row.number}"
+        items.append(item)
     if not items:
         why = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else "it is empty"
-        raise ConfigError(f"data.sources[{source.name}].path = {source.path!r}: {why}")
-    return Loaded(items=tuple(items), skipped=tuple(skipped))
+        raise ConfigError(f"{knob}.path = {source.path!r}: {why}")
+    columns.check_found()
+    return Loaded(items=tuple(items), skipped=tuple(skipped), unread=columns.unread)
 
 
-def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
-    """The non-blank lines with their numbers, from 1. Raises ConfigError naming `knob`."""
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "no such file"
-        near = [p.name for p in path.parent.glob("*.json*")] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else ""
-        raise ConfigError(
-            f"{knob} = {str(path)!r}: {what} (looked in {path.parent.resolve()}){hint}"
-        )
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise ConfigError(f"{knob} = {str(path)!r}: {error}") from error
-
-
-def object_of(line: bytes, *, halves: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A line's object, and the same with its numbers as they are written: an answer of 0.10 is not
-    0.1 to `match: exact`. halves: those of surrogate pairs, which a policy may sample, are read as
-    replacement characters, as tokenizers read them (`keel.rollout.chat.encoding`). Raises
-    BadLine."""
-    try:
-        text = line.decode(errors="surrogatepass") if halves else line.decode()
-        if halves:
-            text = _without_halves(text)
-        record = json.loads(text)
-        as_text = json.loads(text, parse_int=str, parse_float=str)
-    except UnicodeDecodeError as error:
-        raise BadLine(f"not UTF-8 (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise BadLine(f"not JSON: {error.msg} (column {error.colno})") from error
-    except ValueError as error:  # integers of thousands of digits
-        raise BadLine(f"not JSON: {error}") from error
-    except RecursionError as error:
-        raise BadLine("nested too deeply") from error
-    if not isinstance(record, dict):
-        raise BadLine(f"must be an object, is {kind_of(record)}")
-    _check_encodable(record)
-    return cast(dict[str, Any], record), as_text
-
-
-def _prompt(line: bytes, number: int, source: SourceConfig) -> Prompt:
-    record, as_text = object_of(line)
-    label = as_text.get("id", str(number))
+def _item(
+    given: Given, columns: Columns, row: Row, source: SourceConfig, *, functions: bool
+) -> Item:
+    """functions: the source weighs some of one's own. Raises BadLine."""
+    record, as_text = given.known, given.as_text
+    label = as_text.get("id", str(row.number))
     if not isinstance(label, str) or not label:
         raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
     environment = source.name if source.environment.given else ""
-    own_functions = any("." in part for part in source.rewards)
-    if own_functions and not source.environment.given and not set(REWARD_KEYS) & set(record):
+    if functions and not source.environment.given and not set(REWARD_KEYS) & set(record):
         reward: dict[str, Any] = {"kind": FUNCTIONS}
     else:
-        reward = _reward(record, as_text, alone=not source.environment.grades)
-    if own_functions and (columns := {k: record[k] for k in record if k not in KNOWN}):
-        reward["columns"] = columns
+        reward = _reward(given, columns, source)
+    if functions and (further := given.further):
+        if "reward" in record:  # as `keel filter` keeps a prompt, it has them already
+            further = {k: v for k, v in further.items() if k not in WRITTEN}
+            further = {**reward.get("columns", {}), **further}
+        reward["columns"] = further
     if environment and (own := record.get(FOR_ENVIRONMENT)) is not None:
         if not isinstance(own, dict):
             raise BadLine(f"`{FOR_ENVIRONMENT}` must be an object, is {kind_of(own)}")
         reward[FOR_ENVIRONMENT] = own
-    messages = _messages(record, source)
-    return Prompt(
+    bare = _messages(record, columns, source)
+    asked = _in_template(given, columns, bare) if source.template else bare
+    prompt = Prompt(
         prompt_id=f"{source.name}/{label}",
         domain=source.domain_name,
-        messages=messages,
+        messages=told(source, asked),
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,
         environment=environment,
+        raw=source.raw,
     )
+    # A template that adds nothing of the row's leaves the question what it is.
+    same = bool(source.template) and columns.only_prompt
+    return Item(prompt=prompt, origin=row.at, bare=tuple(bare) if same else ())
 
 
-def _reward(record: dict[str, Any], as_text: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-    """`alone`: no environment sees the task, and grades where the line says nothing else."""
+def _reward(row: Given, columns: Columns, source: SourceConfig) -> dict[str, Any]:
+    """Where an environment grades, the line may say nothing."""
+    record, as_text = row.known, row.as_text
+    alone = not source.environment.grades
     given = [key for key in REWARD_KEYS if key in record]
     if not given and not alone:
         return {"kind": ENVIRONMENT}
     if len(given) > 1:
-        raise BadLine(f"has {' and '.join(f'`{key}`' for key in given)}; keep one")
+        both = " and ".join(f"`{key}`" for key in given)
+        raise BadLine(
+            f"has {both}; keep one, or say that a column is another thing by data.sources["
+            f"{source.name}].columns: {{{given[1]}: ''}}"
+        )
     if given == ["reward"]:
         reward = record["reward"]
         if not isinstance(reward, dict):
@@ -207,10 +189,12 @@ def _reward(record: dict[str, Any], as_text: dict[str, Any], *, alone: bool) -> 
         raise BadLine(f"`match` is {match!r}, must be one of {', '.join(MATCHES)}")
     if match == "schema":
         answer = record.get("answer")
+        if isinstance(answer, str) and row.of_table:
+            answer = parsed_json("answer", answer)
         if not isinstance(answer, dict):
             raise BadLine(f"`answer` must be a JSON schema, an object, is {kind_of(answer)}")
     else:
-        answer = _text(as_text, "answer")
+        answer = _after(_text(as_text, "answer", columns), source)
     more = {key: record[key] for key in MATCHES[match] if key in record}
     if "choices" in more:
         more["choices"] = as_text["choices"]
@@ -226,16 +210,49 @@ def _check_reward(prompt: Prompt, check: Callable[[Mapping[str, Any]], None] | N
         raise BadLine(str(error)) from error
 
 
-def _messages(record: dict[str, Any], source: SourceConfig) -> tuple[Mapping[str, Any], ...]:
-    if "messages" not in record:
-        messages = [{"role": "user", "content": _text(record, "prompt")}]
-    elif "prompt" in record:
+def _messages(
+    record: dict[str, Any], columns: Columns, source: SourceConfig
+) -> list[dict[str, Any]]:
+    """As the row has them, which may have no prompt where a template makes one."""
+    prompt = record.get("prompt")
+    if "messages" in record and "prompt" in record:
         raise BadLine("has both `prompt` and `messages`; keep one")
+    if "messages" in record or isinstance(prompt, list):
+        messages = _chat(record.get("messages", prompt))
+    elif "prompt" not in record and source.template:
+        return []
     else:
-        messages = _chat(record["messages"])
+        messages = [{"role": "user", "content": _text(record, "prompt", columns)}]
+    if source.raw and (len(messages) != 1 or messages[0]["role"] != "user"):
+        raise BadLine(
+            "has a conversation, and a raw prompt is one text, which no chat template writes: "
+            f"leave data.sources[{source.name}].raw out, or give the text in `prompt`"
+        )
     if source.system and messages[0]["role"] == "system":
         raise BadLine(f"has a system message, and so has data.sources[{source.name}].system")
-    return told(source, messages)
+    return messages
+
+
+def _in_template(
+    given: Given, columns: Columns, messages: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The last user message, or the only one, in the words of the source's template."""
+    if not messages:
+        return [{"role": "user", "content": columns.filled(given, None)}]
+    *before, last = messages
+    if last["role"] != "user":
+        raise BadLine(f"ends with a message of the {last['role']}, and a template is for users'")
+    return [*before, {**last, "content": columns.filled(given, last["content"])}]
+
+
+def _after(answer: str, source: SourceConfig) -> str:
+    """What follows the last mark, where the source has one."""
+    mark = source.answer_after
+    _, found, final = answer.rpartition(mark) if mark else ("", "x", answer)
+    if not found or not final.strip():
+        what = "nothing after the last" if found else "no"
+        raise BadLine(f"`answer` has {what} {mark!r} (data.sources[{source.name}].answer_after)")
+    return final.strip() if mark else answer
 
 
 def _chat(messages: Any) -> list[dict[str, Any]]:
@@ -259,36 +276,11 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
     return chat
 
 
-def _text(record: dict[str, Any], key: str) -> str:
+def _text(record: dict[str, Any], key: str, columns: Columns) -> str:
     if key not in record:
-        near = difflib.get_close_matches(key, record, n=1)
-        raise BadLine(f"no `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
+        raise BadLine(f"no {columns.called(key)}{columns.near(key)}")
     value = record[key]
     if not isinstance(value, str) or not value.strip():
-        raise BadLine(f"`{key}` must be text that is not blank, is {kind_of(value)}")
+        what = columns.called(key)
+        raise BadLine(f"{what} must be text that is not blank, is {kind_of(value)}")
     return value
-
-
-def _without_halves(text: str) -> str:
-    """Of JSON: as they are, and as it spells them."""
-    if _HALF.search(text) is None:
-        return text
-    whole = json.dumps(json.loads(text), ensure_ascii=False)
-    return whole.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _check_encodable(record: dict[str, Any]) -> None:
-    r"""`\ud800` alone is legal JSON and no character: no tokenizer takes it."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadLine("holds half of a surrogate pair (\\ud800 … \\udfff)") from error
-
-
-def kind_of(value: object) -> str:
-    if value is None:
-        return "missing or null"
-    if isinstance(value, str):
-        return "text" if value.strip() else "blank"
-    kinds: dict[type, str] = {bool: "true or false", list: "a list", dict: "an object"}
-    return kinds.get(type(value), "a number")

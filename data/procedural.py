@@ -103,6 +103,7 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         reward=reward,
         kl_coef=source.kl_coef,
         environment=source.name if source.environment.given else "",
+        raw=source.raw,
     )
     return Item(prompt=prompt, origin=origin)
 

@@ -40,7 +40,7 @@ from keel.configs.schema import ConfigError
 from keel.rewards.passed import named, passing
 from keel.trainer import main
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.interrupt import Preempted, interrupted, preempted, watching
+from keel.trainer.run.interrupt import Preempted, asked, preempted, watching
 from keel.trainer.run.journal import metric_lines
 from keel.trainer.run.view import View
 from keel.trainer.system import System
@@ -123,7 +123,7 @@ def train(
             raise
         if signal := preempted():
             raise Preempted(f"stopped by {signal}; {GOES_ON}") from told.error
-        if interrupted():
+        if asked():
             raise KeyboardInterrupt(f"stopped; {GOES_ON}") from told.error
         if told.error is not None:
             raise told.error

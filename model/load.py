@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError, TemplateSyntaxError
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,6 +37,8 @@ from keel.model.source import (
 from keel.model.transformers_internals import always_float32
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+"""What transformers raises for files that it cannot read. With a tokenizer it reads config.json."""
 Named = dict[str, Tensor]
 Whole = Callable[[Named], AbstractContextManager[Named]]
 
@@ -90,29 +93,60 @@ class ModelFacts:
         return len(self.moe_layer_ids)
 
 
-def load_tokenizer(path: str, *, chats: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or hub model. chats: it has to write them.
+def load_tokenizer(
+    path: str, *, chats: bool = True, chat_template: str = ""
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or hub model. chats: it has to write them. chat_template: by
+    this template, if it is not empty.
 
     Raises:
         ConfigError: there is none at `path`, it has no end-of-turn token, or, with `chats`, no chat
-            template and is not of DeepSeek-V3.2's family, whose chats are written by code.
+            template and is not of DeepSeek-V3.2's family, whose chats are written by code; or the
+            template that is given is none.
     """
     check_path(path)
     check_tokenizer_files(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"the tokenizer of {path!r} {_unread(error)}") from error
+    if chat_template:
+        tokenizer.chat_template = chat_template
+        _try_template(tokenizer)
     if chats and not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
             f"the tokenizer of {path!r} has no chat template, and prompts are chats. Name the "
-            "tokenizer of an instruction-tuned model of the same family in model.tokenizer"
+            "tokenizer of an instruction-tuned model of the same family in model.tokenizer, give a "
+            "template (model.chat_template), or have prompts go without (data.sources[].raw: true)"
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"the tokenizer of {path!r} has no eos_token: completions would never end"
         )
     return tokenizer
+
+
+def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub model that has been checked. chat_template: in place of its
+    own; empty: its own."""
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for a chat template that cannot be read or writes no conversation."""
+    asked = [{"role": "user", "content": "Hello."}]
+    try:
+        text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise ConfigError(f"model.chat_template{line}: {error}; correct the template") from error
+    if "Hello." not in str(text):
+        raise ConfigError(
+            "model.chat_template: does not show what the user says: it has to go through `messages`"
+        )
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -320,7 +354,7 @@ def _load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"{path!r} holds no config.json: not a transformers model folder")
     try:
         return AutoConfig.from_pretrained(path, **hub_options(path))
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
 
 

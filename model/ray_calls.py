@@ -1,8 +1,9 @@
 """Ray's calls that wait for another process, each with a deadline.
 
 Where Ray's node process (raylet) or its control service (GCS) has stopped, `ray.put`, `ray.nodes`
-and `ray.shutdown` never return, and heed no Ctrl-C. So each call is made on a thread of its own,
-which is left behind where it does not come back.
+and `ray.shutdown` never return, and heed no Ctrl-C; nor does an actor's method with large arguments
+(`method.remote`). So each call is made on a thread of its own, which is left behind where it does
+not come back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 NAME = "KEEL_PROCESS"
 """Environment variable by which the process of an actor is found: `name_of`."""
@@ -35,6 +46,27 @@ T = TypeVar("T")
 
 class RayLost(RuntimeError):
     """One of Ray's own processes is gone, or stands still: nothing on Ray goes on."""
+
+
+class Unanswered(TimeoutError):
+    """Ray's own processes on this machine did not answer in time."""
+
+
+LOSSES = (
+    *(RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError),
+    *(ObjectLostError, Unanswered),
+)
+
+
+def of_a_loss(error: BaseException) -> bool:
+    """Whether it says that a process or a node is gone, or what it held, or a Ray that did not
+    answer; here, or where the call was carried out."""
+    return isinstance(cause(error), LOSSES)
+
+
+def cause(error: BaseException) -> BaseException:
+    """What was raised where a call was carried out; any other error itself."""
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 class _State:
@@ -100,8 +132,11 @@ def name_of(mark: str, start: str) -> str:
 def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
     """What `call` returns, or raises.
 
-    TimeoutError naming `what` after `seconds`; `RayLost` as soon as Ray is.
+    `Unanswered` naming `what` after `seconds`; `RayLost` as soon as Ray is, and without the call
+    where it has been before.
     """
+    if _State.lost:
+        raise RayLost(_State.lost)
     future: Future[T] = Future()
 
     def run() -> None:
@@ -116,12 +151,21 @@ def bounded(call: Callable[[], T], seconds: float, what: str) -> T:
         left = patience.left()
         if _State.lost:
             raise RayLost(_State.lost)
-        if left <= 0:
-            raise TimeoutError(
+        if not left:
+            raise Unanswered(
                 f"waited {seconds:g} s for Ray to {what}: one of its processes does not answer "
                 "(raylet or gcs_server; their logs: session_latest/logs below RAY_TMPDIR)"
             )
         futures.wait([future], min(left, LOOK_S))
+    return future.result()
+
+
+def awaited(future: Future[T]) -> T:
+    """The result of a future that has a deadline of its own; `RayLost` as soon as Ray is."""
+    while not future.done():
+        if _State.lost:
+            raise RayLost(_State.lost)
+        futures.wait([future], LOOK_S)
     return future.result()
 
 
@@ -157,10 +201,25 @@ def put(value: Any) -> Any:
     return bounded(lambda: ray.put(value), PUT_S, "take an object into its store")
 
 
+def call(method: Any, *arguments: Any, **named: Any) -> Any:
+    """`method.remote` of an actor: a reference to what it is going to return."""
+    return bounded(lambda: method.remote(*arguments, **named), CALL_S, "take a call for an actor")
+
+
+def tidy(act: Callable[[], Any], seconds: float, what: str) -> None:
+    """`bounded`, of what only cleans up: raises nothing, which would hide the error that there is,
+    or keep the rest from being cleaned up. A Ray that does not answer is lost from then on."""
+    try:
+        bounded(act, seconds, what)
+    except Unanswered as error:
+        lose(str(error))
+    except (RayLost, RayError):
+        pass
+
+
 def kill(actor: Any) -> None:
-    """`ray.kill`. Where Ray is lost, so is the actor, or `end_ray` ends it."""
-    if not _State.lost:
-        bounded(lambda: ray.kill(actor), CALL_S, "end an actor")
+    """`ray.kill`, as `tidy` does it. Where Ray is lost, so is the actor, or `end_ray` ends it."""
+    tidy(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
 def create(

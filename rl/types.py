@@ -64,6 +64,8 @@ class Prompt:
     """β of this prompt's domain."""
     environment: str = ""
     """Name of the source whose environment the policy works in. Empty: one completion, no tools."""
+    raw: bool = False
+    """The text of the one message is all that the policy is given: no chat template."""
 
     def __post_init__(self) -> None:
         if not self.messages:

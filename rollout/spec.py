@@ -30,6 +30,8 @@ class EngineSpec:
     conversations: int = 0
     """Conversations that may be open at once. The keys and values of those that wait for a tool are
     worth keeping, beside those of `config.max_num_seqs` that are being sampled."""
+    chat_template: str = ""
+    """In place of the tokenizer's; empty: its own."""
 
     @classmethod
     def of(cls, config: Config, model: str) -> Self:
@@ -46,6 +48,7 @@ class EngineSpec:
             conversations=-(-config.agents.max_open // config.rollout.engines)
             if config.with_agents
             else 0,
+            chat_template=config.model.chat_template,
         )
 
 

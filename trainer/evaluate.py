@@ -18,6 +18,7 @@ from keel.data.evaluated import Asked, EvaluationFolder, asked_of, read_evaluati
 from keel.data.filtered import FilterFolder
 from keel.data.pass_rates import digest_of
 from keel.data.results import compared, compared_table, results, table
+from keel.model.source import hub_answers
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
@@ -172,8 +173,18 @@ def _remote(config: Config) -> Subject:
             f"data.sources[{driven[0]}] needs tokens; leave such sources out (data.only), or serve "
             "the model by model.path"
         )
+    if raw := [source.name for source in config.data.sources if source.raw]:
+        raise ConfigError(
+            f"endpoint.base_url = {endpoint.base_url}: is asked in chats, and data.sources["
+            f"{raw[0]}].raw has none; leave such sources out (data.only), or serve the model by "
+            "model.path"
+        )
     dataset = load_dataset(
-        config.data, seed=config.run.seed, count_tokens=lambda _: 0, check_reward=check_spec
+        config.data,
+        seed=config.run.seed,
+        count_tokens=lambda _: 0,
+        check_reward=check_spec,
+        hub_answers=hub_answers,
     )
     notes = check_rewards(config, dataset)
     judged = needs_judge(config, dataset)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from keel.configs.schema import Config
 from keel.model import ray_calls
@@ -29,14 +29,14 @@ from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import Lost
 from keel.trainer.run.saved import saved
-from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts
+from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts, last_lines
 
-GRACE_S = 5.0
-"""After one rank's failure: wait this long to learn whether another rank caused it."""
+GRACE_S, LOST_S = 5.0, 90.0
+"""After one rank's failure: wait this long to learn what the others say; and where it may be that
+another is gone (`maybe_of_another`), until Ray knows. It gives up a silent node after 65 s."""
 MANY, AT_LEAST_S = 10.0, 300.0
 """A step is taken for lost after so many times what the longest so far took, and no sooner than
 this; the first one after `trainer.deadline_s`."""
-LOG_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,11 @@ class Learner:
             )
             for rank in range(trainer.ranks)
         ]
-        parts = trainer.expert_parallel
-        self._prepared = [rank.prepare.remote(expert_parallel=parts) for rank in self._ranks]
+        prepare = partial(ray_calls.call, expert_parallel=trainer.expert_parallel)
+        self._prepared = [prepare(rank.prepare) for rank in self._ranks]
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
+        self._senders: list[threading.Thread] = []
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
         self._longest: dict[str, float] = {}
@@ -124,7 +125,7 @@ class Learner:
         left = ray_calls.Patience(seconds)
         limit = Limit("the trainer's start", seconds, "run.startup_deadline_s", left)
         self._whereabouts = self._all("whereabouts", limit=limit)
-        (rendezvous,) = self._wait([self._ranks[0].listen.remote()], limit)
+        (rendezvous,) = self._wait([ray_calls.call(self._ranks[0].listen)], limit)
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
@@ -132,7 +133,7 @@ class Learner:
         `TrainerEngine.step`."""
         room = self._make_room()
         packed = shares(groups, self._config)
-        room.result()
+        ray_calls.awaited(room)
         return self.train(packed, groups, examine=examine)
 
     def train(
@@ -176,8 +177,10 @@ class Learner:
         shipped = [ray_calls.put(share) for share in shares]
         with self._order:
             refs = [
-                getattr(rank, method).remote(
-                    shipped[index // self._config.trainer.sequence_parallel], **options
+                ray_calls.call(
+                    getattr(rank, method),
+                    shipped[index // self._config.trainer.sequence_parallel],
+                    **options,
                 )
                 for index, rank in enumerate(self._ranks)
             ]
@@ -188,7 +191,7 @@ class Learner:
     def _hurried(self, what: str) -> Limit:
         """As `_limit`, and no longer than what has been done before makes likely."""
         limit, longest = self._limit(what), self._longest.get(what)
-        likely = max(AT_LEAST_S, MANY * longest) if longest else limit.seconds
+        likely = max(AT_LEAST_S, MANY * longest) + self._sending_s if longest else limit.seconds
         if likely >= limit.seconds:
             return limit
         knobs = f"the longest so far took {longest:.0f} s; at most {limit.knob}"
@@ -198,7 +201,7 @@ class Learner:
         """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:
         `send`, or references to `keel.model.weight_transfer.buckets.Bucket`s in the object store
         (`rollout.weight_transfer`)."""
-        self._make_room().result()
+        ray_calls.awaited(self._make_room())
         return self.send if self._direct else self.store()
 
     def store(self) -> list[ray.ObjectRef[Any]]:
@@ -222,35 +225,39 @@ class Learner:
         ]
         with self._order:
             refs = [
-                rank.send.remote(share) for rank, share in zip(self._ranks, shares, strict=True)
+                ray_calls.call(rank.send, share)
+                for rank, share in zip(self._ranks, shares, strict=True)
             ]
-        for rank, ref in enumerate(refs):
-            ref.future().add_done_callback(partial(self._sent, rank, sent))
+        sender = threading.Thread(target=self._sending, args=(refs, sent), daemon=True)
+        self._senders = [*filter(threading.Thread.is_alive, self._senders), sender]
+        sender.start()
         return [sent[engine.index] for engine in engines]
 
-    def _sent(
-        self, rank: int, sent: Mapping[int, Future[int]], done: Future[dict[int, Outcome]]
-    ) -> None:
-        error = done.exception()
-        if isinstance(error, RayError):
-            error = self._failure({rank: error}, "sending weights to the engines")
-        outcomes = dict.fromkeys(sent, error) if error else done.result()
-        for index, outcome in outcomes.items():
-            with suppress(InvalidStateError):  # another rank has failed before
-                if isinstance(outcome, BaseException):
-                    sent[index].set_exception(outcome)
-                else:
-                    sent[index].set_result(outcome)
+    def _sending(self, refs: Sequence[ray.ObjectRef[Any]], sent: Mapping[int, Future[int]]) -> None:
+        """Tell each engine's future what became of it, as soon as its rank has said so."""
+
+        def note(outcomes: Mapping[int, Outcome]) -> None:
+            for index, outcome in outcomes.items():
+                with suppress(InvalidStateError):
+                    if isinstance(outcome, BaseException):
+                        sent[index].set_exception(outcome)
+                    else:
+                        sent[index].set_result(outcome)
+
+        try:
+            self._wait(refs, self._limit("sending weights to the engines"), note)
+        except Exception as error:  # whatever it is, somebody waits for these futures
+            note(dict.fromkeys(sent, error))
 
     def save(self, folder: Path) -> dict[str, Entry]:
         """Write what `load` needs into `folder`, which all ranks must see. Returns the files."""
-        self._make_room().result()
+        ray_calls.awaited(self._make_room())
         limit = self._limit(f"saving {folder}")
         return _joined(self._all("save", str(folder), limit=limit))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it right after `start`."""
-        self._make_room().result()
+        ray_calls.awaited(self._make_room())
         limit = self._limit(f"loading {folder}")
         reports: list[StepReport] = self._all("load", str(folder), limit=limit)
         self._version = reports[0].version
@@ -258,7 +265,7 @@ class Learner:
     def export(self, folder: Path) -> dict[str, Entry]:
         """Write the weights and the tokenizer as a model folder for transformers or vLLM. Returns
         the files."""
-        self._make_room().result()
+        ray_calls.awaited(self._make_room())
         limit = self._limit(f"exporting to {folder}")
         return _joined(self._all("export", str(folder), limit=limit))
 
@@ -266,41 +273,55 @@ class Learner:
         """End every rank. Safe to call twice, and after a failure."""
         for rank in self._ranks:
             ray_calls.kill(rank)
+        for sender in self._senders:  # or Ray would end while they wait for it
+            sender.join(GRACE_S)
+
+    @property
+    def _sending_s(self) -> float:
+        """The ranks may first have to send the weights of the step before."""
+        return self._config.sending_deadline_s if self._direct else 0.0
 
     def _limit(self, what: str) -> Limit:
-        config = self._config
-        if not self._direct:
-            return Limit(what, config.trainer.deadline_s, "trainer.deadline_s")
-        # The ranks may still be sending the weights of the step before.
-        knobs = "trainer.deadline_s, and rollout.update_deadline_s for its engines"
-        return Limit(what, config.trainer.deadline_s + config.sending_deadline_s, knobs)
+        knobs = "trainer.deadline_s" + ", and rollout.update_deadline_s of engines" * self._direct
+        return Limit(what, self._config.trainer.deadline_s + self._sending_s, knobs)
 
     def _all(self, method: str, *arguments: object, limit: Limit) -> list[Any]:
         """Call a method of every rank; the results by rank."""
         with self._order:
-            refs = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+            refs = [ray_calls.call(getattr(rank, method), *arguments) for rank in self._ranks]
         return self._wait(refs, limit)
 
-    def _wait(self, refs: Sequence[ray.ObjectRef[Any]], limit: Limit) -> list[Any]:
-        """Results in the order of `refs`, the first of which is rank 0's.
+    def _wait(
+        self,
+        refs: Sequence[ray.ObjectRef[Any]],
+        limit: Limit,
+        note: Callable[[Any], object] = lambda _: None,
+    ) -> list[Any]:
+        """Results in the order of `refs`, the first of which is rank 0's. note: told of each as
+        soon as it is there.
 
-        Raises as soon as one rank fails: the others are then waiting for it in a collective.
+        Raises soon after one rank fails: the others are then waiting for it in a collective.
         """
         left = limit.left or ray_calls.Patience(limit.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         failures: dict[int, RayError] = {}
-        while waiting:
-            patience = min(left.left(), GRACE_S) if failures else left
-            ready, _ = ray_calls.wait(list(waiting), seconds=patience)
-            if not ready:
-                break
-            for ref in ready:
-                rank = waiting.pop(ref)
+        while waiting and not any(map(ray_calls.of_a_loss, failures.values())):
+            before = len(waiting)
+            for ref in ray_calls.wait(list(waiting), seconds=left)[0]:
+                rank = waiting[ref]
                 try:
-                    results[rank] = ray_calls.get(ref, seconds=max(1.0, left.left()))
+                    results[rank] = ray_calls.get(ref, seconds=ray_calls.CALL_S)
+                    note(results[rank])
                 except RayError as error:
+                    if type(error) is GetTimeoutError:  # Ray's own, and not what the rank raised
+                        continue
+                    if not failures:
+                        left = ray_calls.Patience(LOST_S if maybe_of_another(error) else GRACE_S)
                     failures[rank] = error
+                del waiting[ref]
+            if len(waiting) == before and not left.left():
+                break
         if failures:
             raise self._failure(failures, limit.what)
         if waiting:
@@ -318,10 +339,10 @@ class Learner:
 
     def _failure(self, failures: Mapping[int, RayError], what: str) -> RuntimeError:
         """One error for all: a rank that died explains the others, which lost their peer."""
-        dead = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
-        rank = dead[0] if dead else next(iter(failures))
+        lost = [rank for rank, error in failures.items() if ray_calls.of_a_loss(error)]
+        rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]
-        cause = error.cause if isinstance(error, RayTaskError) else error
+        cause, dead = ray_calls.cause(error), isinstance(error, RayActorError)
         if isinstance(cause, Unwritten):  # the ranks are well
             return Unwritten(str(cause))
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
@@ -330,9 +351,17 @@ class Learner:
             if "worker process has died" in text:  # all the rest is Ray's guesses
                 text = f"trainer rank {rank} died during {what}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
-        failure = Lost(text) if dead else RuntimeError(text)
+        failure = Lost(text) if lost else RuntimeError(text)
         failure.__cause__ = error
         return failure
+
+
+def maybe_of_another(error: RayError) -> bool:
+    """Whether a rank's failure may come of another's end: of that collectives raise RuntimeError,
+    and sockets OSError."""
+    cause = ray_calls.cause(error)
+    own = isinstance(cause, Unwritten) or type(cause).__name__ == "OutOfMemoryError"  # torch's
+    return isinstance(cause, RuntimeError | OSError) and not own
 
 
 def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
@@ -367,14 +396,3 @@ def joined_tokens(
 
 def _joined(parts: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:
     return {name: entry for part in parts for name, entry in part.items()}
-
-
-def last_lines(log: str, count: int = LOG_LINES) -> str:
-    """The end of a log file, where it is on this machine."""
-    if not log or not Path(log).is_file():
-        return ""
-    with open(log, "rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 16_384))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(["last lines of its log:", *lines[-count:]]) if lines else ""

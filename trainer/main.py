@@ -19,13 +19,14 @@ from rich.console import Console
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig
-from keel.model.ray_calls import lost
+from keel.model.ray_calls import RayLost, lost
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
 from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
 from keel.trainer.cluster.ray_internals import leave
+from keel.trainer.cluster.watch import watched
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.nonfinite import SAID
 from keel.trainer.prepare import Task, prepare
@@ -34,6 +35,7 @@ from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
+from keel.trainer.run.restarts import KEPT, Lost
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, save_checkpoint
 from keel.trainer.run.view import View
@@ -47,7 +49,6 @@ from keel.trainer.supervised.wiring import (
 from keel.trainer.system import System, running
 
 FAILED, INTERRUPTED = 1, 130
-KEPT = "what was saved is there, and the same command goes on"
 
 
 def train(
@@ -153,6 +154,7 @@ def judge(options: argparse.Namespace) -> None:
             settings.check_used(judged=True, gpu=gpu)
             start_ray()
             stack.callback(end_ray)
+            stack.enter_context(watched(print))
             server = JudgeServer(settings, gpu=gpu)
             stack.callback(server.stop)
             print(f"starting the judge {settings.model}", flush=True)
@@ -176,11 +178,14 @@ COMMANDS: dict[str, Callable[..., None]] = {
 def run(command: str, *arguments: Any) -> int:
     """Run a command; errors that a user can act on end in one message, not in a traceback."""
 
-    def said(text: object, status: int) -> int:
-        tell(f"keel {command}: {text}", sys.stderr)
+    def ended(status: int) -> int:
         if lost():  # Ray's threads would not let this process end in peace
             leave(status)
         return status
+
+    def said(text: object, status: int) -> int:
+        tell(f"keel {command}: {text}", sys.stderr)
+        return ended(status)
 
     try:
         COMMANDS[command](*arguments)
@@ -192,8 +197,14 @@ def run(command: str, *arguments: Any) -> int:
     except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
             raise
-        return said(f"{error}\n(KEEL_TRACEBACK=1 shows where)", FAILED)
-    return said(f"stopped by {signal}; {KEPT}", PREEMPTED) if (signal := preempted()) else 0
+        text = f"{error}\n(KEEL_TRACEBACK=1 shows where)"
+        # What takes the machine away takes other processes of the run first.
+        if preempted() and isinstance(error, Lost | RayLost | RayError | TimeoutError):
+            return said(f"stopped by {preempted()}; {KEPT}. Lost meanwhile: {text}", PREEMPTED)
+        return said(text, FAILED)
+    if signal := preempted():
+        return said(f"stopped by {signal}; {KEPT}", PREEMPTED)
+    return ended(0)
 
 
 def keep_skipped(

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_config
@@ -25,7 +26,7 @@ from keel.model.load import (
     load_model_config,
     load_tokenizer,
 )
-from keel.model.source import missing_weights
+from keel.model.source import hub_answers, missing_weights
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
@@ -109,7 +110,7 @@ def prepare(
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    found = found_model(config, hardware)
+    found = found_model(config, hardware, chats=has_chats(config))
     tokenizer, facts = found.tokenizer, found.facts
     check_engine_attention(
         config,
@@ -128,9 +129,9 @@ def prepare(
         tokenizer=tokenizer,
         chat=chat,
         tokenizer_digest=digest_of_tokenizer(tokenizer),
-        warnings=warning_lines(config, facts, found.lacking),
+        warnings=[*warning_lines(config, facts, found.lacking), *unread_lines(config, dataset)],
         programs={
-            "chats": chat_note(tokenizer, chat),
+            "chats": chat_note(tokenizer, chat) if has_chats(config) else "none: raw prompts",
             **check_rewards(config, dataset),
             **check_environments(config, chat, dataset),
         },
@@ -145,13 +146,28 @@ def prompts_of(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
     def count_tokens(prompt: Prompt) -> int:
         if prompt.environment:
             return 0  # it opens the conversation itself
-        token_ids = render_prompt(tokenizer, prompt).token_ids
+        try:
+            token_ids = render_prompt(tokenizer, prompt).token_ids
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"prompt {prompt.prompt_id}: cannot be written by {name_of(tokenizer)}: {error}. "
+                "Change the prompt, or give another template (model.chat_template)"
+            ) from error
         check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
         return len(token_ids)
 
     return load_dataset(
-        config.data, seed=config.run.seed, count_tokens=count_tokens, check_reward=check_spec
+        config.data,
+        seed=config.run.seed,
+        count_tokens=count_tokens,
+        check_reward=check_spec,
+        hub_answers=hub_answers,
     )
+
+
+def has_chats(config: Config) -> bool:
+    """Whether the chat template has any prompt to write."""
+    return any(not source.raw for source in config.data.sources)
 
 
 def require_prompts(config: Config) -> None:
@@ -188,7 +204,7 @@ def found_model(
         facts = facts_of(model_config(config.model.embedded, tokenizer))
     else:
         name = config.model.tokenizer or config.model.path
-        tokenizer = load_tokenizer(name, chats=chats)
+        tokenizer = load_tokenizer(name, chats=chats, chat_template=config.model.chat_template)
         model = load_model_config(config.model.path)
         facts = trainable_facts(config.model.path, model)
         check_engine_dtype(config, model.model_type)
@@ -249,6 +265,17 @@ def warning_lines(config: Config, facts: ModelFacts, lacking: str) -> list[str]:
     """What may be meant so, and most likely is not. `lacking`: of the model's weights here."""
     where = f"model.path = {config.model.path!r}: {lacking}; `keel train` needs them where it runs"
     return [*unusual(config, facts), *[where] * bool(lacking)]
+
+
+def unread_lines(config: Config, dataset: Dataset) -> list[str]:
+    """Columns of files that nothing reads."""
+    return [
+        f"data.sources[{source.name}]: nothing reads {', '.join(f'`{name}`' for name in unread)} "
+        f"({next(iter(unread.values()))}); data.sources[].columns, a template or a reward function "
+        "of your own can"
+        for source in config.data.sources
+        if (unread := dataset.report[source.name].unread)
+    ]
 
 
 def source_lines(config: Config, dataset: Dataset) -> list[str]:

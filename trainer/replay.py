@@ -11,6 +11,7 @@ from keel.configs.schema import ConfigError
 from keel.rl.metrics import values
 from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.cluster.reservation import reserved
+from keel.trainer.cluster.watch import watched
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import RANK
 from keel.trainer.prepare import prepare
@@ -38,6 +39,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         seats = None
         if task.gpu:  # nothing is sampled: engines need none
             seats = stack.enter_context(reserved(config, deadline_s=deadline, only=RANK))
+        stack.enter_context(watched(print))
         learner = Learner(
             str(model_folder(task, print)),
             config,

@@ -19,6 +19,7 @@ from keel.agents.runner import EpisodeRunner
 from keel.configs.schema import Config
 from keel.data.dataset import Dataset
 from keel.model.embedded.cache import ensure_embedded
+from keel.model.ray_calls import CALL_S, awaited
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Group, Prompt, Purpose
@@ -82,7 +83,7 @@ class System:
 
     def wake(self) -> None:
         """Have engines that sleep (`rollout.sleep`) sample again, from the current weights."""
-        self.update(self.learner.version, self.learner.publish()).result()
+        awaited(self.update(self.learner.version, self.learner.publish()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +147,9 @@ def running(
             spec,
             gpu=task.gpu,
             startup_deadline_s=deadline,
-            # An engine that was started again may have to wait for a step to end.
-            update_deadline_s=config.sending_deadline_s + config.trainer.deadline_s,
+            # An engine that was started again may have to wait for a step to end; and a rank that
+            # does not send is found first, or one engine after the other would be replaced for it.
+            update_deadline_s=config.sending_deadline_s + config.trainer.deadline_s + CALL_S,
             options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)

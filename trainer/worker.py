@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from keel.model.weight_transfer.sender import Sender
     from keel.trainer.engine.engine import TrainerEngine
 
+LOG_LINES = 15
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
@@ -37,6 +39,17 @@ class Whereabouts:
     pid: int
     log: str
     """File that takes the process's standard error; empty where the system does not say."""
+
+
+def last_lines(log: str, count: int = LOG_LINES) -> str:
+    """The end of a log file, where it is on this machine."""
+    if not log or not Path(log).is_file():
+        return ""
+    with open(log, "rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 16_384))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(["last lines of its log:", *lines[-count:]]) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

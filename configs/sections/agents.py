@@ -157,6 +157,7 @@ class AgentsConfig:
     tools."""
 
     max_turns: int = 16
+    """Turns of the policy in a trajectory, at most."""
     max_sampled_tokens: int = 0
     """Sampled in all its turns; 0: no further limit."""
     window: int = 0

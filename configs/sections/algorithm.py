@@ -13,11 +13,16 @@ class AlgorithmConfig:
     """GRPO and the four stabilisers (DeepSeek-V3.2, section 3.1)."""
 
     prompts_per_step: int = 16
+    """Prompts, and so groups, of one batch of rollouts."""
     group_size: int = 8
     """G: completions per prompt."""
     scale_advantages: Literal["none", "std"] = "none"
+    """none: an advantage is the reward minus the group's mean. std: that, divided by the standard
+    deviation of the group's rewards."""
     clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 − clip_low."""
     clip_high: float = 0.2
+    """The probability ratio is clipped above at 1 + clip_high."""
     kl: Literal["unbiased_k3", "k3"] = "unbiased_k3"
     """The coefficient β belongs to each data source: `data.sources[].kl_coef`."""
     mask_delta: float | None = 0.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -10,8 +11,13 @@ from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
 from keel.configs.sections.base import require, require_pass_rates
+from keel.configs.sections.measured import BOXED
 from keel.configs.system_prompts import SystemTemplate
 
+PLACEHOLDER = re.compile(r"(?<!\{)\{\w[\w .-]*\}")
+ROWS = ("jsonl", "file", "hub")
+"""Sources whose prompts are rows of files."""
+OF_ROWS = f"belongs to source: {', '.join(ROWS)}"
 MOST = 10_000_000
 """Prompts of a source, all in memory; and its weight, of which sums are formed."""
 
@@ -85,16 +91,36 @@ class SourceConfig:
 
     name: str
     """Name of the source; held-out sets appear as `eval/<name>/pass@1`."""
-    source: Literal["reasoning_gym", "jsonl", "environment"]
-    """environment: tasks that the environment itself makes from a seed, numbers 0 … size − 1."""
+    source: Literal["reasoning_gym", "jsonl", "file", "hub", "environment"]
+    """jsonl: JSON lines. file: a file of any kind, or a folder of them. hub: a dataset of the
+    Hugging Face hub. environment: tasks that the environment itself makes from a seed, numbers
+    0 … size − 1. docs/data.md"""
     task: str = ""
     """reasoning_gym: name of the task."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """reasoning_gym: the task's own options."""
     path: str = ""
-    """jsonl: the file. Each line holds `prompt` (text) or `messages`, and one of `answer`,
-    `criteria`, `tests` and `reward`. Relative to the current folder; a `configs/…` that is not
-    there is looked up in what came with Keel."""
+    """jsonl: the file. file: a `.jsonl`, `.json`, `.csv`, `.tsv` (each may be `.gz`), `.parquet` or
+    `.arrow` file, or a folder as the hub has it or `save_to_disk` writes it. hub: owner/name. A row
+    holds `prompt` (text) or `messages`, and one of `answer`, `criteria`, `tests` and `reward`.
+    Relative to the current folder; a `configs/…` that is not there is looked up in what came with
+    Keel."""
+    split: str = ""
+    """file, hub: the split of a folder or dataset; empty: train."""
+    subset: str = ""
+    """file, hub: the subset of a folder or dataset that has several."""
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    """jsonl, file, hub: key → column, such as `{prompt: question, answer: solution}`; a dot looks
+    into an object. '': the key is not in the file, whatever a column is called."""
+    template: str = ""
+    """jsonl, file, hub: the prompt's words, with `{column}` where a column's go and `{{x}}` for
+    {x}. boxed: `{prompt}`, and a line that asks to reason step by step and to put the answer within
+    `\\boxed{}` (`eval.variants[].ask`). Empty: the prompt as it is."""
+    answer_after: str = ""
+    """jsonl, file, hub: `answer` is what follows the last such mark; GSM8K's is ####."""
+    raw: bool = False
+    """The prompt goes to the model as it is, without a chat template, as base models want it.
+    `rollout.sampling.stop` says where completions end."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """What the policy works in, over many turns (`agents`). With source: jsonl each line is a task
     for it; with reasoning_gym it has the tools, and the task's own verifier grades."""
@@ -102,9 +128,11 @@ class SourceConfig:
     """Table of `keel filter` (`pass_rates.jsonl`): train on the prompts alone whose pass rate there
     is from `least_pass_rate` to `most_pass_rate`, and above 0. Held-out sets stay as they are."""
     least_pass_rate: float = 0.0
+    """`pass_rates`: the lowest pass rate to train on."""
     most_pass_rate: float = 1.0
+    """`pass_rates`: the highest pass rate to train on."""
     size: int = 0
-    """reasoning_gym, environment: number of prompts. jsonl: read at most this many lines (0:
+    """reasoning_gym, environment: number of prompts. The others: read at most this many rows (0:
     all)."""
     holdout: int = 0
     """Prompts set aside for evaluation. They never train."""
@@ -123,7 +151,8 @@ class SourceConfig:
     reasoning (think first, then answer), tools, or tools-in-thinking (`agents.tools_in_thinking`).
     After the cold start of DeepSeek-V3.2, Tables 6 to 8."""
     on_bad_line: Literal["error", "skip"] = "error"
-    """jsonl: what to do with a malformed line. Skipped lines are counted and reported."""
+    """jsonl, file, hub: what to do with a malformed line or row. Skipped ones are counted and
+    reported."""
     rewards: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0})
     """Reward parts and their weights: `correct`, `format` and the others of docs/rewards.md, or
     functions of your own by dotted name."""
@@ -137,7 +166,7 @@ class SourceConfig:
         if self.source == "reasoning_gym":
             require(bool(self.task), f"{knob}.task", self.task, "name a reasoning_gym task")
             require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 prompt")
-            require(not self.path, f"{knob}.path", self.path, "belongs to source: jsonl")
+            require(not self.path, f"{knob}.path", self.path, OF_ROWS)
         elif self.source == "environment":
             require(
                 self.environment.given,
@@ -153,7 +182,7 @@ class SourceConfig:
                 "tests, criteria or a reward on each line",
             )
             require(self.size >= 1, f"{knob}.size", self.size, "must be at least 1 task")
-            require(not self.path, f"{knob}.path", self.path, "belongs to source: jsonl")
+            require(not self.path, f"{knob}.path", self.path, OF_ROWS)
             require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")
             require(
                 not self.system,
@@ -162,7 +191,8 @@ class SourceConfig:
                 "the environment opens the conversation itself",
             )
         else:
-            require(bool(self.path), f"{knob}.path", self.path, "name a JSONL file")
+            named = "a dataset of the hub: owner/name" if self.source == "hub" else "a file"
+            require(bool(self.path), f"{knob}.path", self.path, f"name {named}")
             require(not self.task, f"{knob}.task", self.task, "belongs to source: reasoning_gym")
         template = f"{knob}.system_template"
         require(
@@ -179,12 +209,7 @@ class SourceConfig:
         )
         require(0 <= self.size <= MOST, f"{knob}.size", self.size, f"must be 0 to {MOST}")
         require(self.holdout >= 0, f"{knob}.holdout", self.holdout, "must not be negative")
-        require(
-            self.source == "jsonl" or self.on_bad_line == "error",
-            f"{knob}.on_bad_line",
-            self.on_bad_line,
-            "belongs to source: jsonl",
-        )
+        self._check_rows(knob)
         require(
             self.source == "reasoning_gym" or not self.params,
             f"{knob}.params",
@@ -218,6 +243,54 @@ class SourceConfig:
         for name, weight in self.rewards.items():
             require(math.isfinite(weight), f"{knob}.rewards.{name}", weight, "must be finite")
 
+    def _check_rows(self, knob: str) -> None:
+        """What is for prompts from files."""
+        for name in ("on_bad_line", "columns", "template", "answer_after", "split", "subset"):
+            of = ("file", "hub") if name in ("split", "subset") else ROWS
+            value = getattr(self, name)
+            said = f"belongs to source: {', '.join(of)}"
+            unset = not value or value == "error"
+            require(unset or self.source in of, f"{knob}.{name}", value, said)
+        ending = self.path.rpartition(".")[2].lower()
+        require(
+            self.source != "jsonl" or ending not in ("csv", "tsv", "parquet", "arrow"),
+            f"{knob}.source",
+            self.source,
+            f"reads JSON lines; set source: file for {self.path!r}",
+        )
+        require(
+            self.source != "hub" or bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path)),
+            f"{knob}.path",
+            self.path,
+            "must be a dataset's name, owner/name; for a folder or a file set source: file",
+        )
+        require(
+            not self.template or bool(PLACEHOLDER.search(self.template_text)),
+            f"{knob}.template",
+            self.template,
+            "must have a {column} in it, such as {prompt}, or be boxed",
+        )
+        said = "cannot be with raw: true, which has no chat template to put it into; leave it out"
+        for name, default in (("system", ""), ("system_template", "none")):
+            value = getattr(self, name)
+            require(not self.raw or value == default, f"{knob}.{name}", value, said)
+        require(
+            not self.raw or not self.environment.given,
+            f"{knob}.raw",
+            self.raw,
+            "is for one completion of a text; an environment's turns need a chat template. Leave "
+            "it out",
+        )
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its prompts are rows of files."""
+        return self.source in ROWS
+
+    @property
+    def template_text(self) -> str:
+        return f"{{prompt}}\n{BOXED}" if self.template == "boxed" else self.template
+
     @property
     def domain_name(self) -> str:
         return self.domain or self.name
@@ -225,6 +298,8 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
+    """Which prompts are trained on, and which are held out."""
+
     sources: tuple[SourceConfig, ...] = ()
     only: tuple[str, ...] = ()
     """Names of the sources to train on, as in a specialist's recipe; the others are left out as if

@@ -58,6 +58,7 @@ class EvalVariant:
     """`keel eval`: another way of asking the same prompts, measured beside the others."""
 
     name: str
+    """In the results: letters, digits and any of . _ + -"""
     thinking: Thinking = "as-asked"
     """as-asked: as each source says."""
     max_tokens: int = 0
@@ -90,7 +91,11 @@ class EvalConfig:
     samples: int = 1
     """Completions per held-out prompt; pass@1 is the fraction that is wholly right."""
     temperature: float = 1.0
+    """Of sampling in evaluations: logits are divided by it. Training has
+    `rollout.sampling.temperature`."""
     top_p: float = 1.0
+    """Sample from the likeliest ids that reach this probability together; 1: from all. Below 1 it
+    needs `top_k`."""
     top_k: int = 0
     """0: the whole vocabulary; on a GPU, where training truncates, the likeliest 2,048 ids: vLLM's
     engines take no request without a bound if they return sampling masks."""

@@ -21,6 +21,7 @@ class ColdStartConfig:
     questions: int = 16384
     """Questions generated over all sources; a longer cold start repeats them."""
     lr: float = 5e-3
+    """Learning rate of the cold start, at its peak."""
     worked_fraction: float = 0.45
     """Fraction of the solutions in the last part that are worked out and right. The others skip the
     working and are wrong: that is what is left for reinforcement learning."""
@@ -63,11 +64,15 @@ class EmbeddedConfig:
     """deepseek_v32: latent and sparse attention. No engine serves it at this size, so it is for the
     trainer's side alone (docs/sparse-attention.md)."""
     hidden_size: int = 64
+    """Numbers of a token's hidden state; a multiple of 32."""
     layers: int = 3
+    """Decoder layers, each with a mixture of experts."""
     heads: int = 4
+    """Attention heads of a layer."""
     kv_heads: int = 2
     """qwen3_moe"""
     head_dim: int = 32
+    """Numbers of one head's queries, keys and values."""
     latent_size: int = 64
     """deepseek_v32: numbers of the latent that queries are made from, and of that of keys and
     values; a half head of rotary embedding comes beside it."""
@@ -76,7 +81,9 @@ class EmbeddedConfig:
     index_top_k: int = 64
     """deepseek_v32: tokens that are attended to."""
     experts: int = 8
+    """Experts of a layer."""
     experts_per_token: int = 2
+    """Experts that each token is routed to."""
     expert_size: int = 64
     """Intermediate size of one expert; the CPU kernel wants multiples of 32."""
     initializer_range: float = 0.05
@@ -85,6 +92,7 @@ class EmbeddedConfig:
     """Texts that are one token each, such as a tool's description or the fixed words of a task,
     where all else is a token a byte: conversations become short enough for so small a model."""
     max_context: int = 512
+    """Longest sequence, prompt and completion together, in tokens."""
     cache_dir: str = ""
     """Where cold-started models are kept; empty: `keel` under the user's cache folder."""
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
@@ -140,10 +148,15 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
+    """Which model is trained, and in which precision."""
+
     path: str = "embedded"
     """A local folder, a hub name, or `embedded` for the small model that needs no download."""
     tokenizer: str = ""
     """Tokenizer folder or hub name; empty: the model's own."""
+    chat_template: str = ""
+    """A Jinja template in place of the tokenizer's: its text, or a file. The run keeps the text,
+    and the model that it exports has it."""
     dtype: Dtype = "bfloat16"
     """Of the engine's weights (but see `rollout.dtype`) and the trainer's compute. Master weights
     are always float32. float16 is eight times as exact as bfloat16, so engine and trainer differ
@@ -157,5 +170,11 @@ class ModelConfig:
             self.path != "embedded" or not self.tokenizer,
             "model.tokenizer",
             self.tokenizer,
+            "the embedded model has one of its own; leave it empty, or set model.path",
+        )
+        require(
+            self.path != "embedded" or not self.chat_template,
+            "model.chat_template",
+            self.chat_template,
             "the embedded model has one of its own; leave it empty, or set model.path",
         )

@@ -98,6 +98,7 @@ class JudgeConfig:
     """Judgements per completion; they are averaged, and their spread is recorded as a part of the
     reward. Each sees the criteria in another order."""
     temperature: float = 0.0
+    """Of sampling judgements; 0: greedy."""
     max_reply_tokens: int = 2048
     """Longest judgement, in tokens; a longer one is invalid."""
     max_characters: int = 60_000

@@ -13,7 +13,9 @@ class SamplingConfig:
     """How the engine samples. Only what the engine records exactly is offered."""
 
     temperature: float = 1.0
+    """Logits are divided by it, in engine and trainer alike."""
     top_p: float = 1.0
+    """Sample from the likeliest ids that reach this probability together; 1: from all."""
     top_k: int = 0
     """Keep at most this many ids; 0: all. Truncation by top_p needs it too: it bounds the mask."""
     max_tokens: int = 256
@@ -53,6 +55,8 @@ token."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
+    """vLLM engines, and how long they may take."""
+
     engines: int = 1
     """vLLM engines, one Ray actor each."""
     tensor_parallel: int = 1
@@ -77,11 +81,13 @@ class RolloutConfig:
     CPU. auto: packed on GPUs where every layer has full attention and `tensor_parallel` is 1, else
     native; v1 on a CPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How completions are sampled in training; evaluations have `eval`."""
     max_num_seqs: int = 128
     """Most sequences that an engine works on at once."""
     max_num_batched_tokens: int = 4096
     """Most tokens that an engine computes in one step; longer prompts are prefilled in chunks."""
     enable_prefix_caching: bool = True
+    """Keep the KV cache of prompts and earlier turns for requests that begin alike."""
     enforce_eager: bool = False
     """GPU: run without CUDA graphs (slower, starts sooner)."""
     gpu_memory_utilization: float = 0.85

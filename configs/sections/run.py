@@ -10,11 +10,14 @@ from keel.configs.sections.base import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
+    """The run folder, how long the run is, and the machine."""
+
     dir: str = "runs/default"
     """Run folder: resolved config, metrics, checkpoints, trajectories."""
     steps: int = 100
     """Optimisation steps (one batch of rollouts each)."""
     seed: int = 0
+    """Of weights that are random, of the data's order and of sampling."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: GPUs if this machine has any or `gpu_gib` or `gpus_per_node` speaks of some. Say `gpu`
     where only the rest of the cluster has."""
@@ -37,6 +40,7 @@ class RunConfig:
     checkpoint_minutes: float = 30.0
     """A checkpoint after the step that ends so long after the last one; 0: by steps alone."""
     keep_checkpoints: int = 2
+    """Newest checkpoints that stay in the run folder; older ones are removed."""
     save_trajectories: int = 4
     """Trajectories written at each step, as readable text and as lines of JSON; 0: none, and
     `keel report` has none to show."""

@@ -19,6 +19,7 @@ class ConversationsConfig:
     """One source of conversations, or of text."""
 
     name: str
+    """Name of the source; its held-out loss appears as `eval/<name>/loss`."""
     source: Literal["jsonl", "trajectories", "solutions", "text", "retrieval"]
     """jsonl: chats, a line each (docs/sft.md has the forms). trajectories: what a run of Keel has
     sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the embedded
@@ -46,6 +47,7 @@ class ConversationsConfig:
     system: str = ""
     """A system message for conversations that have none."""
     on_bad_line: Literal["error", "skip"] = "error"
+    """What to do with a malformed line. Skipped lines are counted and reported."""
     least_reward: float = 1.0
     """trajectories: those worth at least so much, by `reward`."""
     reward: str = "correct"
@@ -117,13 +119,13 @@ class SftConfig:
     long_conversations: Literal["error", "drop"] = "error"
     """What becomes of a conversation with a longer one."""
     conversations_per_step: int = 32
-    """Or windows of text."""
+    """Conversations in a step, or windows of text."""
     tokens_per_step: int = 0
-    """0: `conversations_per_step`. Else a step takes conversations until the next one would make
-    their tokens, context included, more than this."""
+    """Most tokens in a step, contexts included: it takes conversations until the next one would
+    make them more. 0: `conversations_per_step` conversations, whatever their length."""
     epochs: float = 0.0
-    """0: `run.steps` steps. Else as many as it takes to see the conversations so often, and
-    `run.steps` does not count."""
+    """How often the conversations are seen; `run.steps` does not count then. 0: `run.steps`
+    steps."""
     mean: Literal["tokens", "conversations"] = "tokens"
     """What the loss is a mean over, in a step: its learned tokens, or its conversations, each of
     them the mean over its own."""

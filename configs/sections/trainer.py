@@ -10,9 +10,13 @@ from keel.configs.sections.base import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
+    """Ranks, ZeRO, parallelism and AdamW."""
+
     ranks: int = 1
     """Data-parallel trainer processes (one GPU each where there are GPUs)."""
     zero_stage: Literal[0, 1, 2, 3] = 0
+    """What DeepSpeed shards over the ranks. 0: nothing; 1: the optimizer's state; 2: gradients,
+    too; 3: parameters, too."""
     expert_parallel: int = 1
     """Ranks over which the experts of a layer are spread; tokens travel to them and back. Must
     divide `ranks` and the number of experts."""
@@ -24,15 +28,21 @@ class TrainerConfig:
     the segments of a longer trajectory are spread over several); a rank holds
     1/`sequence_parallel` of them."""
     lr: float = 1e-6
+    """Learning rate, after the warm-up."""
     warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0; 0: none."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after the warm-up, over `run.steps`."""
     min_lr: float = 0.0
     """Learning rate at which `linear` and `cosine` end."""
     weight_decay: float = 0.0
+    """Of AdamW, on matrices alone; 0: none."""
     beta1: float = 0.9
+    """Of Adam: decay of the mean of gradients."""
     beta2: float = 0.95
+    """Of Adam: decay of the mean of squared gradients."""
     eps: float = 1e-8
+    """Of Adam: added to the denominator."""
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
     attention: Literal["sparse", "warm-up", "dense"] = "sparse"
@@ -44,6 +54,8 @@ class TrainerConfig:
     """Weight of the indexers' own loss (DeepSeek-V3.2, Eq. 3 and 4): the sum over layers, the mean
     over a step's tokens. It reaches the indexers alone; 0: they stay as they are."""
     activation_checkpointing: bool = False
+    """Compute the activations of decoder layers again in the backward pass: less memory, about a
+    third more work."""
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2)."""
     offload_optimizer: bool = False

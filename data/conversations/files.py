@@ -17,7 +17,7 @@ from keel.data.conversations.forms import (
     unread_of,
 )
 from keel.data.conversations.types import Example, Read
-from keel.data.jsonl import BadLine, lines_of, object_of
+from keel.data.rows.lines import BadLine, lines_of, object_of
 from keel.rl.supervised.records import segments_of
 
 WRITTEN = KNOWN | {

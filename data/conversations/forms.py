@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.data.jsonl import BadLine, kind_of
+from keel.data.rows.lines import BadLine, kind_of
 from keel.rl.turns import Message
 
 FORMS = ("messages", "prompt", "conversations")

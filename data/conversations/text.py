@@ -15,7 +15,7 @@ from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.types import Example, Read
 from keel.data.items import digest
-from keel.data.jsonl import BadLine, kind_of, lines_of, object_of
+from keel.data.rows.lines import BadLine, kind_of, lines_of, object_of
 from keel.data.text.retrieval import pieces, retrieval_texts
 from keel.rl.supervised.lessons import shown
 

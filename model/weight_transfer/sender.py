@@ -98,11 +98,13 @@ class Sender:
             link.close()
 
     def _open(self, actor: Any) -> Link:
-        gpus: list[str] = self._get(actor.gpus.remote(), "an engine to say which GPUs it is on")
+        gpus: list[str] = self._get(
+            ray_calls.call(actor.gpus), "an engine to say which GPUs it is on"
+        )
         shares = gpus == [gpu_id(self._device)] != [""]
         # The two ends of every earlier link have left their addresses in the store, under its name.
         name = uuid4().hex
-        joined = actor.join.remote(self._rendezvous, name, shares)
+        joined = ray_calls.call(actor.join, self._rendezvous, name, shares)
         channel: Channel | None = None
         try:
             if not shares:
@@ -175,7 +177,7 @@ class _Update:
 
     def begin(self, link: Link) -> None:
         self._link = link
-        self._receiving = self.receiver.actor.receive.remote()
+        self._receiving = ray_calls.call(self.receiver.actor.receive)
         link.outbox.put(Begin())
 
     def send(self, bucket: FlatBucket) -> None:

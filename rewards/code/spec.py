@@ -81,6 +81,7 @@ _KEYS = [
     "memory_mib",
     "tolerance",
     "environment",
+    "columns",
 ]  # of a spec
 _OF_ANY = ("sample", "subtask")
 _STDIN_KEYS, _CALL_KEYS = ("stdin", "stdout"), ("call", "args", "kwargs", "returns")

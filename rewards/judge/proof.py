@@ -119,7 +119,7 @@ def proof_from(spec: Mapping[str, Any]) -> ProofSpec:
 
     Raises ValueError naming the key.
     """
-    check_keys(spec, ("kind", "reference", "alpha", "environment"), "proof")
+    check_keys(spec, ("kind", "reference", "alpha", "environment", "columns"), "proof")
     alpha = spec.get("alpha", ALPHA)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
         raise ValueError(f"proof: alpha {alpha!r} must be a number in [0, 1]")

@@ -90,7 +90,7 @@ def rubric_from(spec: Mapping[str, Any]) -> Rubric:
 
     Raises ValueError naming the criterion and the cure.
     """
-    check_keys(spec, ("kind", "criteria", "reference", "environment"), "rubric")
+    check_keys(spec, ("kind", "criteria", "reference", "environment", "columns"), "rubric")
     listed = spec.get("criteria")
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise ValueError("rubric: without criteria; list at least one under `criteria`")
@@ -129,7 +129,7 @@ REFUSAL = {"kind": "refusal", "refuse": True}
 def refusal_from(spec: Mapping[str, Any]) -> Rubric:
     """The rubric of a reward spec `{"kind": "refusal", "refuse": true}`: whether the answer has to
     decline, or, with false, must not. Raises ValueError naming the key and the cure."""
-    check_keys(spec, ("kind", "refuse", "environment"), "refusal")
+    check_keys(spec, ("kind", "refuse", "environment", "columns"), "refusal")
     refuse = spec.get("refuse")
     if not isinstance(refuse, bool):
         raise ValueError(f"refusal: `refuse` must be true or false, is {refuse!r}"[:200])

@@ -63,7 +63,9 @@ def verification_from(spec: Mapping[str, Any]) -> VerificationSpec:
 
     Raises ValueError naming the key.
     """
-    check_keys(spec, ("kind", "problem", "proof", "score", "environment"), "verification")
+    check_keys(
+        spec, ("kind", "problem", "proof", "score", "environment", "columns"), "verification"
+    )
     texts: dict[str, str] = {}
     for key in ("problem", "proof"):
         text = spec.get(key)

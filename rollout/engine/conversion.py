@@ -24,6 +24,7 @@ class Tokenizer(Protocol):
     """What is used of a transformers tokenizer."""
 
     chat_template: Any
+    eos_token_id: Any
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -40,7 +41,10 @@ class RenderedPrompt:
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
-    """Through the chat template, or the code that stands for one, up to where the policy speaks."""
+    """Through the chat template, or the code that stands for one, up to where the policy speaks; a
+    raw prompt as the tokenizer begins a text."""
+    if prompt.raw:
+        return _raw(tokenizer, prompt)
     messages = [dict(message) for message in prompt.messages]
     tools = [dict(tool) for tool in prompt.tools]
     if written_by_code(tokenizer):
@@ -57,6 +61,17 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise ValueError(f"prompt {prompt.prompt_id}: the chat template renders it to nothing")
+    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(THINK_START))
+
+
+def _raw(tokenizer: Tokenizer, prompt: Prompt) -> RenderedPrompt:
+    (message,) = prompt.messages
+    text = str(message["content"])
+    token_ids = tokenizer.encode(text, add_special_tokens=True)
+    if token_ids[-1:] == [tokenizer.eos_token_id]:  # some end every text, and this one goes on
+        token_ids = token_ids[:-1]
+    if not token_ids:
+        raise ValueError(f"prompt {prompt.prompt_id}: is nothing to the tokenizer")
     return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(THINK_START))
 
 

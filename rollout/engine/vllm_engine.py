@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from vllm import EngineArgs, LLMEngine
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 
 from keel.configs.schema import SamplingConfig
-from keel.model.load import full_attention
+from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing.routers import is_moe
 from keel.model.weight_transfer.buckets import Bucket
 from keel.model.weight_transfer.channel import Rendezvous
@@ -62,9 +62,7 @@ class VllmEngine:
         self.shims = _install_shims() if cpu else ()
         self.version = 0
         self.sampled_tokens = self.steps = 0
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(
-            spec.tokenizer, trust_remote_code=False
-        )
+        self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
         self._jobs: dict[int, Job] = {}
         self._owner: dict[str, int] = {}
         """Job of each unfinished request, by the name given to vLLM."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
@@ -106,11 +106,11 @@ class JudgeServer:
         if self._stopped:
             return
         self._stopped = True
-        there, _ = ray_calls.wait([self._actor.__ray_ready__.remote()], seconds=PLACED_S)
         # If that fails, the server has ended, or does with its actor.
-        with contextlib.suppress(RayActorError, RayTaskError, GetTimeoutError):
-            if there:
-                ray_calls.get(self._actor.stop.remote(), seconds=STOP_S)
+        with contextlib.suppress(RayError, TimeoutError, ray_calls.RayLost):
+            asked = ray_calls.call(self._actor.__ray_ready__)
+            if ray_calls.wait([asked], seconds=PLACED_S)[0]:
+                ray_calls.get(ray_calls.call(self._actor.stop), seconds=STOP_S)
         ray_calls.kill(self._actor)
 
     def _launch(self) -> None:
@@ -120,7 +120,7 @@ class JudgeServer:
         self._actor = ray_calls.create(
             JudgeActor, "judge", {**options, **self._options}, self._config, self._gpu, self.key
         )
-        self._starting = self._actor.start.remote()
+        self._starting = ray_calls.call(self._actor.start)
         if self._stopped:  # meanwhile, by another thread
             ray_calls.kill(self._actor)
 
@@ -141,7 +141,7 @@ class JudgeServer:
 
     def _ended(self) -> str:
         try:
-            return str(ray_calls.get(self._actor.ended.remote(), seconds=REPLY_S))
+            return str(ray_calls.get(ray_calls.call(self._actor.ended), seconds=REPLY_S))
         except RayActorError as error:
             return f"its actor died: {error}"
         except GetTimeoutError:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.rl.futures import then
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.pool.lifecycle import Deliver, Fleet, to_each
@@ -227,21 +228,19 @@ class RolloutPool:
     def sleep(self) -> Future[None]:
         """Have every engine give up its GPU's memory until the next `update`; done when all have.
 
-        An engine that is late (`rollout.update_deadline_s`) is replaced. Sleeping engines sleep on.
-        Raises RuntimeError while an update is under way.
+        An engine that is late (`rollout.update_deadline_s`) is replaced. Sleeping engines sleep on,
+        and those that are taking weights do that first: a checkpoint may be wanted at any time.
         """
         with self._gate:
-            if self._update is not None and not self._update.done.done():
-                raise RuntimeError(
-                    f"rollout pool: version {self._update.version} is still on its way to the "
-                    "engines; wait for it before they sleep"
-                )
-            if self._asleep is None:
-                self._asleep = Future()
-                if self._ended is not None:
-                    self._asleep.set_exception(self._ended)
-                self._call()
-            return self._asleep
+            update = self._update
+            if update is None or update.done.done():
+                if self._asleep is None:
+                    self._asleep = Future()
+                    if self._ended is not None:
+                        self._asleep.set_exception(self._ended)
+                    self._call()
+                return self._asleep
+        return then(update.done, lambda _: self.sleep())
 
     def shutdown(self) -> None:
         """End all engines; what is being sampled fails."""

@@ -45,27 +45,29 @@ class RayEngine:
         self.actor = ray_calls.create(RolloutWorker, f"rollout engine {index}", given, spec)
 
     def ready(self) -> Future[Started]:
-        return as_future(self.actor.ready.remote())
+        return as_future(ray_calls.call(self.actor.ready))
 
     def generate(
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Future[Group]:
-        return as_future(self.actor.generate.remote(prompt, group_size, sampling, record, draw))
+        return as_future(
+            ray_calls.call(self.actor.generate, prompt, group_size, sampling, record, draw)
+        )
 
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[TurnResult]:
-        return as_future(self.actor.turn.remote(request, sampling, record))
+        return as_future(ray_calls.call(self.actor.turn, request, sampling, record))
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
-        return as_future(self.actor.update.remote(version, list(buckets)))
+        return as_future(ray_calls.call(self.actor.update, version, list(buckets)))
 
     def stats(self) -> Future[dict[str, float]]:
         """See `EngineThread.stats`."""
-        return as_future(self.actor.stats.remote())
+        return as_future(ray_calls.call(self.actor.stats))
 
     def sleep(self) -> Future[None]:
-        return as_future(self.actor.sleep.remote())
+        return as_future(ray_calls.call(self.actor.sleep))
 
     def kill(self) -> None:
         ray_calls.kill(self.actor)

@@ -134,7 +134,7 @@ BAD_LINES = {
     b'{"prompt": "x", "anwser": "4"}': "no `answer`; did you mean `anwser`?",
     b'{"answer": "4"}': "no `prompt`",
     b'{"prompt": " ", "answer": "4"}': "`prompt` must be text that is not blank, is blank",
-    b'{"prompt": "x", "answer": null}': "`answer` must be text that is not blank, is missing",
+    b'{"prompt": "x", "answer": null}': "no `answer`: it is null",
     b'{"prompt": "x", "answer": true}': "is true or false",
     b'{"prompt": "x", "answer": ["4"]}': "is a list",
     b'{"prompt": "x", "answer": "4", "match": "fuzzy"}': "must be one of math, exact",

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from keel.configs.reference.metrics import undescribed
 from keel.report.folders import read_folder
 from keel.trainer.cli import main
 from keel.trainer.run.interrupt import PREEMPTED
@@ -88,9 +89,12 @@ def small(folder: Path, cache: Path, steps: int) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
+    """All of them described (docs/metrics.md)."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    assert undescribed({name for line in found for name in line}) == []
+    return found
 
 
 def keel(*arguments: str) -> str:

@@ -28,6 +28,7 @@ from keel.configs.schema import (
 )
 from keel.data.dataset import load_dataset
 from keel.model.embedded.tokenizer import build_tokenizer
+from keel.trainer import agents
 from keel.trainer.agents import (
     agent_program,
     check_chat,
@@ -228,6 +229,22 @@ def test_without_environments_nothing_is_looked_at() -> None:
 def test_demonstrations_that_are_not_there_are_named(named: str) -> None:
     with pytest.raises(ConfigError, match=r"sources\[shop\].environment.demonstrations = '"):
         demonstrate(config(demonstrations=named), "shop", 3)
+
+
+def test_datasets_of_the_hub_are_hidden_where_they_were_downloaded_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "datasets--owner--sums").mkdir()
+    (tmp_path / "models--owner--mine").mkdir()
+    recipe = config()
+    for kind, path, hidden in (
+        ("hub", "owner/sums", tmp_path / "datasets--owner--sums"),
+        ("file", str(tmp_path), tmp_path),
+    ):
+        source = SourceConfig(name="s", source=kind, path=path)  # type: ignore[arg-type]
+        of = replace(recipe, data=replace(recipe.data, sources=(source,)))
+        assert agents._prompt_files(of) == [hidden]
 
 
 @pytest.mark.e2e

@@ -25,13 +25,13 @@ from tests.trainer.planning.test_memory import DENSE
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """The prompt that every recipe here has."""
     folder = tmp_path_factory.mktemp("data")
-    (folder / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     recipe(folder)
     task = prepare.prepare(str(folder / "recipe.yaml"), ["run.device=cpu"])
     return task.dataset
 
 
 def recipe(folder: Path) -> Path:
+    (folder / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     path = folder / "recipe.yaml"
     path.write_text(
         f"run: {{dir: {folder / 'run'}}}\n"

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
 from keel.configs.schema import Config
 from keel.model import ray_calls
 from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
-from keel.trainer.learner import Learner, Limit, last_lines, shares
+from keel.rollout.spec import EngineError
+from keel.trainer.learner import Learner, Limit, shares
 from keel.trainer.run.restarts import Lost
+from keel.trainer.worker import last_lines
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
+from tests.waiting import PATIENCE_S
 
 
 def test_last_lines_of_a_log(tmp_path: Path) -> None:
@@ -26,6 +33,142 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     assert last_lines(str(log), 2) == "last lines of its log:\nline 9998\nline 9999"
     log.write_text("")
     assert last_lines(str(log)) == last_lines("") == last_lines(str(tmp_path / "absent")) == ""
+
+
+class Ranks:
+    """What two ranks answer to a call, and when: with no Ray, and a clock of their own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *answers: tuple[float, Any]) -> None:
+        """answers: of each rank, after how many seconds, and what."""
+        self.now, self.fetched_s, self._answers = 0.0, 60.0, dict(enumerate(answers))
+        """fetched_s: patience that fetching a result needs."""
+        self._actors = [Rank(number) for number in self._answers]
+        patch.setattr(ray_calls, "wait", self._wait)
+        patch.setattr(ray_calls, "get", self._get)
+        patience = ray_calls.Patience
+        patch.setattr(ray_calls, "Patience", lambda s, *_: patience(s, 1e9, lambda: self.now))
+
+    def learner(self, config: Config, *, direct: bool = False) -> Learner:
+        learner = object.__new__(Learner)
+        learner._config, learner._direct, learner._ranks = config, direct, self._actors
+        learner._order, learner._longest, learner._whereabouts = threading.Lock(), {}, []
+        learner._senders = []
+        return learner
+
+    def ask(self, learner: Learner, seconds: float) -> list[Any]:
+        return learner._all("step", limit=Limit("a step", seconds, "trainer.deadline_s"))
+
+    def _wait(
+        self, refs: Sequence[int], *, seconds: ray_calls.Patience
+    ) -> tuple[list[int], list[int]]:
+        first = min(refs, key=lambda ref: self._answers[ref][0])
+        until, self.now = self.now + seconds.left(), max(self.now, self._answers[first][0])
+        if self.now <= until:
+            return [first], []
+        self.now = until
+        return [], []
+
+    def _get(self, ref: int, *, seconds: float) -> Any:
+        if seconds < self.fetched_s:
+            self.now += seconds
+            raise GetTimeoutError("late")
+        if isinstance(answer := self._answers[ref][1], Exception):
+            raise answer
+        return answer
+
+
+class Rank:
+    def __init__(self, number: int) -> None:
+        self.step = self.send = SimpleNamespace(remote=lambda *_: number)
+
+
+def raised(error: Exception) -> Exception:
+    return RayTaskError("step", "traceback", error).as_instanceof_cause()
+
+
+PEER = raised(RuntimeError("Connection closed by peer"))
+NEVER = (1e9, None)
+SEND = "sending weights to the engines"
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "said", "after_s"),
+    [
+        ([(1, PEER), (71, ActorDiedError())], Lost, "rank 1 died during a step", 71),
+        ([(99, PEER), (130, ActorDiedError())], Lost, "rank 1 died", 130),
+        ([(1, ActorDiedError()), NEVER], Lost, "rank 0 died", 1),
+        ([(1, PEER), NEVER], RuntimeError, "rank 0 failed during a step: Connection cl", 91),
+        ([(1, raised(KeyError("own"))), NEVER], RuntimeError, "rank 0 failed .*own", 6),
+        ([(1, ObjectLostError("ref", "", "")), NEVER], Lost, "rank 0 failed", 1),
+        ([(1, raised(GetTimeoutError("its own"))), NEVER], RuntimeError, "its own", 91),
+        ([(1, "well"), NEVER], Lost, "waited 100 s for a step: no answer from trainer rank 1", 100),
+    ],
+)
+def test_who_is_lost_is_known_at_the_latest_when_ray_gives_up_a_node(
+    answers: list[tuple[float, Any]],
+    kind: type[Exception],
+    said: str,
+    after_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks(monkeypatch, *answers)
+    with pytest.raises(RuntimeError, match=said) as info:
+        ranks.ask(ranks.learner(make_config(2, 1)), 100.0)
+    assert type(info.value) is kind and ranks.now == after_s
+
+
+def test_what_comes_with_the_deadline_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, (1, "one"), (100, "other"))
+    learner = ranks.learner(make_config(2, 1))
+    assert ranks.ask(learner, 100.0) == ["one", "other"]
+    ranks.fetched_s = 1e9
+    with pytest.raises(Lost, match=r"no answer from trainer rank 0, 1 .trainer.deadline_s"):
+        ranks.ask(learner, 100.0)
+
+
+def test_a_rank_that_is_lost_while_it_sends_is_lost_for_all_who_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks(monkeypatch, (1, PEER), (71, ActorDiedError()))
+    engines: Any = [SimpleNamespace(index=index, actor=None) for index in range(3)]
+    for future in ranks.learner(make_config(2, 1), direct=True).send(engines):
+        error = future.exception(PATIENCE_S)
+        assert isinstance(error, Lost) and f"rank 1 died during {SEND}" in str(error)
+    ranks = Ranks(monkeypatch, (1, {0: 5, 2: EngineError("is gone")}), (2, {1: 5}))
+    zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines)
+    assert zero.result(PATIENCE_S) == one.result(PATIENCE_S) == 5
+    assert isinstance(two.exception(PATIENCE_S), EngineError)
+
+
+def test_no_thread_waits_for_a_ray_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, killed = Ranks(monkeypatch, (1, {0: 1})), threading.Event()
+    learner = ranks.learner(make_config(1, 1), direct=True)
+
+    def wait(refs: Sequence[int], *, seconds: float) -> tuple[list[int], list[int]]:
+        killed.wait(PATIENCE_S)
+        return list(refs), []
+
+    monkeypatch.setattr(ray_calls, "wait", wait)
+    monkeypatch.setattr(ray_calls, "kill", lambda _: killed.set())
+    engine: Any = SimpleNamespace(index=0, actor=None)
+    (sent,) = learner.send([engine])
+    (sender,) = learner._senders
+    assert sender.is_alive()
+    learner.shutdown()
+    assert sent.done() and not sender.is_alive()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_step_may_have_to_wait_until_weights_are_sent(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(2, 1)
+    config = replace(config, trainer=replace(config.trainer, deadline_s=10_000.0))
+    learner = Ranks(monkeypatch).learner(config, direct=direct)
+    learner._longest["a step"] = 40.0
+    sending_s = config.sending_deadline_s if direct else 0
+    assert learner._hurried("a step").seconds == 400 + sending_s
+    assert learner._hurried("another").seconds == 10_000 + sending_s
 
 
 def scored_first(config: Config) -> list[list[int]]:

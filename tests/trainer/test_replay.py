@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +70,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {
         "start_ray": lambda: None,
         "end_ray": lambda: None,
+        "watched": nullcontext,
         "prepare": prepare,
         "model_folder": lambda *_: "base",
         "Learner": FakeLearner,

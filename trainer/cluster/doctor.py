@@ -261,7 +261,7 @@ def ray() -> Iterator[Finding]:
     start_ray()
     try:
         actor = ray_calls.create(_Here, "doctor", {"num_cpus": 0})
-        ray_calls.get(actor.pid.remote(), seconds=ray_calls.CALL_S)
+        ray_calls.get(ray_calls.call(actor.pid), seconds=ray_calls.CALL_S)
     finally:
         end_ray()
     where = os.environ.get("RAY_ADDRESS", "of this machine's own")

@@ -9,7 +9,6 @@ import secrets
 import shlex
 import socket
 import sys
-from contextlib import suppress
 
 import psutil
 import ray
@@ -17,7 +16,7 @@ import torch
 from ray.exceptions import RayError
 
 from keel.configs.schema import Config, ConfigError
-from keel.model.ray_calls import CALL_S, RayLost, bounded, joined, lose, lost
+from keel.model.ray_calls import CALL_S, Unanswered, bounded, joined, lose, lost, tidy
 from keel.trainer.cluster.looks import RAYS
 from keel.trainer.cluster.processes import end, gone_by
 from keel.trainer.cluster.ray_internals import (
@@ -26,6 +25,7 @@ from keel.trainer.cluster.ray_internals import (
     on_loopback,
     own_processes,
     quieten_deaths,
+    quieten_other_thread,
     quieten_token_question,
 )
 from keel.trainer.planning.memory import GIB, gib
@@ -41,6 +41,9 @@ from keel.trainer.planning.step_time import Machine
 from keel.trainer.run.interrupt import shielded
 
 CONNECT_S = 10.0
+JOIN_S = 180.0
+"""Longest wait to be let into a cluster, which takes a second. Ray itself waits for ever for a GCS
+that stands still."""
 LATE = "timed out during startup"
 """Ray gives its own processes 30 s, whatever else their machine has to do; then a second time."""
 END_S = 20.0
@@ -52,6 +55,7 @@ def start_ray() -> None:
     joined()
     quieten_token_question()
     quieten_deaths()
+    quieten_other_thread()
     if address := os.environ.get("RAY_ADDRESS"):
         try:
             _knock(address)
@@ -62,7 +66,14 @@ def start_ray() -> None:
             ) from error
         try:
             with shielded():
-                ray.init(logging_level=logging.WARNING, log_to_driver=False)
+                bounded(
+                    lambda: ray.init(logging_level=logging.WARNING, log_to_driver=False),
+                    JOIN_S,
+                    "take this process into the cluster",
+                )
+        except Unanswered as error:
+            lose(str(error))
+            raise ConfigError(f"RAY_ADDRESS = {address}: {error}") from error
         except (OSError, ValueError, RayError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS = {address}: Ray cannot join a cluster there ({error}). If it asks "
@@ -99,7 +110,8 @@ def start_ray() -> None:
 
 
 def _begin_ray() -> None:
-    # Ray's processes, and the actors in them, outlive a signal to all of the job.
+    # Ray's processes, and the actors in them, outlive a signal to all of the job. They end with the
+    # thread that has started them, so it is not one that waits for no longer than a deadline.
     with shielded(), on_loopback():
         ray.init(
             address="local",
@@ -117,11 +129,8 @@ def end_ray() -> None:
     A cluster that does not answer, or has lost a process, is not asked: Ray would wait for it for
     ever, or end this process without a word."""
     check_own()
-    with ended_by_force(), suppress(RayLost):
-        try:
-            bounded(ray.shutdown, END_S, "end")
-        except TimeoutError as error:
-            lose(str(error))
+    with ended_by_force():
+        tidy(ray.shutdown, END_S, "end")
     if lost():
         atexit.unregister(ray.shutdown)
 

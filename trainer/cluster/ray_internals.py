@@ -46,6 +46,16 @@ def quieten_deaths() -> None:
     vars(worker)["print_to_stdstream"] = brief
 
 
+def quieten_other_thread() -> None:
+    """Where another thread than the main one joins a cluster (`keel.model.ray_calls.bounded`), Ray
+    warns that it has put no handler of its own for SIGTERM. Keel has one."""
+    logging.getLogger(WORKER).addFilter(_not_of_handlers)
+
+
+def _not_of_handlers(record: logging.LogRecord) -> bool:
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
 def free_by_node() -> dict[str, Mapping[str, float]]:
     """Node id → what nobody has taken of its resources.
 

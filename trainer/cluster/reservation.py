@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from keel.configs.schema import Config, ConfigError
+from keel.model.ray_calls import CALL_S, bounded, tidy
 from keel.trainer.cluster.nodes import cluster_nodes
 from keel.trainer.planning.placement import SHARED, Placement, Seat, allowed, place
 
@@ -49,7 +51,7 @@ def reserved(config: Config, *, deadline_s: float, only: str = "") -> Iterator[R
     try:
         yield reservation
     finally:
-        remove_placement_group(reservation.group)
+        _give_back(reservation.group)
 
 
 def _reserve(config: Config, deadline_s: float, only: str) -> Reservation:
@@ -61,10 +63,11 @@ def _reserve(config: Config, deadline_s: float, only: str) -> Reservation:
         except ConfigError as error:
             lacking = str(error)
         else:
-            group = _group(placement)
-            if group.wait(max(0.0, min(TRY_S, end - time.monotonic()))):
+            group = bounded(partial(_group, placement), CALL_S, "take a reservation")
+            patience_s = max(0.0, min(TRY_S, end - time.monotonic()))
+            if bounded(partial(group.wait, patience_s), CALL_S, "say what is reserved"):
                 return Reservation(placement=placement, group=group)
-            remove_placement_group(group)
+            _give_back(group)
             lacking = "Ray did not grant what looked free"
         if time.monotonic() + POLL_S >= end:
             raise TimeoutError(
@@ -82,6 +85,10 @@ def _group(placement: Placement) -> PlacementGroup:
         strategy="PACK",
         bundle_label_selector=[{"ray.io/node-id": seat.node.id} for seat in owners],
     )
+
+
+def _give_back(group: PlacementGroup) -> None:
+    tidy(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
 
 
 def _owners(placement: Placement) -> list[Seat]:

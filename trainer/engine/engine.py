@@ -360,7 +360,8 @@ class TrainerEngine:
             dtype = self._config.model.dtype
             weights = self._weights.named(getattr(torch, dtype))
             write_model(folder, self._network.model, weights, dtype=dtype)
-            write_tokenizer(folder, self._config.model.tokenizer or self._model_path)
+            given = self._config.model
+            write_tokenizer(folder, given.tokenizer or self._model_path, given.chat_template)
         else:
             self._weights.gather_along()
         dist.barrier()

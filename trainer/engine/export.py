@@ -8,8 +8,10 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
+
+from keel.model.load import tokenizer_with
 
 SHARD_BYTES = 4 * 2**30
 
@@ -51,9 +53,10 @@ def write_model(
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
-def write_tokenizer(folder: Path, source: str) -> None:
-    """Copy the tokenizer of a model folder or hub model, its chat template included."""
-    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> None:
+    """Copy the tokenizer of a model folder or hub model, with its chat template or, where one is
+    given, with that."""
+    tokenizer_with(chat_template, source).save_pretrained(folder)
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:

@@ -75,7 +75,7 @@ def save(
     `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
     any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
     same step is replaced. Raises `Unwritten` naming the folder where it cannot be written, and
-    `RuntimeError` where a rank failed at it in another way.
+    `RuntimeError` where a rank failed at it in another way, `Lost` where it is gone.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
@@ -94,7 +94,8 @@ def save(
         sync_folder(root)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, (OSError, RuntimeError)):
+        # Any other says itself what is to be done: `Lost` that the run starts again.
+        if isinstance(error, (OSError, Unwritten)) or type(error) is RuntimeError:
             text = f"{final}: cannot be written: {error}{_left(root)}"
             disk = isinstance(error, (OSError, Unwritten)) and not isinstance(error, TimeoutError)
             raise (Unwritten(text) if disk else RuntimeError(text)) from error

@@ -43,8 +43,8 @@ class _Signals:
         """The first of `PREEMPTION` that came."""
         self.late = ""
         """What was not done in time after it."""
-        self.interrupted = False
-        """Whether Ctrl-C came, and was noted."""
+        self.asked = False
+        """Whether Ctrl-C has come."""
         self.open: Interrupt | None = None
         """Who is told, instead of the command being ended."""
         self._installed: dict[int, Any] = {}
@@ -52,7 +52,7 @@ class _Signals:
 
     def install(self) -> None:
         """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
-        self.preempted, self.late, self.interrupted = None, "", False
+        self.preempted, self.late, self.asked = None, "", False
         for number in (signal.SIGINT, *PREEMPTION):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._installed[number] = signal.signal(number, self._on_signal)
@@ -74,9 +74,9 @@ class _Signals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGINT:
+            self.asked = True
             if self.open is None or self.open.asked:
                 raise KeyboardInterrupt
-            self.interrupted = True
             self.open.ask(self.open.first)
         elif self.preempted is not None:  # schedulers repeat themselves
             if self.open is not None and self.open.out_of_time:
@@ -117,9 +117,9 @@ def preempted() -> str:
     return f"{_SIGNALS.preempted.name}{_SIGNALS.late}" if _SIGNALS.preempted else ""
 
 
-def interrupted() -> bool:
-    """Whether Ctrl-C has asked this command to end, which it then does as if it were done."""
-    return _SIGNALS.interrupted
+def asked() -> bool:
+    """Whether Ctrl-C has asked this command to end; what it was to do before that may be lost."""
+    return _SIGNALS.asked
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+KEPT = "what was saved is there, and the same command goes on"
 WINDOW_S = 3 * 3600.0
 """A run of weeks outlives losses that are this far apart, however many."""
 
@@ -37,7 +38,6 @@ class Restarts:
                 else ""
             )
             raise Lost(
-                f"{error}\n{often}run.max_restarts = {self._most}. What was saved is "
-                "there, and the same command goes on"
+                f"{error}\n{often}run.max_restarts = {self._most}. {KEPT.capitalize()}"
             ) from error
         self._times.append(now)

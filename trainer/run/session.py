@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, TypeVar
 
+from ray.exceptions import RayError
+
 from keel.configs.schema import Config
-from keel.model.ray_calls import RayLost, lost
+from keel.model.ray_calls import RayLost, lost, of_a_loss
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.interrupt import preempted, tell
+from keel.trainer.run.interrupt import asked, preempted, tell
 from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import Lost, Restarts
+from keel.trainer.run.restarts import KEPT, Lost, Restarts
 from keel.trainer.run.saved import TokenFile
 from keel.trainer.run.view import View, open_view
 from keel.trainer.run.words import closing_words
@@ -85,8 +87,8 @@ def conduct(
                 with started(folder) as system:
                     reached = once(system, folder, config, restarts, drive)
                 break
-            except Lost as error:
-                again_after(error, restarts)
+            except (Lost, RayError) as raised:
+                error = again_after(raised, restarts)
                 state = folder.state()
                 restore(state.cursor if state else beginning)
                 where = f"step {state.step}" if state else "its beginning: it has no checkpoint yet"
@@ -118,13 +120,27 @@ def once(
     return reached
 
 
-def again_after(error: Lost, restarts: Restarts) -> None:
-    """Raises `error`, with what to do, where another start would mend nothing."""
+def again_after(raised: Lost | RayError, restarts: Restarts) -> Lost:
+    """What another start mends. Raises what there is to say, with what to do, where it would mend
+    nothing, or nobody wants it."""
     if lost():
-        raise RayLost(lost()) from error
+        raise RayLost(lost()) from raised
+    if isinstance(raised, Lost):
+        error = raised
+    elif of_a_loss(raised):  # weights, say, that went with the rank that held them
+        said = str(raised).strip().partition("\n")[0]
+        error = Lost(f"a process or a node is gone with what others need of it: {said}")
+        error.__cause__ = raised
+    else:
+        raise raised
     if preempted():
         raise error
+    if asked():
+        raise Lost(
+            f"{error}\nThe run was asked to stop, and does not start again: {KEPT}"
+        ) from error
     restarts.another(error)
+    return error
 
 
 def open_journal(

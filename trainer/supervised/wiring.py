@@ -41,7 +41,7 @@ from keel.trainer.planning.families import check_selects
 from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
 from keel.trainer.planning.unusual import unusual
-from keel.trainer.prepare import EMBEDDED, found_model, prompts_of
+from keel.trainer.prepare import EMBEDDED, found_model, has_chats, prompts_of
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
@@ -132,7 +132,7 @@ def prepare_sft(
     if not given.sft.sources:
         raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
     config = given.supervised(given.run.steps)
-    chats = not config.sft.only_text or bool(given.data.sources)
+    chats = not config.sft.only_text or has_chats(given)
     found = found_model(config, hardware, chats=chats)
     if found.facts.balance_loss:
         raise ConfigError(

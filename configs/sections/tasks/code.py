@@ -19,6 +19,7 @@ class CodeSourceConfig:
     name: str
     """Of the project, as its packages are called: a copy that lies about goes by it."""
     language: CodeLanguage = "python"
+    """Of the project: how it is set up and tested."""
     git: str = ""
     """Folder of a repository or mirror of yours. Its first-parent commits are candidates."""
     archives: tuple[str, ...] = ()
@@ -83,6 +84,7 @@ class CodeTasksConfig:
     tests_s: float = 300.0
     """Seconds for all tests of a project."""
     memory_mib: int = 4096
+    """Address space of each process of a set-up or a test, in MiB."""
     runs: int = 2
     """Of the tests, before the change and after it. A test that differs between them is left
     out."""
@@ -93,9 +95,11 @@ class CodeTasksConfig:
     least_issue: int = 60
     """Characters."""
     most_issue: int = 20_000
+    """Characters."""
     most_lines: int = 400
     """Changed by the gold patch in source files."""
     most_files: int = 10
+    """Changed by the gold patch."""
     most_revealed: float = 0.5
     """Share of the gold patch's telling lines that stand in the issue."""
     most_tree_mib: int = 32

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keel.data.conversations.forms import conversation_of, thinking_of, tools_of, unread_of
-from keel.data.jsonl import BadLine
+from keel.data.rows.lines import BadLine
 
 USER = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}

@@ -25,6 +25,7 @@ class FakeTokenizer:
     """One id a character; remembers what it was asked for."""
 
     chat_template = "its own"
+    eos_token_id = 0
 
     def __init__(self, suffix: str = "") -> None:
         self.suffix, self.options = suffix, {}
@@ -67,6 +68,23 @@ def test_a_template_may_open_the_think_block(suffix: str, thinking: bool) -> Non
 def test_an_empty_prompt_is_named() -> None:
     with pytest.raises(ValueError, match="prompt p: the chat template renders it to nothing"):
         render_prompt(FakeTokenizer(), prompt(messages=({"role": "user", "content": ""},)))
+
+
+class BaseTokenizer(FakeTokenizer):
+    """Begins every text, and ends it."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        raise AssertionError("a raw prompt goes through no template")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids = super().encode(text, add_special_tokens=False)
+        return [1, *ids, self.eos_token_id] if add_special_tokens else ids
+
+
+def test_a_raw_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
+    rendered = render_prompt(BaseTokenizer(), prompt("Q: <think>", raw=True))
+    assert rendered.token_ids == [1, *map(ord, "Q: <think>")] and rendered.thinking
+    assert not render_prompt(BaseTokenizer(), prompt("Q:", raw=True)).thinking
 
 
 def test_a_prompt_must_leave_room_for_its_answer() -> None:

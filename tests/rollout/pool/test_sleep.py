@@ -114,13 +114,24 @@ def test_an_engine_that_starts_again_while_the_trainer_works_sleeps_on() -> None
     assert world.lives[1].naps == []
 
 
-def test_no_sleep_while_weights_are_on_their_way() -> None:
+def test_engines_that_are_taking_weights_sleep_after_that() -> None:
+    """A run that a scheduler ends then has a checkpoint to write."""
     world = sleepers(engines=1)
-    world.update = lambda engine, version, buckets: Future()  # type: ignore[method-assign]
-    world.pool.update(1, [])
-    with pytest.raises(RuntimeError, match="version 1 is still on its way"):
-        world.pool.sleep()
+    taken: Future[int] = Future()
+    world.update = lambda engine, version, buckets: taken  # type: ignore[method-assign]
+    updated = world.pool.update(1, [])
+    resting = world.pool.sleep()
+    wait_for(lambda: world.pool._fleet.slots[0].stage == "loading")
+    assert not resting.done()
+    taken.set_result(1)
+    resting.result(timeout=PATIENCE_S)
+    assert updated.done() and world.lives[0].naps == ["woken by 1", "asleep"]
+    taken = Future()
+    world.pool.update(2, [])
+    resting = world.pool.sleep()
     world.pool.shutdown()
+    with pytest.raises(EngineError, match="has been shut down"):
+        resting.result(timeout=PATIENCE_S)
 
 
 def test_the_end_of_the_pool_is_the_end_of_waiting_for_sleep() -> None:

@@ -6,6 +6,9 @@ import os
 import signal
 import socket
 import subprocess
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +23,19 @@ from keel.configs.schema import (
     RunConfig,
     SourceConfig,
 )
+from keel.model import ray_calls
+from keel.trainer.cluster import reservation
 from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
 from keel.trainer.planning.placement import Hardware
 from tests.waiting import PATIENCE_S
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
+
+
+@pytest.fixture(autouse=True)
+def well() -> Iterator[None]:
+    yield
+    ray_calls.joined()
 
 
 def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +62,36 @@ def test_a_cluster_that_may_ask_for_a_token_is_a_message(
         monkeypatch.setattr("ray.init", fails)
         with pytest.raises(ConfigError, match=r"cannot join .* set RAY_AUTH_MODE=token here too"):
             start_ray()
+
+
+def test_a_cluster_that_lets_nobody_in_is_waited_for_no_longer_than_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a GCS that stands still: whoever connects is heard by the kernel alone."""
+    never = threading.Event()
+    monkeypatch.setattr("ray.init", lambda **_: never.wait())
+    monkeypatch.setattr("keel.trainer.cluster.nodes.JOIN_S", 0.01)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"RAY_ADDRESS = .*: waited 0\.01 s for Ray to take "):
+            start_ray()
+    never.set()
+    assert "take this process into the cluster" in ray_calls.lost()
+
+
+def test_gpus_that_ray_does_not_take_back_hide_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    seats = SimpleNamespace(group="a group")
+    monkeypatch.setattr(reservation, "_reserve", lambda *_: seats)
+    monkeypatch.setattr(reservation, "remove_placement_group", lambda _: never.wait())
+    monkeypatch.setattr(reservation, "CALL_S", 0.01)
+    ray_calls.joined()
+    with pytest.raises(KeyError, match="first"), reservation.reserved(recipe(), deadline_s=1):
+        raise KeyError("first")
+    never.set()
+    assert "give up a reservation" in ray_calls.lost()
 
 
 def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from keel.trainer.run.checkpoint import (
     save,
 )
 from keel.trainer.run.manifest import MANIFEST, Entry, seal
+from keel.trainer.run.restarts import Lost
 
 
 def state(step: int) -> State:
@@ -73,6 +74,17 @@ def test_a_crash_while_writing_leaves_the_last_one_in_force(tmp_path: Path) -> N
     assert names(tmp_path) == ["step_000001"], "what was written takes no room"
     save(tmp_path, state(3), content, keep=1)
     assert names(tmp_path) == ["step_000003"]
+
+
+def test_a_rank_that_is_lost_while_it_writes_is_as_lost_as_any(tmp_path: Path) -> None:
+    save(tmp_path, state(1), content, keep=1)
+
+    def dies(_: Path) -> dict[str, Entry]:
+        raise Lost("trainer rank 0 died")
+
+    with pytest.raises(Lost, match=r"^trainer rank 0 died$"):
+        save(tmp_path, state(2), dies, keep=1)
+    assert names(tmp_path) == ["step_000001"]
 
 
 def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from io import TextIOWrapper
 from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorDiedError
 
+from keel.model.ray_calls import RayLost
 from keel.trainer import main as commands
 from keel.trainer.cli import main
 from keel.trainer.run.interrupt import (
@@ -20,11 +22,13 @@ from keel.trainer.run.interrupt import (
     PREEMPTION,
     Interrupt,
     Preempted,
+    asked,
     preempted,
     shielded,
     tell,
     watching,
 )
+from keel.trainer.run.restarts import Lost
 
 DEADLINE_S = 120
 
@@ -101,6 +105,57 @@ def test_a_command_that_a_scheduler_has_ended_early_does_not_pass_for_one_that_i
     monkeypatch.setitem(commands.COMMANDS, "check", stops)
     assert main(["check", "quickstart"]) == PREEMPTED
     assert "stopped by SIGHUP" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Lost("rank 0 died"), PREEMPTED),
+        (RayLost("the raylet is gone"), PREEMPTED),
+        (ActorDiedError(), PREEMPTED),
+        (TimeoutError("no answer"), PREEMPTED),
+        (RuntimeError("the disk is full"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_machine_takes_with_it_does_not_hide_that_it_goes(
+    error: Exception,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loses(*_: object) -> None:
+        with Interrupt(lambda _: None):
+            signal.raise_signal(signal.SIGTERM)
+            raise error
+
+    monkeypatch.delenv("KEEL_TRACEBACK", raising=False)
+    monkeypatch.setattr(commands, "lost", lambda: "")
+    monkeypatch.setitem(commands.COMMANDS, "check", loses)
+    assert main(["check", "quickstart"]) == status
+    said = capsys.readouterr().err
+    assert str(error) in said and ("stopped by SIGTERM" in said) == (status == PREEMPTED)
+
+
+def test_a_ray_that_is_lost_at_the_very_end_changes_no_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its threads would crash at exit."""
+    left: list[int] = []
+    monkeypatch.setattr(commands, "lost", lambda: "its raylet is gone")
+    monkeypatch.setattr(commands, "leave", left.append)
+    monkeypatch.setitem(commands.COMMANDS, "check", lambda *_: None)
+    assert main(["check", "quickstart"]) == 0 and left == [0]
+
+
+def test_that_ctrl_c_has_come_is_known_after_the_loop() -> None:
+    with watching():
+        assert not asked()
+        with Interrupt(lambda _: None):
+            signal.raise_signal(signal.SIGINT)
+        assert asked()
+    with watching():
+        assert not asked()
 
 
 def test_nohup_is_left_alone() -> None:

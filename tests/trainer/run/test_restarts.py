@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from keel.configs.load import load_config
 from keel.model import ray_calls
@@ -21,9 +22,13 @@ from keel.trainer.run.session import conduct
 
 
 @pytest.fixture(autouse=True)
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a signal that another test's command has had."""
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By a signal, or a Ray, that another test's command has had or lost; nor are others."""
     monkeypatch.setattr(session, "preempted", lambda: "")
+    monkeypatch.setattr(session, "asked", lambda: False)
+    ray_calls.joined()
+    yield
+    ray_calls.joined()
 
 
 def test_losses_are_counted_as_a_rate() -> None:
@@ -131,5 +136,36 @@ def test_without_ray_no_process_can_start_again(tmp_path: Path) -> None:
 
     with pytest.raises(ray_calls.RayLost, match="the raylet is gone"):
         world.run(drive)
-    ray_calls.joined()
     assert len(world.starts) == 1
+
+
+def test_what_went_with_a_rank_that_died_is_a_loss_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that is to load weights can be the first to notice."""
+    world = World(tmp_path)
+
+    def drive(*_: Any) -> int:
+        if len(world.starts) == 1:
+            raise ObjectLostError("ref", "address", "put")
+        raise RayTaskError("step", "traceback", ValueError("no fault of a machine's"))
+
+    with pytest.raises(RayTaskError, match="traceback"):
+        world.run(drive)
+    assert world.starts == [0, 0]
+    said = capsys.readouterr().out
+    assert "is gone with what others need of it: " in said and "The run starts again from" in said
+
+
+def test_a_run_that_was_asked_to_stop_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+
+    def drive(*_: Any) -> int:
+        monkeypatch.setattr(session, "asked", lambda: True)
+        raise Lost("trainer rank 0 died")
+
+    with pytest.raises(Lost, match="rank 0 died\nThe run was asked to stop, and does not start"):
+        world.run(drive)
+    assert world.starts == [0]

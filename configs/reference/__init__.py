@@ -1,0 +1,1 @@
+"""What every knob and every metric means: `keel knobs`, docs/knobs.md and docs/metrics.md."""

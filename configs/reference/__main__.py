@@ -1,0 +1,19 @@
+"""Writes the pages of knobs and metrics: `python -m keel.configs.reference docs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from keel.configs.reference.markdown import pages
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit(f"{__doc__} The folder has to be there.")
+    for name, text in pages().items():
+        (Path(sys.argv[1]) / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

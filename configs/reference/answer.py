@@ -1,0 +1,179 @@
+"""`keel knobs [NAME]`: a knob, a section or a metric, in words."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from keel.configs.reference.knobs import RECIPES, Knob, Section, flat, normal, sections
+from keel.configs.reference.metric import Metric
+from keel.configs.reference.metrics import GROUPS, METRICS, described
+from keel.configs.sections.base import ConfigError
+from keel.configs.suggest import suggest
+
+COMMANDS = {
+    "train": "Recipes of keel train, sft, pretrain, eval, filter and check",
+    "distill": "Recipes of keel distill",
+    "synthesize": "Recipes of keel synthesize",
+}
+MORE = (
+    "keel knobs SECTION has its knobs, keel knobs KNOB all of one (trainer.lr, or lr alone), and "
+    "keel knobs METRIC what a metric of metrics.jsonl means (mismatch/logp_abs, or a part of it)."
+)
+WHOLE = 3
+"""So many knobs or metrics of one name are shown whole, more of them a line each."""
+
+
+def answer(name: str = "") -> str:
+    """What is known by that name. Raises ConfigError that says what may have been meant."""
+    if not name:
+        return _overview()
+    asked = normal(name)
+    inside = [section for section in sections() if _within(section.name, asked)]
+    if asked in RECIPES:
+        inside = [section for section in sections() if section.recipe == asked]
+    knobs = _called(asked)
+    if inside:
+        others = [knob.name for knob in knobs if not _within(knob.name, asked)]
+        return "\n\n".join(
+            [*map(_section, inside), *([_folded(f"Also: {', '.join(others)}")] if others else [])]
+        )
+    metrics = _metrics(name)
+    if not knobs and not metrics:
+        raise ConfigError(f"{name}: {_meant(name, asked)}")
+    parts = [*map(_knob, knobs)] if len(knobs) <= WHOLE else [_table([*map(_line, knobs)])]
+    parts += (
+        [*map(_metric, metrics)] if len(metrics) <= WHOLE else [_table([*map(_measure, metrics)])]
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _within(name: str, section: str) -> bool:
+    return name.removesuffix("[]") == section.removesuffix("[]") or name.startswith(
+        (f"{section}.", f"{section}[].")
+    )
+
+
+def _called(asked: str) -> list[Knob]:
+    """The knob of that path, else all whose path ends so."""
+    same = [knob for knob in flat() if knob.name == asked]
+    return same or [knob for knob in flat() if f".{knob.name}".endswith(f".{asked}")]
+
+
+def _metrics(name: str) -> list[Metric]:
+    """The metric of that name, as a run writes it or as it stands here; else all that hold it."""
+    if "/" in name and (one := described(name)):
+        return [one]
+    title = name.strip("/").lower()
+    return [metric for metric in METRICS if title in metric.name.lower()]
+
+
+def _meant(name: str, asked: str) -> str:
+    """As of an unknown key of a recipe; or a metric of a similar name."""
+    if "/" in name:
+        near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=3, cutoff=0.5)
+        return f"no such metric; did you mean {' or '.join(near)}?" if near else "no such metric"
+    above, _, key = asked.rpartition(".")
+    for section in sections():
+        if above and above in (section.name, section.name.removesuffix("[]")):
+            prefix = f"{section.path}.".lstrip(".")
+            return f"no such knob; {suggest(key, section.cls, prefix, RECIPES[section.recipe])}"
+    first = asked.partition(".")[0]
+    said = [suggest(first, root, "", root) for root in RECIPES.values()]
+    likely = [each for each in said if each.startswith("did you mean")]
+    return f"no such knob or metric; {[*likely, *said][0]}"
+
+
+def _overview() -> str:
+    parts: list[str] = []
+    for recipe, title in COMMANDS.items():
+        rows = [(each.name, first(each.text)) for each in sections() if each.recipe == recipe]
+        parts.append(f"{title}\n{_table(rows)}")
+    groups = [(title, ", ".join(each.name for each in group)) for title, group in GROUPS.items()]
+    parts.append(f"Metrics\n{_table(groups)}")
+    return "\n\n".join([*parts, _folded(MORE)])
+
+
+def first(text: str) -> str:
+    """Its first sentence."""
+    return re.split(r"(?<=[a-z)`]\.) (?=[A-Zβ`0-9])", text)[0]
+
+
+def _section(section: Section) -> str:
+    rows = [_line(knob, knob.path.rpartition(".")[2]) for knob in section.knobs]
+    return f"{section.name}\n{_folded(section.text, 2)}\n{_table(rows)}"
+
+
+def _line(knob: Knob, name: str = "") -> tuple[str, str]:
+    """As a recipe has it, with its default."""
+    return f"{name or knob.name}: {knob.default}", first(knob.text)
+
+
+def _measure(metric: Metric) -> tuple[str, str]:
+    return metric.name, metric.text
+
+
+def _knob(knob: Knob) -> str:
+    rows = [
+        ("type", knob.kind),
+        ("allowed", knob.allowed),
+        ("default", knob.default or "none: it has to be given"),
+        ("on resume", RESUMES[knob.resume]),
+        ("in a recipe", "" if knob.recipe == "train" else f"of keel {knob.recipe}: {knob.path}"),
+        ("more", f"docs/{knob.page}.md" if knob.page else ""),
+    ]
+    return f"{knob.name}\n{_folded(knob.text, 2)}\n{_table([row for row in rows if row[1]])}"
+
+
+RESUMES = {
+    "yes": "may have another value",
+    "no": "must stay as it was; another value needs another folder",
+    "for links to come": "may have another value for links that are not done",
+}
+
+
+def _metric(metric: Metric) -> str:
+    mention = [knob.name for knob in flat() if f"`{metric.name}`" in knob.text]
+    rows = [
+        ("unit", metric.unit),
+        ("healthy", metric.healthy),
+        ("knobs", ", ".join(mention)),
+        ("more", f"docs/{metric.page}.md" if metric.page else ""),
+    ]
+    return f"{metric.name} (metric)\n{_folded(metric.text, 2)}\n" + _table(
+        [row for row in rows if row[1]]
+    )
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size().columns)
+
+
+def _folded(text: str, indent: int = 0) -> str:
+    return textwrap.fill(
+        text,
+        _width(),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    """Names, and beside them what is said."""
+    wide = max((len(name) for name, _ in rows), default=0) + 2
+    return "\n".join(
+        textwrap.fill(
+            text,
+            max(_width(), wide + 30),
+            initial_indent=f"  {name:<{wide}}",
+            subsequent_indent=" " * (wide + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, text in rows
+    )

@@ -1,0 +1,107 @@
+"""docs/knobs.md and docs/metrics.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from keel.configs.reference.knobs import Knob, Section, sections
+from keel.configs.reference.metric import Metric
+from keel.configs.reference.metrics import GROUPS
+from keel.configs.reference.pages import page_of
+
+WRITTEN = (
+    "This page is written by `python -m keel.configs.reference docs` from {source}; "
+    "`keel knobs` says the same in a terminal."
+)
+KNOBS = """# Knobs
+
+{written}
+
+A recipe holds what differs from these defaults; `keel check RECIPE` says what is wrong with it, the
+rules between knobs included. A knob is overridden by `path.to.knob=value` on the command line; an
+entry of a list has its name or its number there: `data.sources[sums].size=64`. Under **resume**,
+*yes* means that a run folder may be continued with another value
+([checkpoints](checkpoints.md#resuming-on-other-machines)); *no*, that the run would be optimising
+something else, and has to get another folder.
+"""
+TITLES = {
+    "train": "",
+    "distill": """# Recipes of `keel distill`
+
+The same folder is gone on with; a knob may have another value as long as the links of the chain
+that depend on it have not been done.
+""",
+    "synthesize": """# Recipes of `keel synthesize`
+
+The same folder is gone on with; under **resume**, *no* marks what the tasks in it depend on.
+""",
+}
+METRICS = """# Metrics
+
+{written}
+
+A step is one line of `metrics.jsonl` in the run folder: `step`, `time` (seconds since the epoch)
+and these, as far as they apply; a number that is not finite is left out. TensorBoard and `keel
+report` have them by the same names. `<set>`, `<domain>` and `<part>` stand for names of a recipe.
+**Healthy** is what a run looks like when all is well; where it says nothing, that depends on the
+task. The thresholds at which a run says so itself are in [alarms](alarms.md).
+"""
+
+
+def pages() -> Mapping[str, str]:
+    """File in docs/ → its text."""
+    return {"knobs.md": _knobs_page(), "metrics.md": _metrics_page()}
+
+
+def _knobs_page() -> str:
+    parts = [KNOBS.format(written=WRITTEN.format(source="the dataclasses in `configs/`"))]
+    recipe = "train"
+    for section in sections():
+        if section.recipe != recipe:
+            recipe = section.recipe
+            parts.append(TITLES[recipe])
+        parts.append(_section(section))
+    return "\n".join(parts)
+
+
+def _section(section: Section) -> str:
+    page = page_of(section.name, "")
+    more = f" More: [{page}]({page}.md)." if page else ""
+    title = f"`{section.path}`" if section.path else "At the top"
+    rows = [_row(knob, page) for knob in section.knobs]
+    table = _table(("knob", "default", "values", "resume", ""), rows)
+    return f"## {title}\n\n{section.text}{more}\n\n{table}"
+
+
+def _row(knob: Knob, page: str) -> tuple[str, ...]:
+    values = knob.allowed if knob.choices else ", ".join(filter(None, (knob.kind, knob.allowed)))
+    known = knob.page in ("", page) or f"docs/{knob.page}.md" in knob.text
+    more = "" if known else f" ([{knob.page}]({knob.page}.md))"
+    name = knob.path.rpartition(".")[2]
+    default = f"`{knob.default}`" if knob.default else "to be given"
+    return f"`{name}`", default, values, knob.resume, _linked(knob.text) + more
+
+
+def _metrics_page() -> str:
+    parts = [METRICS.format(written=WRITTEN.format(source="`configs/reference/`"))]
+    for title, metrics in GROUPS.items():
+        table = _table(("metric", "unit", "", "healthy"), map(_metric, metrics))
+        parts.append(f"## {title}\n\n{table}")
+    return "\n".join(parts)
+
+
+def _metric(metric: Metric) -> tuple[str, ...]:
+    more = f" ([{metric.page}]({metric.page}.md))" if metric.page else ""
+    return f"`{metric.name}`", metric.unit, metric.text + more, metric.healthy
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", text)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )

@@ -1,0 +1,1 @@
+"""Rows of files, whatever the files are."""

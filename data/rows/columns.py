@@ -1,0 +1,206 @@
+"""From the columns of a file to the keys that a prompt is made of.
+
+`data.sources[].columns` says which column is which key: `{prompt: question, answer: solution}`. A
+dot looks into an object (`answer: reward_model.ground_truth`), and an empty name says that a key is
+not in the file, whatever a column of it is called.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, cast
+
+from keel.configs.schema import ConfigError, SourceConfig
+from keel.data.rows.lines import BadLine, kind_of
+from keel.data.rows.read import Row
+
+WRITTEN = frozenset(("pass_rate", "provenance"))
+"""What Keel itself writes beside the keys that are read."""
+PARSED = frozenset(
+    (
+        *("messages", "choices", "tests", "subtasks", "criteria", "reward", "environment"),
+        *("tolerance", "partial", "refuse", "time_limit_s", "memory_mib"),
+    )
+)
+"""Keys that are no text: in a table they may be written as JSON."""
+NEAR = 0.85
+"""Likeness, of 1, from which on a column's name is taken for a key misspelt."""
+_PLACE = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A row by keys."""
+
+    known: dict[str, Any]
+    as_text: dict[str, Any]
+    """The same with numbers as they are written."""
+    further: dict[str, Any]
+    """Columns that are no key's."""
+    record: dict[str, Any]
+    """The row as it is, for templates, with numbers as they are written."""
+    of_table: bool
+
+
+class Columns:
+    """Of one source."""
+
+    def __init__(self, source: SourceConfig, known: Collection[str]) -> None:
+        """known: keys with a meaning. Raises ConfigError for others in `columns`."""
+        self._source, self._knob = source, f"data.sources[{source.name}]"
+        self._of = {key: source.columns.get(key, key) for key in sorted(known)}
+        for key in source.columns:
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(self._of)}"
+                raise ConfigError(f"{self._knob}.columns.{key}: there is no such key; {hint}")
+        self._taken = set(self._of.values())
+        self.only_prompt = _places(source.template_text) <= {"prompt", self._of["prompt"]}
+        """Whether the source's template has nothing else of a row."""
+        self._unseen = {key: name for key, name in source.columns.items() if name}
+        self._near: dict[str, str] = {}
+        self.unread: dict[str, str] = {}
+        """Column that nothing reads → where it was first met."""
+        self._names: tuple[str, ...] = ()
+        """Of the last row."""
+
+    def given(self, row: Row) -> Given:
+        """Raises BadLine."""
+        if isinstance(row.record, BadLine):
+            raise row.record
+        known = self._picked(row.record)
+        of_table = row.written is None
+        self._names = tuple(row.record)
+        if row.written is not None:
+            as_text, record = self._picked(row.written), row.written
+        else:
+            known = {key: _parsed(key, v) for key, v in known.items() if v != ""}
+            as_text, record = _written(known), _written(row.record)
+        further = {key: row.record[key] for key in row.record if key not in self._taken}
+        for key in [key for key in self._unseen if key in known]:
+            del self._unseen[key]
+        return Given(
+            known=known, as_text=as_text, further=further, record=record, of_table=of_table
+        )
+
+    def check_read(self, given: Given, at: str, *, functions: bool) -> None:
+        """Note columns that nothing reads. functions: the source's own see all of them. Raises
+        BadLine for a key misspelt."""
+        used = _places(self._source.template_text)
+        for name in given.further:
+            near = self._near_key(name)
+            if near and near not in given.known and name not in used:
+                raise BadLine(
+                    f"`{name}` is no key; did you mean `{near}`? Rename it, or say that it is a "
+                    f"column of its own by {self._knob}.columns: {{{near}: ''}}"
+                )
+            if not functions and name not in used and name not in WRITTEN:
+                self.unread.setdefault(name, at)
+
+    def check_found(self) -> None:
+        """Raises ConfigError for a column that `columns` names and no row had."""
+        for key, name in self._unseen.items():
+            raise ConfigError(
+                f"{self._knob}.columns.{key} = {name!r}: no row of {self._source.path} has such a "
+                "column"
+            )
+
+    def near(self, key: str) -> str:
+        """Why a key is missing from the last row: another column may be meant."""
+        if self._of[key] in self._names:
+            return ": it is null, or empty"
+        found = get_close_matches(self._of[key], self._names, n=1)
+        return f"; did you mean `{found[0]}`?" if found else ""
+
+    def called(self, key: str) -> str:
+        """A key, for messages, with the column that it is looked for in."""
+        name = self._of[key]
+        return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns: {name!r})"
+
+    def filled(self, given: Given, prompt: str | None) -> str:
+        """The source's template over the row's columns; `{prompt}`, where the file has no such
+        column, is `prompt`. Raises BadLine naming a column that is missing."""
+
+        def put(match: re.Match[str]) -> str:
+            if match[1]:
+                return f"{{{match[1]}}}"
+            name = match[2]
+            value = _looked_up(given.record, name)
+            if name == "prompt" and prompt is not None:
+                value = prompt
+            elif value is _MISSING:
+                value = given.as_text.get(name, _MISSING)
+            if value is _MISSING or value is None:
+                has = ", ".join(given.record)
+                raise BadLine(
+                    f"has no column {name!r}, which {self._knob}.template asks for; it has {has} "
+                    f"(for the text {{{name}}} write {{{{{name}}}}})"
+                )
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+        return _PLACE.sub(put, self._source.template_text)
+
+    def _picked(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Without nulls, which programs write where a row lacks what others have."""
+        found = {key: _looked_up(record, name) for key, name in self._of.items() if name}
+        return {k: v for k, v in found.items() if v is not None and v is not _MISSING}
+
+    def _near_key(self, name: str) -> str:
+        if name not in self._near:
+            keys = [key for key, column in self._of.items() if column]
+            found = get_close_matches(name, keys, n=1, cutoff=NEAR)
+            self._near[name] = found[0] if found else ""
+        return self._near[name]
+
+
+def _places(template: str) -> set[str]:
+    return {match[2].partition(".")[0] for match in _PLACE.finditer(template) if match[2]}
+
+
+def _looked_up(record: Mapping[str, Any], name: str) -> Any:
+    if name in record or "." not in name:
+        return record.get(name, _MISSING)
+    value: Any = record
+    for step in name.split("."):
+        if not isinstance(value, Mapping) or step not in value:
+            return _MISSING
+        value = cast(Mapping[str, Any], value)[step]
+    return value
+
+
+def _parsed(key: str, value: Any) -> Any:
+    """A cell of a table: JSON where the key is no text, and without the nulls that a table fills
+    objects up with. Raises BadLine."""
+    if key in PARSED and isinstance(value, str):
+        value = parsed_json(key, value.lower() if value in ("True", "False") else value)
+    return _without_nulls(value)
+
+
+def parsed_json(key: str, text: str) -> Any:
+    """Of a cell. Raises BadLine."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"`{key}` must be JSON, is {kind_of(text)}: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        pairs = cast(dict[str, Any], value).items()
+        return {key: _without_nulls(each) for key, each in pairs if each is not None}
+    return [_without_nulls(v) for v in cast(list[Any], value)] if isinstance(value, list) else value
+
+
+def _written(value: Any) -> Any:
+    """Numbers as text, as JSON would write them."""
+    if isinstance(value, dict):
+        return {key: _written(each) for key, each in cast(dict[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_written(each) for each in cast(list[Any], value)]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return json.dumps(value) if number else value

@@ -1,0 +1,148 @@
+"""The rows of a file or of several, with the place of each for messages.
+
+`.jsonl`, `.ndjson`: an object a line. `.json`: a list of objects, or the same as lines. `.csv`,
+`.tsv`: with a header. Each of these may be compressed (`.gz`). `.parquet`, `.arrow`: see
+`keel.data.rows.tables`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keel.configs.schema import ConfigError
+from keel.data.rows.lines import BROKEN, BadLine, check_file, lines_of, object_of, opened
+from keel.data.rows.tables import TABLES, table_rows
+
+LINES, LISTS, SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv": "\t"}
+KINDS = (*LINES, *LISTS, *SHEETS, *TABLES)
+LONGEST_CELL = 1 << 30
+"""Characters; Python's own limit is 131,072 for all of the process."""
+
+
+class Row(NamedTuple):
+    """One row."""
+
+    at: str
+    """`file:line`, or `file, row 3` where there are no lines."""
+    number: int
+    """Of the line, or of the row in a list or a table; where there are several files, of the row in
+    all of them."""
+    record: dict[str, Any] | BadLine
+    """Or why it cannot be read."""
+    written: dict[str, Any] | None
+    """The same with numbers as they are written; None: the row is of a table, in which every row
+    has all columns and an empty cell is none."""
+
+
+def kind_of_file(path: Path) -> str:
+    """Its ending, without `.gz`; empty for one that is not known."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((kind for kind in KINDS if name.endswith(kind)), "")
+
+
+def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
+    """JSON lines, whatever the file is called. Blank ones are free. Raises ConfigError naming
+    `knob`."""
+    for number, line in lines_of(path, knob):
+        yield _row(f"{path}:{number}", number, line)
+
+
+def rows_of_files(paths: list[Path], knob: str) -> Iterator[Row]:
+    """Of all files, one after the other. Raises ConfigError naming `knob`, and the file, for what
+    is of no kind that is known or cannot be read to its end."""
+    number = 0
+    for path in paths:
+        check_file(path, knob)
+        for row in _rows(path, knob):
+            number += 1
+            yield row if len(paths) == 1 else row._replace(number=number)
+
+
+def _rows(path: Path, knob: str) -> Iterator[Row]:
+    kind = kind_of_file(path)
+    if not kind:
+        raise ConfigError(
+            f"{knob} = {str(path)!r}: of no known kind; its name has to end in {', '.join(KINDS)} "
+            "(source: jsonl takes lines of JSON under any name)"
+        )
+    try:
+        if kind in LISTS and _begins_list(path):
+            yield from _listed(path)
+        elif kind in SHEETS:
+            yield from _sheet(path, SHEETS[kind])
+        elif kind in TABLES:
+            for number, record in enumerate(table_rows(path, knob), start=1):
+                yield Row(f"{path}, row {number}", number, record, None)
+        else:
+            yield from rows_of_lines(path, knob)
+    except (*BROKEN, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{knob} = {str(path)!r}: cannot be read: {error}") from error
+
+
+def _row(at: str, number: int, line: bytes) -> Row:
+    try:
+        return Row(at, number, *object_of(line))
+    except BadLine as error:
+        return Row(at, number, error, {})
+
+
+def _begins_list(path: Path) -> bool:
+    with opened(path) as file:
+        return file.read(4096).decode("utf-8-sig", "replace").lstrip().startswith("[")
+
+
+def _listed(path: Path) -> Iterator[Row]:
+    """The objects of a list, each at the line that it begins in."""
+    with opened(path) as file:
+        text = file.read().decode("utf-8-sig")
+    decode = json.JSONDecoder().raw_decode
+    number = 0
+    place, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("[") + 1)
+    while True:
+        begin = _after_blanks(text, place)
+        if text[begin : begin + 1] == "]":
+            return
+        line += text.count("\n", place, begin)
+        try:
+            _, end = decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise ConfigError(f"{path}:{line}: not JSON: {why}") from error
+        number += 1  # a list may be all on one line
+        at = f"{path}:{line} (row {number})"
+        yield _row(at, number, text[begin:end].encode("utf-8", "surrogatepass"))
+        place = _after_blanks(text, end)
+        line += text.count("\n", begin, place)
+        if text[place : place + 1] == ",":
+            place += 1
+        elif text[place : place + 1] != "]":
+            raise ConfigError(f"{path}:{line}: not JSON: a comma or the list's end is missing here")
+
+
+def _after_blanks(text: str, place: int) -> int:
+    while place < len(text) and text[place] in " \t\r\n":
+        place += 1
+    return place
+
+
+def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
+    """Rows of a CSV file, each at the line that it begins in."""
+    csv.field_size_limit(LONGEST_CELL)
+    with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        cells = csv.reader(text, delimiter=delimiter, strict=True)
+        header = next(cells, [])
+        if twice := sorted({name for name in header if header.count(name) > 1}):
+            raise ConfigError(f"{path}:1: several columns are called {twice[0]!r}; rename them")
+        line = cells.line_num + 1
+        for row in cells:
+            if row:
+                record = dict(zip(header, row, strict=False))
+                wrong = BadLine(f"has {len(row)} cells, and the header {len(header)}")
+                whole = len(row) == len(header)
+                yield Row(f"{path}:{line}", line, record if whole else wrong, None)
+            line = cells.line_num + 1

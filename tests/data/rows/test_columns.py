@@ -1,0 +1,213 @@
+"""Columns of any name as keys, in templates and for functions, and those that nothing reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.configs.schema import ConfigError, SourceConfig
+from keel.configs.sections.measured import BOXED
+from keel.data.dataset import load_dataset
+from keel.data.items import Loaded
+from keel.data.jsonl import load_jsonl
+from keel.rewards.checks import check_spec
+from keel.rewards.rules.verifiers import verifier_for
+
+OWN = {"rewards": {"correct": 1.0, "mine.brief": 0.1}}
+
+
+def source(folder: Path, *rows: dict[str, Any], **knobs: Any) -> SourceConfig:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SourceConfig(**{"name": "s", "source": "jsonl", "path": str(path), **knobs})
+
+
+def load(folder: Path, *rows: dict[str, Any], **knobs: Any) -> Loaded:
+    return load_jsonl(source(folder, *rows, **knobs), check_spec)
+
+
+def refused(folder: Path, *rows: dict[str, Any], **knobs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *rows, **knobs)
+    return str(caught.value)
+
+
+def asked(folder: Path, *rows: dict[str, Any], **knobs: Any) -> list[str]:
+    return [item.prompt.messages[-1]["content"] for item in load(folder, *rows, **knobs).items]
+
+
+def test_gsm8ks_answers_are_what_follows_its_mark(tmp_path: Path) -> None:
+    row = {"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 1,200"}
+    knobs: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
+    (item,) = load(tmp_path, row, **knobs).items
+    assert item.prompt.reward == {"kind": "answer", "answer": "1,200", "match": "math"}
+    assert verifier_for(item.prompt.reward)("It is 1200.") == 1.0
+    for answer, words in (
+        ("24", "has no '####'"),
+        ("2 #### ", "has nothing after the last '####'"),
+    ):
+        said = refused(tmp_path, row, {**row, "answer": answer}, **knobs)
+        assert f"rows.jsonl:2: `answer` {words} (data.sources[s].answer_after)" in said
+
+
+def test_columns_that_are_no_keys_reach_functions(tmp_path: Path) -> None:
+    row = {
+        "problem": "a",
+        "solution": 0.10,
+        "answer": "all",
+        "level": 3,
+        "reward_model": {"x": 1},
+    }
+    columns = {"prompt": "problem", "answer": "solution"}
+    (item,) = load(tmp_path, row, columns=columns, **OWN).items
+    further = {"answer": "all", "level": 3, "reward_model": {"x": 1}}
+    assert item.prompt.reward["columns"] == further and item.prompt.reward["answer"] == "0.1"
+    nested = {"prompt": "problem", "answer": "reward_model.x"}
+    (item,) = load(tmp_path, row, columns=nested, **OWN).items
+    assert item.prompt.reward["answer"] == "1"
+
+
+@pytest.mark.parametrize(
+    "judged",
+    [
+        {"answer": "4"},
+        {"criteria": [{"name": "n", "text": "t", "weight": 1}]},
+        {"tests": [{"stdin": "1", "stdout": "1"}]},
+        {"refuse": True},
+        {"reward": {"kind": "proof"}},
+        {"reward": {"kind": "verification", "problem": "p", "proof": "q", "score": 1}},
+        {},
+    ],
+    ids=str,
+)
+def test_functions_see_columns_whatever_else_judges(tmp_path: Path, judged: dict[str, Any]) -> None:
+    (item,) = load(tmp_path, {"prompt": "a", **judged, "level": 3}, **OWN).items
+    assert item.prompt.reward["columns"] == {"level": 3}
+
+
+def test_what_is_null_is_not_there(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "refuse": True}]
+    keys = ("prompt", "messages", "answer", "match", "refuse", "tests", "tolerance", "id")
+    filled = [{key: row.get(key) for key in keys} for row in rows]
+    plain = [item.prompt for item in load(tmp_path, *rows).items]
+    assert [item.prompt for item in load(tmp_path, *filled).items] == plain
+
+
+def test_a_prompt_that_was_kept_has_its_columns_still(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, {"id": "x", "prompt": "a", "answer": "1", "level": 3}, **OWN).items
+    kept = {"id": "x", "messages": item.prompt.messages, "reward": item.prompt.reward}
+    (again,) = load(tmp_path, {**kept, "pass_rate": 0.5}, **OWN).items
+    assert again.prompt == item.prompt
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rows.jsonl:1: no `prompt` (data.sources[s].columns: 'questoin'); did you": (
+        {"question": "a", "answer": "b"},
+        {"columns": {"prompt": "questoin"}},
+    ),
+    "data.sources[s].columns.promt: there is no such key; did you mean prompt?": (
+        {"question": "a", "answer": "b"},
+        {"columns": {"promt": "question"}},
+    ),
+    "data.sources[s].columns.tolerance = 'tol': no row of": (
+        {"prompt": "a", "answer": "b"},
+        {"columns": {"tolerance": "tol"}},
+    ),
+    "rows.jsonl:1: `tolerence` is no key; did you mean `tolerance`? Rename it, or say": (
+        {"prompt": "a", "answer": "1", "tolerence": 0.1},
+        {},
+    ),
+    "rows.jsonl:1: has `answer` and `tests`; keep one, or say that a column is another thing": (
+        {"prompt": "a", "answer": "1", "tests": "public"},
+        {},
+    ),
+    "rows.jsonl:1: has no column 'hint', which data.sources[s].template asks for; it has prompt": (
+        {"prompt": "a", "answer": "1"},
+        {"template": "{prompt} {hint}"},
+    ),
+    "ends with a message of the tool, and a template is for users'": (
+        {"messages": [{"role": "tool", "content": "a"}], "answer": "1"},
+        {"template": "boxed"},
+    ),
+    "has a conversation, and a raw prompt is one text": (
+        {"messages": [{"role": "user", "content": "a"}] * 2, "answer": "1"},
+        {"raw": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_does_not_fit_is_named_with_place_and_cure(words: str, tmp_path: Path) -> None:
+    row, knobs = WRONG[words]
+    assert words in refused(tmp_path, row, **knobs)
+
+
+def test_a_key_that_is_not_in_the_file_leaves_its_name_to_a_column(tmp_path: Path) -> None:
+    row = {"prompt": "a", "answer": "1", "tests": "public", "tolerence": "wide"}
+    columns = {"tests": "", "tolerance": ""}
+    loaded = load(tmp_path, row, columns=columns)
+    assert loaded.items[0].prompt.reward == {"kind": "answer", "answer": "1", "match": "math"}
+    assert set(loaded.unread) == {"tests", "tolerence"}
+
+
+def test_what_nothing_reads_is_noted_once(tmp_path: Path) -> None:
+    row = {"prompt": "a", "answer": "1", "tools": [], "level": 1, "pass_rate": 0.5}
+    rows = [row, {**row, "prompt": "b", "topic": "x"}]
+    path = tmp_path / "rows.jsonl"
+    wanted = {"tools": f"{path}:1", "level": f"{path}:1", "topic": f"{path}:2"}
+    assert load(tmp_path, *rows).unread == wanted
+    template = "{level} {topic} {prompt}"
+    assert set(load(tmp_path, rows[1], template=template).unread) == {"tools"}
+    assert not load(tmp_path, *rows, **OWN).unread, "functions see them all"
+
+
+def test_templates_put_columns_into_words(tmp_path: Path) -> None:
+    row = {"question": "1+1?", "hint": 0.50, "answer": "2", "more": {"x": ["é"]}}
+    columns = {"prompt": "question"}
+    for template, words in (
+        ("Question: {question}\nHint: {hint}", "Question: 1+1?\nHint: 0.5"),
+        ("{prompt} {more.x} {{prompt}} \\boxed{}", '1+1? ["é"] {prompt} \\boxed{}'),
+        ("boxed", f"1+1?\n{BOXED}"),
+    ):
+        assert asked(tmp_path, row, columns=columns, template=template) == [words]
+    assert asked(tmp_path, row, template="{question}") == ["1+1?"], "it needs no `prompt`"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert asked(tmp_path, {"prompt": chat, "answer": "2"}, template="boxed") == [f"u\n{BOXED}"]
+    with pytest.raises(ConfigError, match=r"template = 'boxd': must have a \{column\} in it"):
+        source(tmp_path, template="boxd")
+
+
+def test_a_question_is_the_same_in_the_words_of_every_template(tmp_path: Path) -> None:
+    """… unless the template adds something of the row's own."""
+    rows = [{"prompt": "1+1?", "answer": "2", "hint": hint} for hint in "abc"]
+    assert len({item.question for item in load(tmp_path, *rows, template="boxed").items}) == 1
+    own = load(tmp_path, *rows, template="{prompt} {hint}").items
+    assert len({item.question for item in own}) == 3
+    plain = load(tmp_path, rows[0]).items[0]
+    assert load(tmp_path, rows[0], template="boxed").items[0].question == plain.question
+
+
+def test_raw_prompts_have_no_system_message_and_no_environment(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, {"prompt": "Q: a\nA:", "answer": "b"}, raw=True).items
+    assert (
+        item.prompt.raw and not load(tmp_path, {"prompt": "a", "answer": "b"}).items[0].prompt.raw
+    )
+    for knobs, words in (
+        ({"system": "Be brief."}, r"data.sources\[s\].system = 'Be brief.': cannot be with raw"),
+        ({"system_template": "reasoning"}, r"system_template = 'reasoning': cannot be with raw"),
+        ({"environment": {"target": "a:B"}}, r"data.sources\[s\].raw = True: .*turns need a chat"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_dataset_of(tmp_path, knobs)
+
+
+def load_dataset_of(folder: Path, knobs: dict[str, Any]) -> None:
+    path = source(folder, {"prompt": "a", "answer": "b"}).path
+    one = {"name": "s", "source": "jsonl", "path": path, "raw": True, **knobs}
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(json.dumps({"data": {"sources": [one]}}))
+    load_dataset(load_config(recipe).data, seed=0)

@@ -1,0 +1,145 @@
+"""Models as people have them: without a chat template, with another one, and with files missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, Qwen3Config
+
+from keel.configs.load import dump_config, load_config
+from keel.configs.schema import ConfigError
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.rollout.engine.conversion import render_prompt
+from keel.rollout.spec import EngineSpec
+from keel.trainer.cli import main
+from keel.trainer.engine.export import write_tokenizer
+from keel.trainer.prepare import prepare
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+ROWS = '{"problem": "1 + 1 =", "answer": "2", "level": 1}\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Of a base model."""
+    shape = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(tmp_path)
+    save_file({"nothing": torch.zeros(1)}, tmp_path / "model.safetensors")
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "sums.jsonl").write_text(ROWS)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    source = {"name": "sums", "source": "file", "path": str(tmp_path / "sums.jsonl")}
+    source |= {"columns": {"prompt": "problem"}}  # type: ignore[dict-item]
+    whole: dict[str, Any] = {
+        "model": {"path": str(tmp_path)},
+        "data": {"sources": [source]},
+        "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+        "rollout": {"sampling": {"stop": ["\n\n"]}},
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(whole))
+    return path
+
+
+def test_check_says_what_a_base_model_needs_and_what_nothing_reads(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert "model.chat_template" in said and "data.sources[].raw: true" in said
+    assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 0
+    said = capsys.readouterr().out
+    assert "chats: none: raw prompts" in said
+    where = recipe.with_name("sums.jsonl")
+    assert f"warning      data.sources[sums]: nothing reads `level` ({where}:1)" in said
+    there = ["endpoint.base_url=http://localhost:1/v1", "endpoint.model=m"]
+    assert main(["eval", str(recipe), "data.sources.0.raw=true", *there]) == 2
+    assert "data.sources[sums].raw has none" in capsys.readouterr().err
+
+
+def test_raw_prompts_are_the_ids_of_their_text(recipe: Path) -> None:
+    task = prepare(str(recipe), ["data.sources.0.raw=true"])
+    (prompt,) = task.dataset.train.sources["sums"]
+    assert task.tokenizer.decode(render_prompt(task.tokenizer, prompt).token_ids) == "1 + 1 ="
+
+
+def test_a_template_goes_from_the_recipe_to_engines_and_to_the_model_that_is_written(
+    recipe: Path, tmp_path: Path
+) -> None:
+    task = prepare(str(recipe), [f"model.chat_template={tmp_path}/chat.jinja"])
+    config, (prompt,) = task.config, task.dataset.train.sources["sums"]
+    ids = render_prompt(task.tokenizer, prompt).token_ids
+    assert task.tokenizer.decode(ids) == "<user>1 + 1 =\n<assistant>"
+    assert EngineSpec.of(config, "model").chat_template == TEMPLATE
+    write_tokenizer(tmp_path / "out", str(tmp_path), config.model.chat_template)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+    write_tokenizer(tmp_path / "as it is", str(tmp_path))
+    assert AutoTokenizer.from_pretrained(tmp_path / "as it is").chat_template is None
+    (tmp_path / "chat.jinja").unlink()  # the run has its text
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_config(config))
+    assert load_config(written) == config
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("chat.jinj", r"model\.chat_template = 'chat\.jinj': no such file; name a file with a"),
+        ("README", r"model\.chat_template = 'README': holds no Jinja template"),
+        ("a\\n{% for m in %}", r"model\.chat_template, line 2: .*; correct the template"),
+        ("{{ bos_token }}", r"model\.chat_template: does not show what the user says"),
+        (
+            "{% if messages[0].content != 'Hello.' %}{{ raise_exception('too odd') }}{% endif %}"
+            "{{ messages[0].content }}",
+            r"prompt sums/1: cannot be written by .*: too odd\. Change the prompt, or give another",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_named(
+    template: str, words: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    Path("README").write_text("About it.")
+    with pytest.raises(ConfigError, match=words):
+        prepare(str(recipe), [f"model.chat_template={json.dumps(template)}".replace("\\\\", "\\")])
+
+
+@pytest.mark.parametrize(
+    ("missing", "change", "words"),
+    [
+        ("model.safetensors", {}, "holds no weights (model.safetensors"),
+        ("tokenizer.json", {}, "holds no tokenizer (tokenizer.json"),
+        ("config.json", {}, "holds no config.json"),
+        ("", MAMBA, "could not be read"),
+        ("", {**MAMBA, "layer_types": None}, "carry state"),
+        ("", {"model_type": "t5", "architectures": ["T5Model"]}, "not a causal language model"),
+    ],
+)
+def test_check_refuses_a_folder_that_lacks_something(
+    missing: str, change: dict[str, Any], words: str, recipe: Path, capsys: Any
+) -> None:
+    shape = recipe.with_name("config.json")
+    given = {**json.loads(shape.read_text()), **change}
+    shape.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
+    if missing:
+        recipe.with_name(missing).unlink()
+    assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and str(recipe.parent) in said
+
+
+def test_the_embedded_model_has_a_template_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"\.raw = True: is for base models"):
+        load_config("quickstart", ["data.sources.0.raw=true"])
+    off = ["data.sources.0.raw=true", "model.embedded.cold_start.steps=0"]
+    assert load_config("quickstart", off).data.sources[0].raw
+    with pytest.raises(ConfigError, match=r"model\.chat_template.*the embedded model has one"):
+        load_config("quickstart", [f"model.chat_template={json.dumps(TEMPLATE)}"])
