@@ -79,7 +79,7 @@ def test_columns_that_are_no_keys_reach_functions(tmp_path: Path) -> None:
         ({"answer": "1", "language": "de", "tolerance": 0.1}, {"language": "de"}),
         ({"answer": "1", "match": "exact", "tolerance": 0.1}, {"tolerance": 0.1}),
         (
-            {"criteria": [{"name": "a", "text": "b"}], "reference": "r", "match": "m"},
+            {"criteria": [CRITERION], "reference": "r", "match": "m"},
             {"match": "m"},
         ),
         ({"environment": {"a": 1}}, ...),
