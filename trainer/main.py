@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from rich.console import Console
 
 from keel.configs.load import load_config
-from keel.configs.schema import ConfigError, JudgeConfig
+from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
 from keel.model.ray_calls import RayLost, lost
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
@@ -130,7 +130,9 @@ def folder_of(tasks: Sequence[Task | SftTask]) -> RunFolder:
 
 def judge(options: argparse.Namespace) -> None:
     """`keel judge`: score a file of answers, so that a rubric can be tried before a run."""
-    settings = load_config(options.recipe).rewards.judge if options.recipe else JudgeConfig()
+    recipe = load_config(options.recipe) if options.recipe else None
+    settings = recipe.rewards.judge if recipe else JudgeConfig()
+    frozen_after_s = (recipe.run if recipe else RunConfig()).frozen_after_s
     given = ("base_url", "model", "api_key_env", "samples", "serve")
     changes = {name: getattr(options, name) for name in given}
     settings = replace(settings, **{k: v for k, v in changes.items() if v is not None})
@@ -154,7 +156,7 @@ def judge(options: argparse.Namespace) -> None:
             settings.check_used(judged=True, gpu=gpu)
             start_ray()
             stack.callback(end_ray)
-            stack.enter_context(watched(print))
+            stack.enter_context(watched(print, frozen_after_s))
             server = JudgeServer(settings, gpu=gpu)
             stack.callback(server.stop)
             print(f"starting the judge {settings.model}", flush=True)

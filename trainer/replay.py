@@ -39,7 +39,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         seats = None
         if task.gpu:  # nothing is sampled: engines need none
             seats = stack.enter_context(reserved(config, deadline_s=deadline, only=RANK))
-        stack.enter_context(watched(print))
+        stack.enter_context(watched(print, config.run.frozen_after_s))
         learner = Learner(
             str(model_folder(task, print)),
             config,

@@ -63,14 +63,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         knobs[:] = overrides
         lr = float(dict(o.split("=") for o in overrides).get("trainer.lr", 1))
         config = SimpleNamespace(
-            run=SimpleNamespace(startup_deadline_s=1), trainer=SimpleNamespace(lr=lr)
+            run=SimpleNamespace(startup_deadline_s=1, frozen_after_s=2.0),
+            trainer=SimpleNamespace(lr=lr),
         )
         return SimpleNamespace(config=config, gpu=False)
 
     for name, value in {
         "start_ray": lambda: None,
         "end_ray": lambda: None,
-        "watched": nullcontext,
+        "watched": lambda say, frozen_after_s: nullcontext(),
         "prepare": prepare,
         "model_folder": lambda *_: "base",
         "Learner": FakeLearner,
