@@ -141,9 +141,10 @@ def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
     if isinstance(knobs, Mapping):
         return [f"{knob}={_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
     several = isinstance(cast(object, knobs), Iterable) and not isinstance(knobs, str)
-    if not several or not all(isinstance(cast(object, one), str) for one in knobs):
+    listed = list(knobs) if several else []
+    if not several or not all(isinstance(cast(object, one), str) for one in listed):
         raise ConfigError(f"keel.train(knobs={knobs!r}): must be a list of texts, or a mapping")
-    return list(knobs)
+    return listed
 
 
 def _value(value: Any, of: str) -> str:
