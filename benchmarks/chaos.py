@@ -38,6 +38,7 @@ from typing import Any, Literal
 import psutil
 
 from benchmarks.common.revision import commit
+from keel.trainer.cluster.processes import gone
 from keel.trainer.run.interrupt import PREEMPTED
 
 KINDS = {
@@ -48,9 +49,9 @@ KINDS = {
     "gcs": "gcs_server",
 }
 """Kind of process → what stands in its command line."""
-DEADLINE_S = 600.0
-"""Longest wait for the run to train a step, or to end."""
-MOMENT_S = 8.0
+DEADLINE_S, GONE_S, MOMENT_S = 600.0, 90.0, 8.0
+"""Longest waits for the run to train a step, or to end, and for what is below it to be gone then;
+longest time for which a process is stopped for a moment."""
 EXPECTED = (None, 0, 1, -signal.SIGKILL, PREEMPTED)
 FROZEN_S = 10
 """`run.frozen_after_s`"""
@@ -98,9 +99,8 @@ class Fault:
     status: int | None = None
     """Exit status where the run ended of it; negative: a signal."""
     left: int = 0
-    """Processes that were still there 30 s after the run had ended."""
+    """Processes that were still there `GONE_S` after the run had ended."""
     words: list[str] = field(default_factory=list[str])
-    """What it said."""
 
 
 class Run:
@@ -170,11 +170,11 @@ def until(ready: Callable[[], Any], what: str) -> None:
         time.sleep(0.05)
 
 
-def strike(run: Run, fault: Fault, draw: random.Random) -> bool:
-    """Whether there was somebody to strike."""
+def strike(run: Run, fault: Fault, draw: random.Random) -> psutil.Process | None:
+    """The process that was struck, if there is one of the kind."""
     found = run.of(fault.kind)
     if not found:
-        return False
+        return None
     victim = draw.choice(found)
     with suppress(psutil.NoSuchProcess):
         if fault.action in ("kill", "flip"):
@@ -192,8 +192,8 @@ def strike(run: Run, fault: Fault, draw: random.Random) -> bool:
             victim.rlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
             time.sleep(2 * MOMENT_S)
             victim.rlimit(resource.RLIMIT_FSIZE, before)
-        return True
-    return False
+        return victim
+    return None
 
 
 def flip(folder: Path, draw: random.Random) -> str:
@@ -211,19 +211,23 @@ def flip(folder: Path, draw: random.Random) -> str:
 
 
 def suffer(run: Run, fault: Fault, draw: random.Random) -> bool:
-    """One fault, until a step has been trained again, or the run is done."""
+    """One fault, until a step is trained after it, or the run is done."""
     below, since = run.below(), run.position()
     began = time.time()
-    if not strike(run, fault, draw):
+    if (victim := strike(run, fault, draw)) is None:
         return False
-    while not (trained := run.last()[1] > began):
+
+    def over() -> bool:  # whoever was frozen for good is ended first
+        return (fault.action != "freeze" or gone(victim)) and run.last()[1] > began
+
+    while not (trained := over()):
         if fault.said_s is None and run.said(since):
             fault.said_s = time.time() - began
         if run.ended():
             fault.status = run.process.returncode
             if fault.status == 0:
                 break
-            _, alive = psutil.wait_procs(below, timeout=30)
+            _, alive = psutil.wait_procs(below, timeout=GONE_S)
             fault.left = len(alive)
             for process in alive:  # or the next start would have less of the machine
                 print(f"left: {words_of(process)}", flush=True)
@@ -232,9 +236,7 @@ def suffer(run: Run, fault: Fault, draw: random.Random) -> bool:
                 fault.words.append(f"flipped: {flip(run.folder, draw)}")
             run.start()
         if time.time() - began > DEADLINE_S:
-            raise TimeoutError(
-                f"no step within {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}"
-            )
+            raise TimeoutError(f"no step in {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}")
         time.sleep(0.05)
     fault.again_s = time.time() - began if trained else None
     fault.words += run.said(since)[:8]
@@ -300,8 +302,8 @@ def chaos(out: Path, knobs: Sequence[str], *, seed: int, steps: int, every: int)
                 process.kill()
     time.sleep(5)  # for what ends by itself
     left = [p for p in psutil.process_iter() if p.pid not in before and "keel" in words_of(p)]
-    found = summary(run, faults, sizes)
-    return found | {"ended late": late, "left at the end": [words_of(p) for p in left]}
+    ends = {"ended late": late, "left at the end": [words_of(p) for p in left]}
+    return summary(run, faults, sizes) | ends
 
 
 def seconds(value: float | None) -> str:
@@ -379,9 +381,9 @@ def main() -> int:
     options.add_argument("--no-reference", action="store_true")
     options.add_argument("knob", nargs="*")
     given = options.parse_args()
-    given.out.mkdir(parents=True)
-    knobs = [*RECIPE, f"model.embedded.cache_dir={given.out.resolve() / 'cache'}", *given.knob]
     out = given.out.resolve()
+    out.mkdir(parents=True)
+    knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *given.knob]
     found = chaos(out, knobs, seed=given.seed, steps=given.steps, every=given.every)
     if not given.no_reference:
         whole = Run(out / "reference", knobs, given.steps, out / "reference.txt")
