@@ -24,7 +24,7 @@ from keel.agents.episode import Episode, lost_to_the_policy
 from keel.agents.host.room import make_room
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
-from keel.rl.turns import Chat, TurnRequest, TurnResult
+from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
@@ -217,7 +217,7 @@ class EpisodeRunner:
                 sample=sample,
                 budget=limits.budget,
                 context=limits.context,
-                name=f"{prompt.prompt_id}/{purpose}/{version}/{draw}/{sibling}",
+                name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
                 sibling=sibling,
                 seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
                 environment_seed=environment_seed(self._seed, prompt),

@@ -16,9 +16,10 @@ the pattern `answer`) or `schema` (JSON that is valid under the schema `answer`)
 `criteria` may come with `reference` (docs/rubrics.md), and `tests` with the keys of CODE_KEYS
 (docs/rewards.md); `refuse` says whether a completion has to decline (docs/rubrics.md); `reward`
 is a whole reward spec. `environment`, an object, is what the source's environment alone reads:
-files of the task, documents that the answer rests on. Other keys are for functions of one's own,
-which find them in `prompt.reward["columns"]`, and for templates; where the source weighs such a
-function, a line may have an answer of none of these kinds. What nothing reads is named.
+files of the task, documents that the answer rests on. Other keys, and those of other kinds of
+answers, are for functions of one's own, which find them in `prompt.reward["columns"]`, and for
+templates; where the source weighs such a function, a line may have an answer of none of these
+kinds. What nothing reads is named.
 
 A prompt may be a list of messages, as in `messages`. Which columns these keys are, `keel.data.rows`
 says, and which kinds of files there are.
@@ -132,7 +133,9 @@ def _item(
         reward: dict[str, Any] = {"kind": FUNCTIONS}
     else:
         reward = _reward(given, columns, source)
-    if functions and (further := given.further):
+    used = {"reward"} if "reward" in record else set(reward)
+    used |= {"id", "prompt", "messages", *([FOR_ENVIRONMENT] if environment else [])}
+    if functions and (further := {**given.further, **columns.unused(given, used)}):
         if "reward" in record:  # as `keel filter` keeps a prompt, it has them already
             further = {k: v for k, v in further.items() if k not in WRITTEN}
             further = {**reward.get("columns", {}), **further}

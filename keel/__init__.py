@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keel.api import Run, train
+    from keel.api import Preempted, Run, train
 
-__all__ = ["Run", "train"]
+__all__ = ["Preempted", "Run", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,32 +20,39 @@ it goes on. What is passed is written into the run folder, prompts as JSONL.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 from typing import Any, Self, cast
 
 import yaml
 
+from keel import configs
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.rewards.passed import named, passing
 from keel.trainer import main
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.interrupt import watching
+from keel.trainer.run.interrupt import Preempted, asked, preempted, watching
 from keel.trainer.run.journal import metric_lines
 from keel.trainer.run.view import View
 from keel.trainer.system import System
 
 Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
-"""Called with the step and its metrics, as they stand in `metrics.jsonl`, once it is written. The
-run ends with a checkpoint after a step for which one returned True."""
+"""Called after each step with its number, from 1 on, and its metrics, as they stand in
+`metrics.jsonl`, once they are written. The run ends with a checkpoint after a step for which one
+returned something true, or raised."""
 PASSED = "passed"
 """In the run folder: what a recipe and prompts from Python were written into."""
+GOES_ON = "what was saved is there, and the same call goes on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +73,30 @@ def train(
     *,
     prompts: Any = None,
     rewards: Reward | Sequence[Reward] | Mapping[Any, float] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     knobs: Mapping[str, Any] | Sequence[str] = (),
     holdout: int = 0,
 ) -> Run:
     """Run a recipe, or go on with it.
 
-    recipe: a file, the name of one that comes along, or what would stand in one. prompts: in place
-    of the recipe's, rows as the lines of a JSONL source have them (docs/rewards.md): a list, a
-    generator, a `datasets.Dataset`, a pandas table, or a text a row; further columns reach reward
-    functions as `prompt.reward["columns"]`. holdout: how many of them are set aside for evaluation.
-    rewards: a function of a prompt and a trajectory (or all of a group's: docs/rewards.md),
-    several, or weights of functions and of Keel's own parts; for all sources. knobs: as on the
-    command line, `{"run.steps": 20}` or `["run.steps=20"]`.
+    recipe: a file, the name of one that comes along, or what would stand in one (its `defaults` is
+    either of the two). prompts: in place of the recipe's, rows as the lines of a JSONL source have
+    them (docs/rewards.md): a list, a generator, a `datasets.Dataset`, a pandas table, or a text a
+    row; further columns reach reward functions as `prompt.reward["columns"]`, and None and NaN are
+    no columns. holdout: how many of them are set aside for evaluation. rewards: a function of a
+    prompt and a trajectory (or all of a group's: docs/rewards.md), several, or weights of functions
+    and of Keel's own parts; for all sources. knobs: as on the command line, `{"run.steps": 20}` or
+    `["run.steps=20"]`.
 
-    Raises ConfigError for what cannot be run, before anything starts, and RuntimeError, ValueError
-    or OSError where the run fails; what was saved is there.
+    Raises ConfigError for what cannot be run, before anything starts; RuntimeError, ValueError or
+    OSError where the run fails; and what a callback raised. It does not return from a run that
+    Ctrl-C or a scheduler has ended, so that no script takes it for one that is done: after the
+    checkpoint it raises KeyboardInterrupt, which `keel.Preempted` is, too (SIGTERM, SIGHUP or
+    SIGUSR1). What was saved is there, whatever it was.
     """
-    overrides = _overrides(knobs)
+    if not isinstance(cast(object, recipe), (str, Path, Mapping)):
+        raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
+    overrides, told = _overrides(knobs), _Telling(callbacks)
     with ExitStack() as stack:
         stack.enter_context(watching())
         path = recipe if not isinstance(recipe, Mapping) else _written(recipe, overrides)
@@ -94,16 +107,26 @@ def train(
             raise ConfigError("keel.train(holdout=…): is for prompts=…; a recipe's sources say it")
         if rewards is not None:
             weights = _weights(rewards)
-            functions = [part for part in weights if callable(part)]
             try:
-                stack.enter_context(passing(functions))
-                names = {named(p) if callable(p) else p: weight for p, weight in weights.items()}
+                stack.enter_context(passing([part for part, _ in weights if callable(part)]))
+                names = {named(part) if callable(part) else part: of for part, of in weights}
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
+            said = _value(names, "rewards=…")
             for index in range(len(load_config(path, overrides).data.sources)):
-                overrides.append(f"data.sources.{index}.rewards={json.dumps(names)}")
-        told = _Telling(callbacks)
-        main.train(str(path), overrides, drive=partial(_driven, told=told))
+                overrides.append(f"data.sources.{index}.rewards={said}")
+        try:
+            main.train(str(path), overrides, drive=partial(_driven, told=told))
+        except KeyboardInterrupt as error:
+            if signal := preempted():  # of which Ray makes a mere KeyboardInterrupt
+                raise Preempted(f"stopped by {signal}; {GOES_ON}") from error
+            raise
+        if signal := preempted():
+            raise Preempted(f"stopped by {signal}; {GOES_ON}") from told.error
+        if asked():
+            raise KeyboardInterrupt(f"stopped; {GOES_ON}") from told.error
+        if told.error is not None:
+            raise told.error
     config = load_config(path, overrides)
     run = RunFolder(config)
     lines = metric_lines(run.path / "metrics.jsonl")
@@ -116,27 +139,83 @@ def train(
 
 def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
     if isinstance(knobs, Mapping):
-        return [f"{knob}={json.dumps(value)}" for knob, value in knobs.items()]
-    if isinstance(knobs, str):
-        raise ConfigError(f"keel.train(knobs={knobs!r}): must be a list of them, or a mapping")
-    return list(knobs)
+        return [f"{knob}={_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
+    several = isinstance(cast(object, knobs), Iterable) and not isinstance(knobs, str)
+    listed = list(knobs) if several else []
+    if not several or not all(isinstance(cast(object, one), str) for one in listed):
+        raise ConfigError(f"keel.train(knobs={knobs!r}): must be a list of texts, or a mapping")
+    return listed
+
+
+def _value(value: Any, of: str) -> str:
+    """As it stands behind an override's `=`. of: an argument, for messages."""
+    # YAML knows JSON's escapes, but reads a pair of surrogates as two characters.
+    text = json.dumps(_told(value, of), ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+
+
+def _told(value: Any, of: str) -> Any:
+    """A knob, or a recipe, in plain data."""
+
+    def plain(one: Any) -> Any:
+        if hasattr(one, "tolist"):
+            return one.tolist()
+        if isinstance(one, Mapping):
+            return dict(cast(Mapping[Any, Any], one))
+        if isinstance(one, PurePath):
+            return str(one)
+        raise TypeError(f"a {type(one).__name__} is no value of a recipe")
+
+    try:
+        return json.loads(json.dumps(value, default=plain))
+    except (TypeError, ValueError) as error:  # also what holds itself
+        raise ConfigError(f"keel.train({of}): {error}") from error
 
 
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
-    """A recipe that stands in Python, as a file named by what it says."""
-    text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
-    folder = Path(dict(recipe).get("run", {}).get("dir", "runs/default")).expanduser()
+    """A recipe that stands in Python, as a file of its run folder, named by what it says."""
+    tree = dict(recipe)
+    if isinstance(base := tree.get("defaults"), (str, PurePath)):
+        tree["defaults"] = _base(Path(os.path.expanduser(base)))
+    tree = _told(tree, "recipe={…}")
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    with TemporaryDirectory() as there:  # where it is to lie, it says itself, or the overrides do
+        path = Path(there, "recipe.yaml")
+        path.write_text(text, encoding="utf-8")
+        try:
+            folder = Path(load_config(path, overrides).run.dir).expanduser()
+        except ConfigError as error:
+            said = str(error).replace(str(path), "keel.train(recipe={…})")
+            raise ConfigError(said) from error
     return _kept(folder / PASSED, text, "recipe.yaml")
+
+
+def _base(path: Path) -> Path:
+    """What a recipe in Python builds on: a file of the working folder, or one that comes along."""
+    shipped = Path(configs.__file__).parent / f"{path.name.removesuffix('.yaml')}.yaml"
+    alone = path.name == str(path) and not path.exists() and shipped.is_file()
+    return shipped if alone else path.absolute()
 
 
 def _sources(prompts: Any, folder: Path, holdout: int) -> str:
     """An override: the rows of `prompts`, as a file, are the recipe's one source."""
-    lines = [json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in _rows(prompts)]
+    lines: list[str] = []
+    for number, row in enumerate(_rows(prompts), start=1):
+        try:
+            lines.append(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            lines[-1].encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"keel.train(prompts=…): row {number} holds half of a surrogate pair "
+                "(\\ud800 … \\udfff), which is no character; take it out"
+            ) from error
+        except (TypeError, ValueError) as error:  # keys that are no text, or what holds itself
+            raise ConfigError(f"keel.train(prompts=…): row {number}: {error}") from error
     if not lines:
         raise ConfigError("keel.train(prompts=…): there is none")
     path = _kept(folder / PASSED, "".join(lines), "prompts.jsonl")
     source = {"name": "prompts", "source": "jsonl", "path": str(path), "holdout": holdout}
-    return f"data.sources={json.dumps([source])}"
+    return f"data.sources={_value([source], 'holdout=…')}"
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
@@ -170,10 +249,27 @@ def _rows(prompts: Any) -> Iterator[dict[str, Any]]:
                 f"keel.train(prompts=…): row {number} is a {kind}; a mapping of columns is wanted, "
                 "or a text"
             )
-        columns = dict(cast(Mapping[str, Any], row))
-        if isinstance(columns.get("prompt"), (list, tuple)):  # a conversation, as TRL has it
-            columns["messages"] = list(columns.pop("prompt"))
+        columns = _filled(cast(Mapping[str, Any], row))
+        if isinstance(turns := columns.get("prompt"), (list, tuple)):  # as TRL has them
+            del columns["prompt"]
+            columns["messages"] = list(cast(Sequence[Any], turns))
+        if isinstance(turns := columns.get("messages"), (list, tuple)):
+            each = cast(Sequence[Any], turns)
+            columns["messages"] = [_filled(m) if isinstance(m, Mapping) else m for m in each]
         yield columns
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, with which tables fill up what others of their rows have."""
+    columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
+    return {key: one for key, one in columns.items() if not _null(one)}
+
+
+def _null(value: Any) -> bool:
+    """None, NaN, and those of pandas: NaT and NA."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or type(value).__name__ in ("NaTType", "NAType")
 
 
 def _plain(value: Any) -> Any:
@@ -181,29 +277,50 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _weights(rewards: Any) -> dict[Any, float]:
-    """Function or part's name → weight."""
+def _weights(rewards: Any) -> list[tuple[Any, float]]:
+    """Functions or names of parts, and their weights. (A function may be what cannot be hashed.)"""
     if isinstance(rewards, Mapping):
-        return dict(cast(Mapping[Any, float], rewards))
+        return list(cast(Mapping[Any, float], rewards).items())
     if callable(rewards):
-        return {rewards: 1.0}
-    return dict.fromkeys(cast(Sequence[Any], rewards), 1.0)
+        return [(rewards, 1.0)]
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        raise ConfigError(
+            f"keel.train(rewards={rewards!r}): must be a function, a list of them, or weights of "
+            'functions and of parts: {"correct": 1.0, my_function: 0.2}'
+        )
+    return [(one, 1.0) for one in cast(Iterable[Any], rewards)]
 
 
 class _Telling:
     """Callbacks, and whether one has had enough."""
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = callbacks
+    def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
+        given: object = [callbacks] if callable(callbacks) else callbacks
+        if not isinstance(given, Iterable):
+            raise ConfigError(f"keel.train(callbacks={given!r}): must be a list of functions")
+        self._callbacks = list(cast(Iterable[Callback], given))
+        for one in self._callbacks:
+            if not callable(one) or inspect.iscoroutinefunction(one):
+                raise ConfigError(
+                    f"keel.train(callbacks=…): {one!r} must be a plain function of step and metrics"
+                )
         self.enough = False
+        self.error: Exception | SystemExit | None = None
+        """What the first raised that did; the run is to be saved before it is heard of."""
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         for callback in self._callbacks:
-            self.enough = callback(step, numbers) is True or self.enough
+            try:
+                found = callback(step, numbers)
+                if found is not None and bool(found):  # True of numpy's is no `True`
+                    self.enough = True
+            except (Exception, SystemExit) as error:  # it is anybody's
+                self.enough, self.error = True, self.error or error
 
 
 class _Heard:
-    """A view that tells callbacks of each step, too."""
+    """A view that tells callbacks of each step, too. (Step 0 is none: before the first there are
+    evaluations alone.)"""
 
     def __init__(self, view: View, told: _Telling) -> None:
         self._view, self._told = view, told
@@ -213,7 +330,8 @@ class _Heard:
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         self._view.record(step, numbers)
-        self._told.step(step, numbers)
+        if step > 0:
+            self._told.step(step, numbers)
 
     def say(self, text: str) -> None:
         self._view.say(text)

@@ -5,8 +5,9 @@
 
 It gets an `keel.rl.types.Prompt` and a `TextTrajectory`, and returns a number from 0 to 1. It
 runs in the worker processes, under the same deadline as the verifiers, and may print: to the run
-folder's `rewards/worker_*.log`. It may be async. One whose second parameter is called
-`trajectories` gets all of a group at once, and returns as many numbers.
+folder's `rewards/worker_*.log`. It may be async: calls come one after another, all of a process on
+one event loop. One whose second parameter is called `trajectories` gets all of a group at once, and
+returns as many numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +265,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
     def returned(what: Any) -> Any:
         try:
             found = reward(prompt, what)
-            return asyncio.run(_result(found)) if inspect.isawaitable(found) else found
+            return _awaited(found) if inspect.isawaitable(found) else found
         except SystemExit as error:  # would end the worker, or the run
             left = RuntimeError(f"called exit({error.code})")
             raise left.with_traceback(error.__traceback__) from error
@@ -296,8 +298,23 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
     return verify_group if spec.get("group") else verify
 
 
-async def _result(found: Awaitable[Any]) -> Any:
-    return await found
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """One event loop for all calls of this process: what a function keeps in a global, an HTTP
+    client say, belongs to the loop that it was made on."""
+    return asyncio.Runner(loop_factory=asyncio.new_event_loop)
+
+
+_CALLING = threading.Lock()
+"""The loop is one thread's at a time. (Without worker processes, each scorer has its own.)"""
+
+
+def _awaited(found: Awaitable[Any]) -> Any:
+    async def result() -> Any:
+        return await found
+
+    with _CALLING:
+        return _runner().run(result())
 
 
 class BadReward(ValueError):

@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,6 +59,13 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
             del os.environ[FOLDER]
 
 
+@cache
+def _read(path: Path) -> Any:
+    """Once a process and folder, so that what a function keeps in a global is still there when it
+    is called again."""
+    return pickle.loads(path.read_bytes())  # of our own process: `passing`
+
+
 def passed(name: str) -> Any:
     """The function that a recipe calls `name`. Raises ValueError where this process was passed
     none, and for one that cannot be read here."""
@@ -70,7 +78,7 @@ def passed(name: str) -> Any:
             "function into a module and name it here as module.function"
         )
     try:
-        return pickle.loads(path.read_bytes())  # of our own process: `passing`
+        return _read(path)
     except Exception as error:  # its module may be gone, and raise anything
         raise ValueError(
             f"reward {name!r}: cannot be read in the processes that call it "

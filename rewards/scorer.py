@@ -103,8 +103,8 @@ class Scorer:
         check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
-        self._lengths = lengths or {}
-        self._judge = judge
+        self._grouped = {n for w in weights.values() for n in w if is_function(n) and sees_group(n)}
+        self._lengths, self._judge = lengths or {}, judge
         self._counted = Counts()
         self._failures = Failures(max_failure_fraction, say)
         self._log, self._told = log, False
@@ -176,7 +176,7 @@ class Scorer:
         for name in weights:
             if is_function(name):
                 spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
-                if sees_group(name):
+                if name in self._grouped:
                     others[name] = self._group_verdicts(spec, group)
                     continue
             elif name in LANGUAGE_PARTS:

@@ -118,12 +118,22 @@ class Chat(Protocol):
         ...
 
 
+def conversation_of(prompt_id: str, purpose: str, version: int, draw: int, sibling: int) -> str:
+    """The name of an episode's conversation, unique in the run."""
+    return f"{prompt_id}/{purpose}/{version}/{draw}/{sibling}"
+
+
+def prompt_of(conversation: str) -> str:
+    """The id of the prompt that it is about, which may have slashes of its own."""
+    return conversation.rsplit("/", 4)[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
     """One turn of one conversation, for any engine."""
 
     conversation: str
-    """Unique in the run: the engine that holds its prefix is preferred."""
+    """As `conversation_of` names it: the engine that holds its prefix is preferred."""
     token_ids_T: NDArray[np.int32]
     """[T] the whole context."""
     max_tokens: int

@@ -27,6 +27,7 @@ from keel.rl.turns import (
     ToolSpec,
     TurnRequest,
     TurnResult,
+    prompt_of,
 )
 from keel.rl.types import Prompt, Purpose
 from keel.rollout.endpoint import UNKNOWN, EndpointCompletions
@@ -63,7 +64,7 @@ class EndpointTurns:
         self._completions, self._sampling = completions, sampling
         self._parts: dict[int, _Part] = {}
         self._of: dict[str, set[int]] = {}
-        """Parts of each conversation."""
+        """Parts of the conversations about each prompt; touched on the completions' loop alone."""
         self._numbers = itertools.count()
 
     def opening(
@@ -96,15 +97,18 @@ class EndpointTurns:
         """The future fails with NoTurn, or as `EndpointCompletions.submit`."""
         return self._completions.later(self._turn(request, self._sampling[purpose]))
 
-    def forget(self, prompt: Prompt) -> None:
+    def forget(self, prompt: Prompt) -> Future[None]:
         """The conversations about it, which are over."""
-        for name in [name for name in self._of if name.startswith(f"{prompt.prompt_id}/")]:
-            for number in self._of.pop(name):
-                self._parts.pop(number, None)
+        return self._completions.later(self._forget(prompt.prompt_id))
+
+    async def _forget(self, prompt_id: str) -> None:
+        for number in self._of.pop(prompt_id, ()):
+            self._parts.pop(number, None)
 
     async def _turn(self, request: TurnRequest, sampling: SamplingConfig) -> TurnResult:
         numbers = [int(one) for one in request.token_ids_T if one != UNKNOWN]
-        self._of.setdefault(request.conversation, set()).update(numbers)
+        mine = self._of.setdefault(prompt_of(request.conversation), set())
+        mine.update(numbers)
         parts = [self._parts[number] for number in numbers]
         began = time.monotonic()
         try:
@@ -123,7 +127,7 @@ class EndpointTurns:
         said, tokens = _read(body, turn=sum(part.said is not None for part in parts))
         number = next(self._numbers)
         self._parts[number] = _Part(messages=(_spoken(said),), said=said)
-        self._of[request.conversation].add(number)
+        mine.add(number)
         ids = [number, *[UNKNOWN] * (min(tokens, request.max_tokens) - 1)]
         return _result(ids, "stop" if said.closed else "length", time.monotonic() - began)
 

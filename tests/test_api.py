@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +27,20 @@ from keel.rewards.custom import load_function
 from keel.rewards.passed import passing
 from keel.rewards.scorer import Scorer
 from keel.rl.types import FUNCTIONS
+from keel.trainer.run.interrupt import Interrupt
 from tests.rewards.groups import group
 
+ROOT = Path(keel.__file__).resolve().parents[1]
 ROWS = [{"prompt": "1 + 1?", "answer": "2", "grade": 3}, {"prompt": "2 + 2?", "answer": "4"}]
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one."""
+    folder = tmp_path / "working"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture
@@ -68,7 +83,7 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
 
 
 def test_rows_of_all_kinds_are_the_recipes_one_source(asked: list[Config], tmp_path: Path) -> None:
-    knobs = {"run.dir": str(tmp_path / "run"), "run.steps": 7}
+    knobs = {"run.dir": tmp_path / "run", "run.steps": np.int64(7)}
     run = keel.train("quickstart", prompts=(row for row in ROWS), knobs=knobs, holdout=1)
     assert rows_of(asked[0]) == ROWS and asked[0].data.sources[0].holdout == 1
     assert asked[0].run.steps == 7
@@ -84,19 +99,96 @@ def test_rows_of_all_kinds_are_the_recipes_one_source(asked: list[Config], tmp_p
     assert asked[3] == asked[0], "the same again goes on with the same run"
 
 
+def test_rows_of_a_table_have_arrays_for_lists_and_nulls_for_what_they_lack(
+    asked: list[Config], tmp_path: Path
+) -> None:
+    """As `pd.read_parquet` reads the data sets of TRL."""
+    asked_for = {"role": "user", "content": "Hi.", "tool_calls": None}
+    turns = np.empty(1, object)
+    turns[0] = asked_for
+    NAType = type("NAType", (), {})
+    rows = [
+        {"prompt": turns, "answer": None, "grade": np.float64("nan"), "most": np.int64(3)},
+        {"prompt": "Hi.", "answer": "1", "grade": float("nan"), "most": NAType()},
+    ]
+    keel.train("quickstart", prompts=Table(rows), knobs={"run.dir": tmp_path / "run"})
+    assert rows_of(asked[0]) == [
+        {"messages": [{"role": "user", "content": "Hi."}], "most": 3},
+        {"prompt": "Hi.", "answer": "1"},
+    ]
+
+
+@pytest.mark.parametrize("base", ["quickstart", "quickstart.yaml", "mine.yaml", Path("mine.yaml")])
+def test_a_recipe_in_python_is_written_into_the_run_folder_alone(
+    asked: list[Config], tmp_path: Path, working_folder: Path, base: Any
+) -> None:
+    Path("mine.yaml").write_text(f"defaults: {ROOT}/configs/quickstart.yaml\n")
+    recipe = {"defaults": base, "run": {"steps": np.int64(3), "dir": Path("elsewhere")}}
+    keel.train(recipe, knobs={"run.dir": tmp_path / "r😀"})
+    keel.train({**recipe, "run": {"steps": 3, "dir": str(tmp_path / "r😀")}})
+    for config in asked:
+        assert (config.run.steps, config.run.dir) == (3, str(tmp_path / "r😀"))
+        assert config.data.sources
+    assert [path.name for path in working_folder.iterdir()] == ["mine.yaml"]
+
+
+def test_mistakes_in_a_recipe_in_python_are_named(tmp_path: Path, asked: list[Config]) -> None:
+    knobs = {"run.dir": tmp_path / "run"}
+    for recipe, words in (
+        ({"run": None}, r"data\.sources = \[\]: add one"),
+        ({"defaults": "quickstart", "rn": {}}, "2: rn: no such knob; did you mean run"),
+        ({"defaults": "quickstrat"}, "defaults: .*no such file"),
+        ({"model": {"path": {1}}}, "a set is no value of a recipe"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^keel\.train\(recipe={{…}}\):.*{words}"):
+            keel.train(recipe, knobs=knobs)
+    assert not asked
+
+
 def test_functions_have_weights_beside_keels_parts(asked: list[Config], tmp_path: Path) -> None:
     def brief(prompt: Any, trajectory: Any) -> float:
         return float(len(trajectory.answer) < 5)
 
-    recipe = {"defaults": str(Path("configs/quickstart.yaml").resolve())}
+    recipe = {"defaults": "quickstart"}
     knobs = [f"run.dir={tmp_path}/run"]
     keel.train(recipe, rewards={"correct": 1.0, brief: 0.25}, knobs=knobs)
     for source in asked[0].data.sources:
         assert source.rewards == {"correct": 1.0, "python.brief": 0.25}
-    keel.train("quickstart", prompts=["Say hi."], rewards=[brief], knobs=knobs)
+    given: Any = (knob for knob in knobs)
+    keel.train("quickstart", prompts=["Say hi."], rewards=[brief], knobs=given)
     assert asked[1].data.sources[0].rewards == {"python.brief": 1.0}
     with pytest.raises(ValueError, match=r"python\.brief.*was passed to keel\.train"):
         load_function("python.brief")
+
+
+@dataclass
+class Near:
+    """Compares by value, so it cannot be hashed."""
+
+    most: int
+
+    def __call__(self, prompt: Any, trajectory: Any) -> float:
+        return 1.0
+
+
+def test_rewards_of_any_kind_and_their_weights(asked: list[Config], tmp_path: Path) -> None:
+    knobs = {"run.dir": tmp_path}
+
+    def plain(prompt: Any, trajectory: Any) -> float:
+        return 1.0
+
+    several: list[Any] = [Near(3), [Near(3), plain], {plain: np.float32(0.5)}]
+    for rewards in several:
+        keel.train("quickstart", rewards=rewards, knobs=knobs)
+    assert [config.data.sources[0].rewards for config in asked] == [
+        {"python.Near": 1.0},
+        {"python.Near": 1.0, "python.plain": 1.0},
+        {"python.plain": 0.5},
+    ]
+
+
+async def waits(step: int, numbers: Any) -> None:
+    """No callback: nobody awaits it."""
 
 
 @pytest.mark.parametrize(
@@ -107,6 +199,14 @@ def test_functions_have_weights_beside_keels_parts(asked: list[Config], tmp_path
         ({"prompts": [3]}, "row 1 is a int"),
         ({"holdout": 3}, "is for prompts"),
         ({"knobs": "run.steps=3"}, "must be a list"),
+        ({"knobs": [("run.steps", 3)]}, "must be a list of texts"),
+        ({"knobs": {"run.steps": object()}}, r"knobs=run\.steps\): a object is no value"),
+        ({"prompts": ["Hi.", "a\ud800"]}, "row 2 holds half of a surrogate pair"),
+        ({"prompts": [{"prompt": "a", (1, 2): 3}]}, "row 1: keys must be"),
+        ({"rewards": "correct"}, r"rewards='correct'\): must be a function"),
+        ({"rewards": 3}, "must be a function"),
+        ({"callbacks": 3}, "callbacks=3"),
+        ({"callbacks": [waits]}, "must be a plain function"),
         ({"rewards": [lambda prompt, trajectory: 1.0]}, "<lambda>: has no name"),
     ],
 )
@@ -156,12 +256,85 @@ def test_prompts_without_an_answer_are_judged_by_functions_alone(tmp_path: Path)
         check_prompts([item.prompt], {"correct": 1.0}, code=CodeSettings())
 
 
+def heard(*callbacks: Any) -> tuple[api._Telling, api._Heard]:
+    told = api._Telling(callbacks)
+    view = SimpleNamespace(record=lambda *_: None)
+    return told, api._Heard(view, told)  # pyright: ignore[reportArgumentType]
+
+
 def test_callbacks_hear_of_steps_and_end_the_run() -> None:
-    heard: list[int] = []
-    told = api._Telling([lambda step, _: heard.append(step), lambda step, _: step >= 2])
-    view = api._Heard(SimpleNamespace(record=lambda *_: None), told)  # pyright: ignore[reportArgumentType]
-    for step in (0, 1):
-        view.record(step, {})
+    steps: list[int] = []
+    reached = np.array([1.0, 2.0])
+    told, view = heard(lambda step, _: steps.append(step), lambda step, _: reached.max() <= step)
+    view.record(0, {})  # has evaluations alone
+    view.record(1, {"reward/mean": 0.5})
     assert not told.enough
-    view.record(2, {})
-    assert told.enough and heard == [0, 1, 2]
+    view.record(2, {"reward/mean": 0.5})
+    assert told.enough and steps == [1, 2]
+
+
+@pytest.mark.parametrize("raised", [KeyError("reward/best"), SystemExit(3)])
+def test_a_callback_that_raises_ends_the_run_once_it_is_saved(
+    raised: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    def fails(step: int, numbers: Any) -> None:
+        raise raised
+
+    def loop(*parts: Any, enough: Any) -> int:
+        view = parts[2]
+        for step in (1, 2):
+            view.record(step, {})
+            done.append(f"step {step}")
+            if enough():
+                done.append("saved")
+                return step
+        return 2
+
+    def train(*_: Any, drive: Any) -> None:
+        drive(None, None, SimpleNamespace(record=lambda *_: None), 0)
+        done.append("said")
+
+    monkeypatch.setattr(api.main, "run_loop", loop)
+    monkeypatch.setattr(api.main, "train", train)
+    with pytest.raises(type(raised)) as caught:
+        keel.train(callbacks=fails, knobs={"run.dir": tmp_path})
+    assert caught.value is raised and done == ["step 1", "saved", "said"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, "^stopped; what was saved is there"),
+        (signal.SIGTERM, keel.Preempted, "^stopped by SIGTERM; what was saved is there"),
+    ],
+)
+@pytest.mark.parametrize("within", [True, False])
+def test_a_run_that_a_signal_has_ended_does_not_pass_for_one_that_is_done(
+    number: signal.Signals,
+    kind: type[BaseException],
+    words: str,
+    within: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Where the loop has noted it, and where it came before or after."""
+    began: list[int] = []
+
+    def train(*_: Any, drive: Any) -> None:
+        began.append(1)
+        with Interrupt(lambda _: None) if within else nullcontext():
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(api.main, "train", train)
+    before = signal.getsignal(number)
+    with pytest.raises(kind) as caught:
+        for _ in range(2):
+            keel.train(knobs={"run.dir": tmp_path})
+    assert began == [1] and type(caught.value) is kind and signal.getsignal(number) == before
+    if within or number == signal.SIGTERM:
+        assert re.search(words, str(caught.value))
+    monkeypatch.setattr(api.main, "train", lambda *_, drive: None)
+    (tmp_path / "metrics.jsonl").touch()
+    assert keel.train(knobs={"run.dir": tmp_path}).metrics == (), "and the next one is not told"

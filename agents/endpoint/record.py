@@ -113,10 +113,12 @@ class Recording:
         request_key = f"{keys[-1]} {tools_key} {asked.may_call} {asked.max_tokens}"
         roles = [message["role"] for message in asked.messages]
         opening = roles.index("assistant") if "assistant" in roles else len(roles)
-        with self._endings.request(keys[opening]) as under_way:
+        with self._endings.request(keys[opening], anew=opening == len(roles)) as under_way:
             try:
                 reply = await self._turn(asked, keys, tools_key, request_key)
                 under_way.ended = reply.ended
+                most = asked.max_tokens or inf
+                under_way.wanted = most <= reply.completion_tokens < self._budget.turn_tokens
                 return reply
             except Refused as refused:
                 under_way.ended = refused.limit

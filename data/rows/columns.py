@@ -88,6 +88,11 @@ class Columns:
             known=known, as_text=as_text, further=further, record=record, of_table=of_table
         )
 
+    def unused(self, given: Given, used: Collection[str]) -> dict[str, Any]:
+        """Columns of keys that mean nothing in this row: not one of `used`."""
+        left = {self._of[key]: value for key, value in given.known.items() if key not in used}
+        return {name: value for name, value in left.items() if name in given.record}
+
     def check_read(self, given: Given, at: str, *, functions: bool) -> None:
         """Note columns that nothing reads. functions: the source's own see all of them. Raises
         BadLine for a key misspelt."""

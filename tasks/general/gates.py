@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall, ToolSpec
-from keel.tasks.general.grounding import CHANGES, Leaf, Replay, Results
+from keel.tasks.general.grounding import CHANGES, Leaf, Replay, Results, as_it_is, fewer
 from keel.tasks.general.mutations import EMPTY, hollow, mutations, plausible
 from keel.tasks.general.rooms import SLACK_S, Rooms, lost_to
 from keel.tasks.ledger import Refused
@@ -122,10 +122,11 @@ async def solved(
 
 async def grounded(rooms: Rooms, specs: Specs, solution: str, number: int, found: Solved) -> None:
     """The answer comes from what the tools return: where they return other names or other numbers,
-    it is another one. Where the solution fails over those, nothing is known."""
+    it is another one; or, if it counts, where they return fewer things. Where the solution fails
+    over those, nothing is known."""
 
-    async def over(change: Leaf) -> str:
-        replay = Replay(found.results, change)
+    async def over(change: Leaf, entries: Leaf = as_it_is) -> str:
+        replay = Replay(found.results, change, entries)
 
         async def asked(call: ToolCall) -> Mapping[str, str]:
             return replay(call)
@@ -137,7 +138,9 @@ async def grounded(rooms: Rooms, specs: Specs, solution: str, number: int, found
         return "same" if answer == found.answer else "other"
 
     came_to = await asyncio.gather(*map(over, CHANGES.values()))
-    if "same" in came_to and "other" not in came_to:
+    if "same" not in came_to or "other" in came_to:
+        return
+    if await over(as_it_is, fewer) != "other":
         same = [name for name, what in zip(CHANGES, came_to, strict=True) if what == "same"]
         raise Refused(
             "grounded",

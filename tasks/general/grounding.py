@@ -20,8 +20,9 @@ class Replay:
     """Answers a solution's calls with what they came to before, changed. A call that says what it
     was told is one about the true thing."""
 
-    def __init__(self, results: Results, change: Leaf) -> None:
-        self._change = change
+    def __init__(self, results: Results, change: Leaf, entries: Leaf) -> None:
+        """entries: changes all that a tool has returned, before `change` does its leaves."""
+        self._change, self._entries = change, entries
         self._known = {_key(call.name, call.arguments): said for call, said in results}
         self._true: dict[str, Any] = {}
 
@@ -36,8 +37,9 @@ class Replay:
         try:
             value: Any = json.loads(said["text"])
         except ValueError:  # of a tool that returns text
-            return {"text": str(self._told(said["text"]))}
-        return {"text": json.dumps(every(self._told, value), ensure_ascii=False)}
+            return {"text": str(self._told(self._entries(said["text"])))}
+        value = every(self._told, self._entries(value))
+        return {"text": json.dumps(value, ensure_ascii=False)}
 
     def _told(self, value: Any) -> Any:
         changed = self._change(value)
@@ -55,6 +57,27 @@ def every(change: Leaf, value: Any) -> Any:
     if isinstance(value, list):
         return [every(change, one) for one in cast(list[Any], value)]
     return change(value)
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def fewer(value: Any) -> Any:
+    """Half of the entries of a list, of the lists in an object, of an object without any, or of the
+    lines of a text: other changes leave a count as it is."""
+    if isinstance(value, list):
+        each = cast(list[Any], value)
+        return each[: len(each) // 2]
+    if isinstance(value, dict):
+        named = cast(dict[str, Any], value)
+        if any(isinstance(one, list) for one in named.values()):
+            return {k: fewer(one) if isinstance(one, list) else one for k, one in named.items()}
+        return dict(list(named.items())[: len(named) // 2])
+    if isinstance(value, str):
+        lines = value.splitlines(keepends=True)
+        return "".join(lines[: len(lines) // 2])
+    return value
 
 
 def _other_name(value: Any) -> Any:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from keel.configs.schema import SamplingConfig
+from keel.rl.turns import TurnRequest, conversation_of
+from keel.rl.types import Prompt
+from keel.rollout.endpoint_turns import EndpointTurns
 from keel.trainer.cli import main
 from tests.agents.sandboxes import wrap_of
 from tests.rewards.judge.judge_server import Reply, running
 from tests.rollout.test_endpoint import says, words
 
+ASKED = {"role": "user", "content": "Well?"}
 RECIPE = """\
 run: {{dir: {dir}}}
 model: {{path: embedded, embedded: {{max_context: 4096}}}}
@@ -93,3 +102,55 @@ def test_tasks_with_tools_are_filtered_by_an_endpoint(
     assert second["tool_calls"][0]["id"] == result["tool_call_id"] != first["tool_calls"][0]["id"]
     assert json.loads(second["tool_calls"][0]["function"]["arguments"])["expression"]
     assert set(result) == {"role", "content", "tool_call_id"}
+
+
+class Queued:
+    """Stands in for `EndpointCompletions`, whose loop does what is queued when it gets to it."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
+
+    def later(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        self._queue.append((work, Future()))
+        return self._queue[-1][1]
+
+    def run(self) -> None:
+        for work, future in self._queue:
+            future.set_result(asyncio.run(work))
+        self._queue.clear()
+
+    async def asked(self, *_: object, **__: object) -> Any:
+        return json.loads(words("Well.").body)
+
+
+def test_what_is_over_is_forgotten_and_nothing_of_prompts_with_longer_names() -> None:
+    completions = Queued()
+    turns = EndpointTurns(completions, {"eval": SamplingConfig()})  # pyright: ignore[reportArgumentType]
+    prompts = [Prompt(prompt_id=name, domain="d", messages=(ASKED,)) for name in ("s/r", "s/r/1")]
+    contexts = {one.prompt_id: turns.opening([ASKED], [], thinking=False) for one in prompts}
+
+    def turn(prompt_id: str) -> None:
+        said = turns.turn(
+            TurnRequest(
+                conversation=conversation_of(prompt_id, "eval", 0, 0, 0),
+                token_ids_T=np.array(contexts[prompt_id], np.int32),
+                max_tokens=9,
+                seed=0,
+            ),
+            "eval",
+        )
+        completions.run()
+        contexts[prompt_id] += said.result().token_ids_N.tolist()
+
+    for one in prompts:
+        turn(one.prompt_id)
+    assert len(turns._parts) == 4
+    turns.forget(prompts[0])
+    assert len(turns._parts) == 4, "the loop may be at it"
+    completions.run()
+    assert len(turns._parts) == 2
+    contexts["s/r/1"] = turns.extend(contexts["s/r/1"], [ASKED], thinking=False)
+    turn("s/r/1")
+    turns.forget(prompts[1])
+    completions.run()
+    assert not turns._parts and not turns._of

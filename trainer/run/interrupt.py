@@ -31,7 +31,8 @@ PREEMPTED_FIRST = "{signal}: what is being sampled is given up; a checkpoint fol
 
 
 class Preempted(KeyboardInterrupt):
-    """One of `PREEMPTION` came, and there is nothing to save, or no more time for it."""
+    """One of `PREEMPTION` came, and there is nothing to save, or no more time for it; or, from
+    `keel.train`, all is saved."""
 
 
 class _Signals:
@@ -51,7 +52,6 @@ class _Signals:
 
     def install(self) -> None:
         """Main thread only. SIGHUP stays ignored where `nohup` has it so."""
-        self.preempted, self.late, self.asked = None, "", False
         for number in (signal.SIGINT, *PREEMPTION):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._installed[number] = signal.signal(number, self._on_signal)
@@ -65,6 +65,8 @@ class _Signals:
         for number, handler in self._installed.items():
             signal.signal(number, handler)
         self._installed.clear()
+        # The next command of this process, or a notebook's next run in a thread, was told nothing.
+        self.preempted, self.late, self.asked = None, "", False
 
     @property
     def installed(self) -> bool:

@@ -200,7 +200,8 @@ class Held:
 
 def ended(*happens: str, window: int = BUDGET.window) -> str:
     """The finish reason after requests that `happens` names by the conversation: `a` is a whole
-    one, `a<` begins and `a>` ends one, `a!` is cut after two tokens, and `a^` is too long."""
+    one, `a<` begins and `a>` ends one, `a!` is cut after two tokens, as its client wants it, and
+    `a^` is too long; `a+` begins the same anew."""
     held = Held()
     messages: dict[str, list[dict[str, Any]]] = {}
     tasks: dict[str, tuple[asyncio.Task[Reply], asyncio.Event]] = {}
@@ -222,7 +223,9 @@ def ended(*happens: str, window: int = BUDGET.window) -> str:
                 assert refused.code == "context_length_exceeded"
 
         for what in happens:
-            name, how = what[0], what[1:]
+            name, how = what[0], what[1:].removeprefix("+")
+            if what[1:] != how:
+                del messages[name]
             if how == ">":
                 task, may_end = tasks.pop(name)
                 may_end.set()
@@ -260,6 +263,15 @@ def ended(*happens: str, window: int = BUDGET.window) -> str:
         # … until their caller goes on after both.
         (("m", "a!<", "b<", "a>", "b>", "m"), "stop"),
         (("m", "a!<", "b<", "a>", "b>", "m!"), "length"),
+        # A title, beside the conversation that it is of, or begun before that goes on.
+        (("m<", "t!", "m>"), "stop"),
+        (("m<", "t!", "m>", "m", "m"), "stop"),
+        (("m", "t!<", "m<", "t>", "m>"), "length"),
+        (("m", "t!<", "m<", "t>", "m>", "m"), "stop"),
+        (("m<", "t!", "m>", "m!"), "length"),
+        # A sub-agent that is asked the same twice, and cut the second time.
+        (("a", "m", "b", "m", "b+!", "m"), "stop"),
+        (("a", "m", "b", "m", "b+!"), "length"),
         # The same question twice at once.
         (("a!<", "a", "a>"), "length"),
     ],

@@ -17,6 +17,7 @@ from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 
+CRITERION = {"name": "cause", "text": "Names the cause.", "weight": 1}
 OWN = {"rewards": {"correct": 1.0, "mine.brief": 0.1}}
 
 
@@ -69,6 +70,31 @@ def test_columns_that_are_no_keys_reach_functions(tmp_path: Path) -> None:
     nested = {"prompt": "problem", "answer": "reward_model.x"}
     (item,) = load(tmp_path, row, columns=nested, **OWN).items
     assert item.prompt.reward["answer"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("row", "further"),
+    [
+        ({"reference": "r", "language": "de", "partial": True, "match": "m"}, ...),
+        ({"answer": "1", "language": "de", "tolerance": 0.1}, {"language": "de"}),
+        ({"answer": "1", "match": "exact", "tolerance": 0.1}, {"tolerance": 0.1}),
+        (
+            {"criteria": [CRITERION], "reference": "r", "match": "m"},
+            {"match": "m"},
+        ),
+        ({"environment": {"a": 1}}, ...),
+        ({"partial": None}, {}),
+    ],
+)
+def test_keys_that_mean_nothing_in_a_row_are_columns_too(
+    tmp_path: Path, row: dict[str, Any], further: Any
+) -> None:
+    given = {"prompt": "a", "id": "1", "topic": "t", **row}
+    (item,) = load(tmp_path, given, **OWN).items
+    assert item.prompt.reward["columns"] == {"topic": "t", **(row if further is ... else further)}
+    renamed = {**given, "ref": given.pop("reference", "r")}
+    (item,) = load(tmp_path, renamed, columns={"reference": "ref"}, **OWN).items
+    assert ("ref" in item.prompt.reward["columns"]) == ("criteria" not in row)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from keel.rewards.sandbox.bubblewrap import packages
@@ -121,10 +122,22 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_sandbox_that_is_ended_while_it_starts_is_gone(box: Sandbox) -> None:
+    # It is in the words of all that have begun, bubblewrap's processes among them.
+    mark = f"1000.0{os.getpid()}"
+
+    def left() -> list[str]:
+        each = psutil.process_iter(["cmdline"])
+        words = [" ".join(process.info["cmdline"] or ()) for process in each]
+        return [line for line in words if mark in line]
+
     for number in range(40):
         within_s = number * 0.0007  # it takes some 20 ms to start
-        ran = box.run(["/bin/sleep", "1000"], files={}, limits=PATIENT, within_s=within_s)
+        ran = box.run(["/bin/sleep", mark], files={}, limits=PATIENT, within_s=within_s)
         assert ran.status == "time"
+        wait_for(lambda: not left(), f"the end of what {within_s:g} s have started")
+    with subprocess.Popen(["/bin/sleep", mark]) as process:
+        wait_for(left)  # or nothing is ever seen to be left
+        process.kill()
 
 
 def test_empty_files_are_memory_too(box: Sandbox) -> None:

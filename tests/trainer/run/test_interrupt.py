@@ -71,10 +71,12 @@ def test_a_scheduler_cuts_short_what_ctrl_c_lets_end() -> None:
 
 
 def test_once_the_grace_is_over_it_ends_wherever_it_is() -> None:
-    with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
-        signal.raise_signal(signal.SIGTERM)
-        threading.Event().wait(DEADLINE_S)
-    assert preempted() == "SIGTERM, and not done within run.grace_s = 0.01 s"
+    with watching():
+        with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
+            signal.raise_signal(signal.SIGTERM)
+            threading.Event().wait(DEADLINE_S)
+        assert preempted() == "SIGTERM, and not done within run.grace_s = 0.01 s"
+    assert not preempted(), "the next command of this process was told nothing"
 
 
 def test_words_that_cannot_be_said_keep_nobody_from_stopping() -> None:
