@@ -43,8 +43,8 @@ def mathematical(right: str, *, tolerance: float | None = None) -> Callable[[str
     (`keel.rewards.rules.plain_maths`). `keel.rewards.rules.notation` says which spellings are read
     alike.
 
-    tolerance: between numbers, relative to the right one, absolute where that is 0, and none
-    between two integers; where that says more than six places.
+    tolerance: between numbers, relative to the right one, and absolute where that is 0; where that
+    says more than six places.
     Raises ValueError for one that is not between 0 and 1.
     """
     if tolerance is not None and not _is_share(tolerance):
@@ -229,29 +229,23 @@ def _near(right: Reading, given: Reading, tolerance: float) -> bool:
     if not (isinstance(right, Number) and isinstance(given, Number)):
         return False
     if right.percent == given.percent:
-        return _close(_float(right), _float(given), tolerance)
+        return _close(right.value, given.value, tolerance)
     one, two = (right, given) if right.percent else (given, right)  # 50 % is 50 and 1/2
     return any(
-        _close(*((value, _float(two)) if right.percent else (_float(two), value)), tolerance)
-        for value in (_float(one), float(one.value) / 100)
+        _close(value, two.value, tolerance)
+        if right.percent
+        else _close(two.value, value, tolerance)
+        for value in (one.value, one.value / 100)
     )
 
 
-def _float(found: Number) -> float | int:
-    """An int for what was written as one."""
-    whole = found.value.denominator == 1 and not found.decimal
-    return int(found.value) if whole else float(found.value)
-
-
-def _close(right: float | int | None, given: float | int | None, tolerance: float) -> bool:
+def _close(
+    right: float | Fraction | None, given: float | Fraction | None, tolerance: float
+) -> bool:
     if right is None or given is None:
         return False
-    if right == 0 or (isinstance(right, int) and isinstance(given, int)):
-        return (
-            abs(given) <= tolerance if right == 0 and isinstance(given, float) else right == given
-        )
     try:
-        return abs(right - given) <= tolerance * abs(right)
+        return abs(right - given) <= tolerance * (abs(right) or 1)
     except OverflowError:  # an integer beyond floating point
         return False
 
