@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,13 +67,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def process_as_it_was() -> Iterator[None]:
-    """Signal handlers, environment and working folder as they were before the file: which tests
-    share a process is chance, and Ray's `init` leaves a handler of its own for SIGTERM."""
+    """Signal handlers, environment, working folder and process groups as they were before the file:
+    which tests share a process is chance, and Ray's `init` leaves a handler of its own for SIGTERM,
+    a trainer in this process its ranks' group."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     environ, folder = dict(os.environ), Path.cwd()
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    distributed = sys.modules.get("torch.distributed")  # only a trainer in this process has it up
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)

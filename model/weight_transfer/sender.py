@@ -216,8 +216,9 @@ def _drop_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _ask(answer: Any, patience_s: float = GRACE_S) -> None:
-    """Raises what an engine's call has raised, which explains more than a broken channel."""
-    ready, _ = ray_calls.wait([answer], seconds=patience_s)
+def _ask(answer: Any, patience_s: float | None = None) -> None:
+    """Raises what an engine's call has raised, which explains more than a broken channel.
+    patience_s: `GRACE_S` if None."""
+    ready, _ = ray_calls.wait([answer], seconds=GRACE_S if patience_s is None else patience_s)
     if ready:
-        ray_calls.get(answer, seconds=GRACE_S)
+        ray_calls.get(answer, seconds=ray_calls.CALL_S)

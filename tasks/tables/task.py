@@ -31,7 +31,8 @@ class Answer:
         text = f"{self.value:.{self.decimals}f}"
         if not self.decimals:
             return {"answer": text, "match": "math"}
-        near = 1.1 * 10**-self.decimals / max(1.0, abs(self.value))
+        # Relative to what is written; absolute for a 0.
+        near = min(0.99, 1.1 * 10**-self.decimals / (abs(float(text)) or 1.0))
         return {"answer": text, "match": "math", "tolerance": float(f"{near:.3g}")}
 
 

@@ -127,7 +127,10 @@ def engines(*troubles: str) -> list[Receiver]:
     return [Receiver(index, actor) for index, actor in enumerate(actors)]
 
 
-def test_the_trouble_of_one_engine_is_its_own(sender: Callable[[float], Sender]) -> None:
+def test_the_trouble_of_one_engine_is_its_own(
+    sender: Callable[[float], Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.model.weight_transfer.sender.GRACE_S", PATIENCE_S)  # Ray is slow
     end = sender(DEADLINE_S)
     there = engines("", "dies", "raises", "flips", "hangs up")
     expected = sum(float(tensor.sum()) for tensor in WEIGHTS.values())

@@ -18,9 +18,6 @@ from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
 SUM = {"kind": "answer", "answer": "3", "match": "exact"}
-ROOT = {"kind": "answer", "answer": "\\sqrt{2}", "match": "math"}
-HANGS = "\\boxed{9^{2 \\cdot 9^{2 \\cdot 9^{9}}}}"
-"""Sympy sets out to write this number down, deaf to signal handlers."""
 FACTORS = {
     "kind": "reasoning_gym",
     "task": "prime_factorization",
@@ -84,7 +81,22 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: WorkerPool) -> None:
     assert verify(pool, SUM) == []
 
 
-def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_verifier_costs_its_own_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sets out to write a long number down, deaf to signal handlers."""
+    (tmp_path / "deaf.py").write_text(
+        "def score(prompt, trajectory):\n"
+        "    number = trajectory.sampled_tokens\n"
+        "    return float(number == 2 if number < 9 else number**number**number > 0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
+    deaf = {"kind": "function", "name": "deaf.score", "prompt": prompt_fields(prompt)}
+    two, nine, three = (
+        TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=count).dumps()
+        for count in (2, 9, 3)
+    )
     started: list[int] = []
     start = pool_module._Worker.start
     monkeypatch.setattr(
@@ -95,7 +107,7 @@ def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch
         started.clear()
         pool = WorkerPool(1, deadline_s=limit_s)
         try:
-            right, hung, wrong, again = verify(pool, ROOT, "\\sqrt{2}", HANGS, "2", HANGS)
+            right, hung, wrong, again = verify(pool, deaf, two, nine, three, nine)
             assert (right, wrong) == (Verdict(1.0), Verdict(0.0))
             assert hung == again == Verdict(0.0, f"verifier ran past its deadline of {limit_s:g} s")
             assert len(started) == 2, "once a distinct answer"
