@@ -9,11 +9,9 @@ among them; or the driver is told to end (SIGTERM, SIGUSR1), or a bit of the new
 flipped while the run is down, or a rank can write no file for a while. Whenever the run has ended
 it is started again by the same command, as a scheduler would. Linux, and psutil.
 
-Printed at the end, and kept in `faults.jsonl` and `summary.json`: by kind of fault, the seconds
-until the run said something about it, and until it had trained a step again; exit statuses;
-processes and shared memory left behind; the ledger's sums; memory of each kind of process over the
-steps; and in how many steps the metrics are those of the run without faults (`--no-reference` skips
-that one).
+Printed at the end, and kept in `faults.jsonl` and `summary.json`: seconds until the run said
+something and trained again, exit statuses, processes left, the ledger's sums, memory over the
+steps, and in how many steps the metrics are those of the run without faults (`--no-reference`).
 """
 
 from __future__ import annotations
@@ -49,9 +47,8 @@ KINDS = {
     "gcs": "gcs_server",
 }
 """Kind of process → what stands in its command line."""
-DEADLINE_S, GONE_S, MOMENT_S = 600.0, 90.0, 8.0
-"""Longest waits for the run to train a step, or to end, and for what is below it to be gone then;
-longest time for which a process is stopped for a moment."""
+DEADLINE_S, GONE_S, MOMENT_S, SETTLED_S = 600.0, 90.0, 8.0, 4.0
+"""Longest waits for a step and for a run to be gone; of a moment; until all is well."""
 EXPECTED = (None, 0, 1, -signal.SIGKILL, PREEMPTED)
 FROZEN_S = 10
 """`run.frozen_after_s`"""
@@ -217,10 +214,15 @@ def suffer(run: Run, fault: Fault, draw: random.Random) -> bool:
     if (victim := strike(run, fault, draw)) is None:
         return False
 
-    def over() -> bool:  # whoever was frozen for good is ended first
-        return (fault.action != "freeze" or gone(victim)) and run.last()[1] > began
+    up = began
 
-    while not (trained := over()):
+    def trained() -> float:
+        """Seconds until the first step since then, if that is no chance; else 0."""
+        times = [line["time"] for line in run.steps() if line["time"] > up]
+        waits = fault.action == "freeze" and not gone(victim)  # until it is ended
+        return 0.0 if waits or not times or times[-1] < up + SETTLED_S else times[0] - began
+
+    while not (again_s := trained()):
         if fault.said_s is None and run.said(since):
             fault.said_s = time.time() - began
         if run.ended():
@@ -234,11 +236,12 @@ def suffer(run: Run, fault: Fault, draw: random.Random) -> bool:
                 process.kill()
             if fault.action == "flip":
                 fault.words.append(f"flipped: {flip(run.folder, draw)}")
+            up = time.time()
             run.start()
         if time.time() - began > DEADLINE_S:
             raise TimeoutError(f"no step in {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}")
         time.sleep(0.05)
-    fault.again_s = time.time() - began if trained else None
+    fault.again_s = again_s or None
     fault.words += run.said(since)[:8]
     return True
 
@@ -252,10 +255,10 @@ def memory(run: Run) -> dict[str, float]:
         for process in run.of(kind):
             with suppress(psutil.Error, OSError):
                 sizes.append(process.memory_full_info().pss / 2**20)
+                if kind == "driver":
+                    found["driver's files"] = process.num_fds()
         if sizes:
             found[kind] = max(sizes)
-    with suppress(psutil.Error, OSError):
-        found["driver's files"] = run.process.num_fds()
     found["/dev/shm"] = psutil.disk_usage("/dev/shm").used / 2**20
     return found
 
@@ -290,12 +293,9 @@ def chaos(out: Path, knobs: Sequence[str], *, seed: int, steps: int, every: int)
                 faults.append(fault)
                 with (out / "faults.jsonl").open("a") as file:
                     file.write(json.dumps(asdict(fault)) + "\n")
-                print(
-                    f"{len(faults):3d} step {fault.step:4d} {fault.action:<10} {fault.kind:<13} "
-                    f"said {seconds(fault.said_s)} trains {seconds(fault.again_s)} "
-                    f"{'' if fault.status is None else f'status {fault.status}'}",
-                    flush=True,
-                )
+                times = f"said {seconds(fault.said_s)} trains {seconds(fault.again_s)}"
+                what = f"{len(faults):3d} step {fault.step:4d} {fault.action:<10} {fault.kind:<13}"
+                print(f"{what} {times} status {fault.status}", flush=True)
     finally:
         for process in run.below():
             with suppress(psutil.Error):
@@ -392,8 +392,8 @@ def main() -> int:
         found["reference"] = compared(out / "run", out / "reference")
     (out / "summary.json").write_text(json.dumps(found, indent=1))
     print(json.dumps({name: what for name, what in found.items() if name != "memory"}, indent=1))
-    lost = found["ledger"]["lost"] or found["ledger"]["twice"] or not found["steps, each once"]
-    return 1 if lost or found["left at the end"] or found["unexpected statuses"] else 0
+    wrong = [*found["ledger"].values(), found["left at the end"], found["unexpected statuses"]]
+    return 1 if any(wrong) or not found["steps, each once"] else 0
 
 
 if __name__ == "__main__":
