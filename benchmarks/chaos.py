@@ -47,6 +47,7 @@ KINDS = {
     "gcs": "gcs_server",
 }
 """Kind of process → what stands in its command line."""
+OURS = ("keel", "ray::", *KINDS.values())
 DEADLINE_S, GONE_S, MOMENT_S, SETTLED_S = 600.0, 90.0, 8.0, 4.0
 """Longest waits for a step and for a run to be gone; of a moment; until all is well."""
 EXPECTED = (None, 0, 1, -signal.SIGKILL, PREEMPTED)
@@ -301,9 +302,9 @@ def chaos(out: Path, knobs: Sequence[str], *, seed: int, steps: int, every: int)
             with suppress(psutil.Error):
                 process.kill()
     time.sleep(5)  # for what ends by itself
-    left = [p for p in psutil.process_iter() if p.pid not in before and "keel" in words_of(p)]
-    ends = {"ended late": late, "left at the end": [words_of(p) for p in left]}
-    return summary(run, faults, sizes) | ends
+    new = [words_of(one) for one in psutil.process_iter() if one.pid not in before]
+    left = [words for words in new if any(part in words for part in OURS)]
+    return summary(run, faults, sizes) | {"ended late": late, "left at the end": left}
 
 
 def seconds(value: float | None) -> str:
@@ -381,8 +382,7 @@ def main() -> int:
     options.add_argument("--no-reference", action="store_true")
     options.add_argument("knob", nargs="*")
     given = options.parse_args()
-    out = given.out.resolve()
-    out.mkdir(parents=True)
+    (out := given.out.resolve()).mkdir(parents=True)
     knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *given.knob]
     found = chaos(out, knobs, seed=given.seed, steps=given.steps, every=given.every)
     if not given.no_reference:
