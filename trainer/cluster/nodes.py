@@ -27,6 +27,7 @@ from keel.trainer.cluster.ray_internals import (
     quieten_deaths,
     quieten_other_thread,
     quieten_token_question,
+    without_unused_processes,
 )
 from keel.trainer.planning.memory import GIB, gib
 from keel.trainer.planning.placement import (
@@ -112,7 +113,7 @@ def start_ray() -> None:
 def _begin_ray() -> None:
     # Ray's processes, and the actors in them, outlive a signal to all of the job. They end with the
     # thread that has started them, so it is not one that waits for no longer than a deadline.
-    with shielded(), on_loopback():
+    with shielded(), on_loopback(), without_unused_processes():
         ray.init(
             address="local",
             include_dashboard=False,

@@ -20,6 +20,11 @@ from keel.trainer.cluster.processes import below
 CONSTANTS = "ray._private.ray_constants"
 NETWORK, NETWORK_VARIABLE = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Whether Ray's processes may talk to other machines: a constant, and what it is read from."""
+NODE = "ray._private.node"
+UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Of Ray's class of a node: what starts its autoscaler's process, which has nothing to scale; the
+one that sends lines of logs to the driver, which asks for none (`log_to_driver`); and the head of
+the dashboard, without its pages."""
 STATE = "ray._private.state"
 WORKER = "ray._private.worker"
 _LOG = logging.getLogger(__name__)
@@ -143,3 +148,19 @@ def on_loopback() -> Iterator[None]:
         del os.environ[NETWORK_VARIABLE]
         if variable is not None:
             os.environ[NETWORK_VARIABLE] = variable
+
+
+@contextmanager
+def without_unused_processes() -> Iterator[None]:
+    """A cluster that is started in here has no process that a run does not use: three of Python,
+    which are a tenth of what a small run computes, and for one of which the driver would wait.
+    Where a release of Ray has moved what starts them, they are there."""
+    node = getattr(importlib.import_module(NODE), "Node", None)
+    starts = {name: vars(node)[name] for name in UNUSED if name in vars(node)} if node else {}
+    for name in starts:
+        setattr(node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(node, name, start)

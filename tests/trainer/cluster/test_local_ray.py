@@ -44,7 +44,9 @@ print("shown", any(token in word for words in seen for word in words or ()))
 ACTOR = """
 import psutil, ray, sys
 from keel.trainer.cluster.nodes import start_ray
+from keel.trainer.cluster.ray_internals import own_processes
 start_ray()
+print(sorted(own_processes()))
 class Worker:
     def where(self): return sys.executable
 actor = ray.remote(Worker).options(runtime_env={"env_vars": {"A": "1"}}).remote()
@@ -95,7 +97,8 @@ def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
+    own, where, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
+    assert own == "['gcs_server', 'raylet']"
     assert (where, idle) == (str(home / "bin" / "python"), "[]")  # no process but the actor's
     assert reached == "[] True"  # and none that listens to other machines
     assert token.read_text() == "1" * 64

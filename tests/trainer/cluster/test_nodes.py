@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ from keel.configs.schema import (
 from keel.model import ray_calls
 from keel.trainer.cluster import reservation
 from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
+from keel.trainer.cluster.ray_internals import NODE, UNUSED, without_unused_processes
 from keel.trainer.planning.placement import Hardware
 from tests.waiting import PATIENCE_S
 
@@ -220,3 +222,18 @@ def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
             RunConfig(device="cpu", **speech)
     with pytest.raises(ConfigError, match=r"run\.nodes = 2: needs run\.gpus_per_node"):
         RunConfig(nodes=2)
+
+
+def test_a_ray_that_starts_its_processes_elsewhere_starts_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = vars(importlib.import_module(NODE))["Node"]
+    monkeypatch.delattr(node, UNUSED[0])
+    before = [vars(node)[name] for name in UNUSED[1:]]
+    with without_unused_processes():
+        assert not hasattr(node, UNUSED[0])
+        assert all(vars(node)[name](None, port=1) is None for name in UNUSED[1:])
+    assert [vars(node)[name] for name in UNUSED[1:]] == before
+    monkeypatch.setattr(importlib.import_module(NODE), "Node", None)
+    with without_unused_processes():
+        pass
