@@ -11,6 +11,8 @@ RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Files of tests at once: most of their time, one process loads libraries and another waits. Three
 # where there is memory for the engines and ranks of three.
 WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 12000000) ? 3 : 2}' /proc/meminfo)
+# Tests without processes of their own keep a core busy each.
+UNIT_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 FILES := --dist loadfile --no-loadscope-reorder
 
 export DS_BUILD_OPS := 0
@@ -51,8 +53,8 @@ sandbox:
 	  && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y bubblewrap >/dev/null; } \
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
-unit: install  ## The tests that start no engine, Ray or sandbox: about a minute on two idle cores
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(FILES) -m "not e2e and not gpu" $(ARGS)
+unit: install  ## The tests that start no engine, Ray, sandbox or other process: under a minute
+	$(BIN)/python -m pytest -q -n $(UNIT_WORKERS) $(FILES) -m "not e2e and not gpu" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

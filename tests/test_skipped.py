@@ -11,6 +11,8 @@ import pytest
 
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parent.parent
 TESTS = """
 import pytest

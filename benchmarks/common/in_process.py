@@ -18,6 +18,7 @@ import torch
 from keel.configs.schema import Config
 from keel.data.dataset import Dataset
 from keel.model.weight_transfer.buckets import Bucket
+from keel.rewards.judge.service import JudgeService
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson
@@ -140,7 +141,9 @@ def in_this_process() -> Iterator[None]:
         ranks = LocalLearner(model, config)
         with ExitStack() as stack:
             pool = engines.ready(task, model, ranks)
-            scorer = stack.enter_context(scorer_of(config, None, say, log))
+            asks = config.rewards.judge
+            judge = stack.enter_context(JudgeService(asks)) if asks.base_url else None
+            scorer = stack.enter_context(scorer_of(config, judge, say, log))
             runner = stack.enter_context(episodes(task, pool))
             yield System(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
 

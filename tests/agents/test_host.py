@@ -33,6 +33,8 @@ from tests.agents.episodes import (
 )
 from tests.waiting import LIMITS_S, PATIENCE_S, wait_for, within_some
 
+pytestmark = pytest.mark.e2e
+
 FAULTS = {"crash": "was ended by SIGSEGV", "exit": "exited with status 3", "garbage": "Welcome!"}
 FAULTS["hang"] = "did not end within"
 

@@ -14,6 +14,8 @@ from keel.agents.host.room import make_room
 from tests.agents.episodes import HERE, PATIENT, TASK, run
 from tests.agents.test_host import lost
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.mark.parametrize(
     ("settings", "why"),

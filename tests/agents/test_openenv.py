@@ -26,6 +26,8 @@ from tests.agents import openenv_stand_in
 from tests.agents.episodes import HERE, PATIENT, run, transcript, use
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.e2e
+
 TASK = Prompt(
     prompt_id="p",
     domain="shop",
@@ -205,7 +207,6 @@ OPENENV = os.environ.get("KEEL_OPENENV_PYTHON", "")
 SERVE = "import sys, uvicorn; from server.app import app; uvicorn.run(app, port=int(sys.argv[1]))"
 
 
-@pytest.mark.e2e
 @pytest.mark.skipif(not OPENENV, reason="KEEL_OPENENV_PYTHON names no interpreter with openenv")
 def test_openenvs_own_first_environment_as_a_class_and_as_a_server(tmp_path: Path) -> None:
     """The one that `openenv init` makes, which echoes."""

@@ -19,6 +19,8 @@ from keel.agents.types import EnvironmentLost
 from tests.agents.episodes import TASK, alive, program, run, transcript, use
 from tests.waiting import PATIENCE_S, wait_for
 
+pytestmark = pytest.mark.e2e
+
 
 def counter(how: str = "", **settings: Any) -> Program:
     return program("preloaded:Counter", env={"AT_IMPORT": how}, **settings)

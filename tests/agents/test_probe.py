@@ -18,6 +18,8 @@ from keel.rollout.chat.chat import TemplateChat
 from tests.agents.episodes import HERE, PATIENT, TASK, program, run
 from tests.rollout.chat.families import chat_of, tokenizer_of
 
+pytestmark = pytest.mark.e2e
+
 
 def probed(
     given: Program | McpServer, chat: Chat | None = None, window: int = 4096, task: Any = TASK

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from benchmarks.common.in_process import in_this_process
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.tasks.small.__main__ import make
 from keel.trainer.cli import main
@@ -62,7 +63,7 @@ def test_all_domains_train_together(
         "data.sources[code].holdout=0",
         "data.sources[chat].budget.max_tokens=5",
     ]
-    with running(good) as server:
+    with running(good) as server, in_this_process():
         url = f"rewards.judge.base_url={server.url}"
         status = main(words("train", "mixed-agents", tmp_path, url, *overrides))
     said = capsys.readouterr()

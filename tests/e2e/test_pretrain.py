@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.common.in_process import in_this_process
 from keel.configs.schema import EmbeddedConfig
 from keel.model.embedded.build import build_model
 from keel.model.embedded.tokenizer import build_tokenizer
+from keel.trainer.cli import main
 
-ROOT = Path(__file__).parent.parent.parent
-KEEL = [sys.executable, "-m", "keel.trainer.cli", "pretrain"]
-DEADLINE_S = 300
 pytestmark = pytest.mark.e2e
 
 
-def test_a_warm_up_trains_the_indexers_alone_and_measures_what_they_select(tmp_path: Path) -> None:
+def test_a_warm_up_trains_the_indexers_alone_and_measures_what_they_select(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, folder = tmp_path / "base", tmp_path / "run"
     tokenizer = build_tokenizer()
     shape = EmbeddedConfig(family="deepseek_v32", layers=2, index_top_k=8, max_context=64)
@@ -40,16 +39,16 @@ def test_a_warm_up_trains_the_indexers_alone_and_measures_what_they_select(tmp_p
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe))
-    done = subprocess.run(
-        [*KEEL, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with in_this_process():
+        status = main(["pretrain", str(path)])
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first, *steps, last = lines
     assert last["indexer/kl"] < steps[0]["indexer/kl"]
     assert all(0 < line["eval/text/indexer/held"] <= 1 for line in (first, last))
     assert first["eval/text/loss"] == pytest.approx(last["eval/text/loss"], rel=1e-6)
-    assert "held-out text/indexer/held" in done.stdout
+    assert "held-out text/indexer/held" in said.out
     before, after = (load_file(path / "model.safetensors") for path in (base, folder / "model"))
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed and after.keys() == before.keys()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.common.in_process import in_this_process
 from keel.trainer.cli import main
 from keel.trainer.run.manifest import damage
 
@@ -117,7 +118,8 @@ def test_a_run_is_interrupted_and_goes_on_bit_by_bit(
     before, last = sorted((folder / "checkpoints").iterdir())
     assert last.name == f"step_{reached:06d}"
     once = last.rename(tmp_path / "once")
-    status = main(["sft", str(path), f"run.steps={reached}"])  # here are its libraries loaded
+    with in_this_process():
+        status = main(["sft", str(path), f"run.steps={reached}"])
     said = capsys.readouterr()
     assert status == 0, said.out + said.err
     again = metrics(folder)

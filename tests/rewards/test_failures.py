@@ -18,6 +18,8 @@ from keel.rewards.workers.pool import WorkerPool
 from tests.rewards.groups import PROMPT, group
 from tests.waiting import PATIENCE_S, within_some
 
+pytestmark = pytest.mark.e2e
+
 MINE = '''"""Rewards with all that can be wrong with one."""
 import asyncio, json, os, signal, time
 

@@ -25,6 +25,8 @@ from tests.agents.episodes import held, more
 from tests.agents.scripted import BUDGET, END, NO_CONTEXT, Policy, Sums, chat, says
 from tests.waiting import PATIENCE_S, wait_for
 
+pytestmark = pytest.mark.e2e
+
 # Without a library for HTTP, which takes longer to import than all the rest of a program's life.
 ASK = """
 import json, os, socket, sys, time

@@ -20,6 +20,8 @@ from tests.agents.episodes import run
 from tests.rollout.chat.families import NAMES, chat_of
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.e2e
+
 
 def tried(code: str, folder: Path, **settings: Any) -> Trial:
     (folder / "agent.py").write_text(ASK + code)

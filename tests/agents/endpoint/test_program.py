@@ -30,6 +30,8 @@ from tests.agents.sandboxes import wrap_of
 from tests.agents.scripted import ADD
 from tests.waiting import LIMITS_S, PATIENCE_S, wait_for, within_some
 
+pytestmark = pytest.mark.e2e
+
 TASK = Prompt(
     prompt_id="p",
     domain="d",
@@ -313,7 +315,6 @@ def test_one_that_is_given_up_while_it_is_ended_leaves_nothing(
         run(work())
 
 
-@pytest.mark.e2e
 def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> None:
     policy = Policy(["one", "two", "three"])
     spy = (
@@ -343,7 +344,6 @@ def test_a_sandbox_without_a_network_reaches_its_endpoint_and_nothing_else() -> 
     assert finished.usage.turns == 3
 
 
-@pytest.mark.e2e
 def test_a_function_in_the_sandbox(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "my_agent.py").write_text(FUNCTIONS)

@@ -24,6 +24,8 @@ from tests.agents.episodes import run
 from tests.agents.scripted import ADD, Sums, says
 from tests.waiting import PATIENCE_S, within_some
 
+pytestmark = pytest.mark.e2e
+
 CALL = """
 def call(name, until=None, **arguments):
     params = {"name": name, "arguments": arguments}

@@ -17,6 +17,8 @@ from keel.rewards.workers.worker import PREEMPTION
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
+pytestmark = pytest.mark.e2e
+
 SUM = {"kind": "answer", "answer": "3", "match": "exact"}
 FACTORS = {
     "kind": "reasoning_gym",

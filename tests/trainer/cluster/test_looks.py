@@ -16,6 +16,8 @@ from keel.trainer.cluster.looks import LOOK_S, RAYS_S, SAID_S, STILL_S, Looker
 from tests.trainer.cluster.fake_proc import RAYLET, START, Machine
 from tests.waiting import PATIENCE_S, wait_for
 
+pytestmark = pytest.mark.e2e
+
 ENGINE, WORKER, OTHER = 7, 8, 9
 STOPPED = "T (stopped)"
 LONG_S = 100.0
