@@ -1,6 +1,7 @@
 """Recipes: a YAML file and `key=value` overrides become a `Config`. OmegaConf lives only here.
 
-    defaults: base.yaml          # optional: start from that recipe, found relative to this one
+    defaults: base.yaml          # optional: start from that recipe, found relative to this one, or
+                                 # from one that comes with Keel, by its bare name: quickstart
     trainer: {lr: 3e-6}
 
 Order: the schema's defaults, `defaults:` (and its own), the recipe, the overrides. Sections are
@@ -27,6 +28,7 @@ from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, fl
 from keel.configs.distillation import DistillConfig
 from keel.configs.hostile import calls, misread, tree_of
 from keel.configs.schema import Config, ConfigError
+from keel.configs.shipped import find, hint_of
 from keel.configs.suggest import knob_types, section_type
 from keel.configs.synthesis import SynthesisConfig
 
@@ -69,7 +71,7 @@ def _tree(
 ) -> tuple[dict[str, Any], dict[str, str], str]:
     """Plain data, the file and line that set each key, and the recipe's name. folder: of this
     package, in which recipes of the kind come along."""
-    recipe = _find(path, folder)
+    recipe = find(path, folder)
     layers, where = _read(recipe, (), folder)
     try:
         tree: dict[str, Any] = {}
@@ -127,12 +129,6 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
         elif field.name not in tree and inner is None and field.default is not MISSING:
             complete[field.name] = _escaped(field.default)
     return complete
-
-
-def _find(path: Path, folder: str = "") -> Path:
-    shipped = Path(__file__).parent / f"{folder}{path}.yaml"
-    bare = path.name == str(path) and not path.suffix
-    return shipped if bare and not path.exists() and shipped.is_file() else path
 
 
 def dump_config(config: Config) -> str:
@@ -198,8 +194,11 @@ def _read(
     del layer["defaults"]
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{lines['defaults']}: defaults = {base!r}: must be the path of a recipe")
+    beside = path.parent / base
     try:
-        ancestors, base_lines = _read(path.parent / base, (*trail, real))
+        ancestors, base_lines = _read(
+            beside if beside.exists() else find(Path(base), folder, beside), (*trail, real)
+        )
     except ConfigError as error:
         raise ConfigError(f"{lines['defaults']}: defaults: {error}") from error
     replaced = tuple(
@@ -254,22 +253,11 @@ def _text(path: Path, folder: str) -> str:
         recipes = sorted(p.name for p in there.glob("*.y*ml")) if there.is_dir() else []
         near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.5) or recipes[:8]
         hint = f"; {there} has {', '.join(near)}" if near else ""
-        raise ConfigError(f"{path}: {what}{hint}{_shipped_hint(path, folder)}")
+        raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-
-
-def _shipped_hint(path: Path, folder: str) -> str:
-    """Which recipe of this package a bare name may have meant, of those of its command."""
-    if path.name != str(path) or path.is_dir():
-        return ""
-    names = sorted(shipped.stem for shipped in Path(__file__).parent.glob(f"{folder}*.yaml"))
-    near = difflib.get_close_matches(path.stem, names, n=1)
-    if near:
-        return f"; did you mean {near[0]}, which comes with Keel?"
-    return "" if path.suffix or not names else f"; Keel comes with {', '.join(names)}"
 
 
 def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:

@@ -34,6 +34,7 @@ COMMANDS = {
     "trainer/cluster/doctor.py": {"rewards"},
     "trainer/distill.py": {"data"},
     "trainer/planning/named.py": {"data", "rewards"},
+    "trainer/recipes/new.py": {"data"},
 }
 """What starts neither engine nor trainer."""
 WIRING = tuple(

