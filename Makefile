@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DONE   := $(VENV)/.installed
+SITE   := .venv-docs
 SEED   ?= 0
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -23,14 +24,14 @@ export CUDA_VISIBLE_DEVICES :=
 # Modules are compiled once, not by each of the hundred processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test tests sandbox unit lint format types clean
+.PHONY: help install quickstart test tests sandbox unit lint format types docs clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 install: $(DONE)  ## Create .venv with everything for a machine without a GPU
 
-$(DONE): requirements/install.py $(wildcard requirements/*.txt) pyproject.toml
+$(DONE): requirements/install.py $(filter-out %/docs.txt,$(wildcard requirements/*.txt)) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 	  || { echo "Keel needs Python 3.11 or 3.12; set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -67,5 +68,16 @@ format: install  ## Put the code into the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# In an environment of its own, so that nothing of it is needed for anything else. `--strict`: a link
+# or an anchor that leads nowhere ends it.
+docs: $(SITE)/.installed  ## Build the documentation into site/, every link checked
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@echo "site/index.html"
+
+$(SITE)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --requirement $<
+	@touch $@
+
 clean:  ## Remove build products (not runs, not .venv)
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -28,8 +28,9 @@ MORE = (
 
 def shipped(folder: str = "") -> dict[str, Path]:
     """Bare name → file, of the recipes that a command finds."""
-    files = [*HERE.glob(f"{folder}*.yaml"), *([] if folder else HERE.glob(f"{SHELF}*.yaml"))]
-    return {file.stem: file for file in sorted(files)}
+    folders = (folder,) if folder else (folder, SHELF)
+    files = sorted(file for each in folders for file in HERE.glob(f"{each}*.yaml"))
+    return {file.stem: file for file in files}
 
 
 def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:

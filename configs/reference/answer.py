@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from keel.configs.reference.knobs import RECIPES, Knob, Section, flat, normal, sections
 from keel.configs.reference.metric import Metric
 from keel.configs.reference.metrics import GROUPS, METRICS, described
+from keel.configs.reference.otherwise import OTHERWISE
 from keel.configs.sections.base import ConfigError
 from keel.configs.suggest import suggest
 
@@ -140,6 +141,7 @@ def _metric(metric: Metric) -> str:
     rows = [
         ("unit", metric.unit),
         ("healthy", metric.healthy),
+        ("if not", OTHERWISE.get(metric.name, "")),
         ("knobs", ", ".join(mention)),
         ("more", f"docs/{metric.page}.md" if metric.page else ""),
     ]

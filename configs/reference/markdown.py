@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from keel.configs.reference.knobs import Knob, Section, sections
 from keel.configs.reference.metric import Metric
 from keel.configs.reference.metrics import GROUPS
+from keel.configs.reference.otherwise import OTHERWISE
 from keel.configs.reference.pages import page_of
 
 WRITTEN = (
@@ -45,7 +46,8 @@ A step is one line of `metrics.jsonl` in the run folder: `step`, `time` (seconds
 and these, as far as they apply; a number that is not finite is left out. TensorBoard and `keel
 report` have them by the same names. `<set>`, `<domain>` and `<part>` stand for names of a recipe.
 **Healthy** is what a run looks like when all is well; where it says nothing, that depends on the
-task. The thresholds at which a run says so itself are in [alarms](alarms.md).
+task. **Otherwise** is what to look at and to change first; [troubleshooting](troubleshooting.md)
+begins with what one sees. The thresholds at which a run says so itself are in [alarms](alarms.md).
 """
 
 
@@ -86,14 +88,15 @@ def _row(knob: Knob, page: str) -> tuple[str, ...]:
 def _metrics_page() -> str:
     parts = [METRICS.format(written=WRITTEN.format(source="`configs/reference/`"))]
     for title, metrics in GROUPS.items():
-        table = _table(("metric", "unit", "", "healthy"), map(_metric, metrics))
+        table = _table(("metric", "unit", "", "healthy", "otherwise"), map(_metric, metrics))
         parts.append(f"## {title}\n\n{table}")
     return "\n".join(parts)
 
 
 def _metric(metric: Metric) -> tuple[str, ...]:
     more = f" ([{metric.page}]({metric.page}.md))" if metric.page else ""
-    return f"`{metric.name}`", metric.unit, metric.text + more, metric.healthy
+    otherwise = OTHERWISE.get(metric.name, "")
+    return f"`{metric.name}`", metric.unit, metric.text + more, metric.healthy, otherwise
 
 
 def _linked(text: str) -> str:

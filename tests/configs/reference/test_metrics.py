@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from keel.configs.reference.knobs import flat, sections
 from keel.configs.reference.metrics import METRICS, NO_METRICS, described, undescribed
+from keel.configs.reference.otherwise import OTHERWISE
 from keel.rewards.judge.results import JUDGE_COUNTS
 from keel.rl.evaluation import evaluation
 from keel.rl.metrics import Mean
@@ -126,3 +128,15 @@ def test_a_part_of_its_own_wins_over_the_kind() -> None:
         "mismatch/new",
         "throughput",
     ]
+
+
+def test_what_to_do_is_said_of_metrics_that_are_and_by_knobs_that_are() -> None:
+    known, knobs = {metric.name for metric in METRICS}, {knob.name for knob in flat()}
+    sections_too = {section.name for section in sections()}
+    for name, text in OTHERWISE.items():
+        assert name in known, name
+        for said in re.findall(r"`([^`]+)`", text):
+            ours = said in known | knobs | sections_too or said.startswith("keel ")
+            assert ours or said in ("rewards", "rewards/", "top_p"), f"{name}: {said}"
+    silent = [m.name for m in METRICS if m.healthy and m.name not in OTHERWISE]
+    assert len(silent) < 16, f"healthy is said of them, and not what to do: {silent}"

@@ -1,0 +1,303 @@
+"""The documentation: every page has its place, every link leads somewhere, and what pages quote of
+the code is there. Without mkdocs, whose strict build `make docs` is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from keel.configs.load import load_config
+from keel.configs.reference.knobs import flat, sections
+from keel.configs.reference.metrics import described
+from keel.configs.shipped import shipped
+from keel.trainer.cli import main, parser
+from keel.trainer.recipes import new as new_recipe
+from tests.test_architecture import sources
+from tests.trainer.machines import NOTHING, at
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
+FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", flags=re.MULTILINE | re.DOTALL)
+
+
+def prose(text: str) -> str:
+    """Without fenced blocks and inline code, in which brackets are no links."""
+    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", FENCE.sub("", text))
+
+
+def slug(heading: str) -> str:
+    """An anchor as GitHub and pymdownx make it."""
+    shown = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+    return re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+
+
+@cache
+def anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#{1,6} (.+)$", FENCE.sub("", PAGES[page]), flags=re.MULTILINE)
+    return {slug(heading) for heading in headings}
+
+
+class Tagged(yaml.SafeLoader):
+    """mkdocs.yml names a function of pymdownx, which is not needed here."""
+
+
+Tagged.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def in_nav(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    for inner in entry.values() if isinstance(entry, dict) else entry * isinstance(entry, list):
+        yield from in_nav(inner)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=Tagged)
+    listed = Counter(in_nav(config["nav"]))
+    assert set(listed) == {*PAGES, "python.ipynb"}
+    assert max(listed.values()) == 1
+    assert config["strict"] and config["validation"]["links"]["anchors"] == "warn"
+    groups = [name for entry in config["nav"] for name in entry]
+    assert groups == ["Keel", "Start", "Concepts", "How-to", "Reference", "Background"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_pictures_lead_somewhere(page: str) -> None:
+    for picture, target in re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", prose(PAGES[page])):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        name = page
+        if path:
+            found = (DOCS / page).parent.joinpath(path).resolve()
+            assert found.is_file(), f"{page}: {target}"
+            assert found.is_relative_to(DOCS), f"{page}: {target} is not on the site"
+            name = found.relative_to(DOCS).as_posix()
+        if picture:
+            continue
+        assert not anchor or anchor in anchors(name), f"{page}: {target}: no such heading"
+
+
+def test_drawings_open_without_a_network() -> None:
+    drawings = list(DOCS.rglob("*.svg"))
+    assert len(drawings) >= 6
+    for drawing in drawings:
+        text = drawing.read_text()
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+        assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_every_concept_has_its_drawing() -> None:
+    concepts = [name for name in PAGES if name.startswith("concepts/")]
+    assert len(concepts) == 5
+    for name in concepts:
+        assert f"({Path(name).stem}.svg)" in PAGES[name], name
+
+
+def test_the_api_page_names_what_there_is() -> None:
+    text = PAGES["api.md"]
+    blocks = re.split(r"^::: ", text, flags=re.MULTILINE)[1:]
+    assert len(blocks) > 10
+    for block in blocks:
+        module = block.split()[0]
+        path = ROOT / f"{module.removeprefix('keel.').replace('.', '/')}.py"
+        path = ROOT / "keel/api.py" if module == "keel.api" else path
+        assert path.is_file(), module
+        tree = ast.parse(path.read_text())
+        there = {getattr(node, "name", "") for node in tree.body}
+        there |= {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        listed = re.search(r"members: \[(.*)\]", block)
+        assert not listed or set(listed[1].split(", ")) <= there, module
+
+
+# Names in tables.
+
+
+def known(name: str) -> bool:
+    """Whether a knob or a section is called so, or it is one inside a table of names."""
+    names = {knob.name for knob in flat()} | {section.name for section in sections()}
+    return name in names or f"{name}[]" in names or any(n.startswith(f"{name}.") for n in names)
+
+
+KNOB = re.compile(
+    r"`((?:run|model|data|rewards|rollout|agents|algorithm|trainer|alarms|eval|sft)\.[\w.\[\]]+)"
+)
+GUIDES = ("start.md", "coming-from.md", "troubleshooting.md", "index.md")
+GUIDES += tuple(name for name in PAGES if name.startswith("concepts/"))
+
+
+def ours(page: str) -> Iterator[str]:
+    """The parts of a page that speak of Keel: of a table from elsewhere, the columns after the
+    first."""
+    for line in PAGES[page].splitlines():
+        yield line.split("|", 2)[2] if page == "coming-from.md" and line.startswith("|") else line
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_knobs_that_guides_name_are_knobs(page: str) -> None:
+    wrong = [
+        name
+        for line in ours(page)
+        for name in KNOB.findall(line)
+        if not known(name) and not name.startswith("model.safetensors")
+    ]
+    assert wrong == []
+
+
+def test_metrics_that_guides_name_are_metrics() -> None:
+    folders = {"runs", "rewards", "rl", "model", "rollout", "trainer", "docs", "tests", "configs"}
+    for page in GUIDES:
+        for name in re.findall(r"`([a-z]+/[\w@<>/]+)`", PAGES[page]):
+            assert name.split("/")[0] in folders or described(name), f"{page}: {name}"
+
+
+def test_every_row_of_another_frameworks_table_says_what_it_is_here() -> None:
+    tables = PAGES["coming-from.md"].split("\n## ")[1:]
+    assert [table.split()[0] for table in tables] == ["TRL", "OpenRLHF", "verl", "prime-rl"]
+    for table in tables:
+        rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
+        assert len(rows) > 15
+        for theirs, here, note in rows:
+            assert here.strip() == "–" or KNOB.findall(here), theirs
+            assert here.strip() != "–" or note.strip(), f"{theirs}: nothing is said of it"
+
+
+# Messages.
+
+
+class Texts(ast.NodeVisitor):
+    """Every text of a module, with a hole for each part that is computed."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self.found.append(node.value)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        parts = [n.value if isinstance(n, ast.Constant) else "\0" for n in node.values]
+        self.found.append("".join(map(str, parts)))
+
+
+def quoted() -> list[str]:
+    """The first column of the tables of messages."""
+    before_curves = PAGES["troubleshooting.md"].partition("\n## Curves")[0]
+    cells = [line.split(" | ")[0] for line in before_curves.splitlines() if line.startswith("| `")]
+    return [
+        double.strip() or single
+        for cell in cells
+        for double, single in re.findall(r"``(.+?)``(?!`)|`([^`]+)`", cell)
+    ]
+
+
+def test_messages_that_are_explained_are_those_of_the_code() -> None:
+    messages = {
+        message: [part.strip() for part in message.split("…") if part.strip()]
+        for message in quoted()
+    }
+    assert len(messages) > 30
+    begins = [max(parts, key=len)[:10] for parts in messages.values()]
+    visitor = Texts()
+    for path in sources():
+        if any(begin in (text := path.read_text()) for begin in begins):
+            visitor.visit(ast.parse(text))
+    everything = "\1".join({text for text in visitor.found if len(text) > 8})
+    for message, parts in messages.items():
+        pattern = r"[^\1]*?".join(map(re.escape, parts))
+        assert re.search(pattern, everything), f"no text of the code has {message!r}"
+
+
+# start.md, as it stands.
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    return [(language, text) for _, language, text in FENCE.findall(PAGES[page])]
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page's prompts, three hundred lines of them."""
+    folder = tmp_path_factory.mktemp("school")
+    (rows,) = [text for language, text in blocks("start.md") if language == "json"]
+    lines = [json.loads(line) for line in rows.splitlines()]
+    assert all(line.keys() == {"question", "solution"} for line in lines)
+    more = [
+        {"question": f"{line['question']} ({n})", "solution": line["solution"]}
+        for n in range(149)
+        for line in lines
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in [*lines, *more])
+    (folder / "school.jsonl").write_text(text)
+    return folder
+
+
+def test_start_is_what_keel_new_writes_and_check_takes(
+    school: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(school)
+    monkeypatch.setattr(new_recipe, "gpus_here", lambda: (0, 0.0))
+    commands = [
+        words
+        for language, text in blocks("start.md")
+        if language == "sh"
+        for line in text.splitlines()
+        if (words := shlex.split(line, comments=True))
+    ]
+    taken: list[SimpleNamespace | Any] = [
+        parser().parse_args(words[1:]) for words in commands if words[0] == "keel"
+    ]
+    assert [given.command for given in taken] == [
+        *("doctor", "new", "check", "check", "train", "watch", "eval", "eval", "report")
+    ]
+    assert new_recipe.new(taken[1], lambda _: 0) == 0
+    shown = next(t for language, t in blocks("start.md") if language == "yaml")
+    longest = re.compile(r"the longest seen has \d+ bytes")
+    assert longest.sub("", Path("school.yaml").read_text()) == longest.sub("", shown)
+    for given in taken:
+        if getattr(given, "recipe", "") == "school.yaml":
+            load_config(given.recipe, given.override)
+    # All of the check but the model, which is the hub's.
+    with at(NOTHING):
+        few = ["model.path=embedded", "model.embedded.cold_start.steps=0", "run.device=cpu"]
+        few += ["run.gpu_gib=0", "run.gpus_per_node=0", "rollout.sampling.max_tokens=64"]
+        assert main(["check", "school.yaml", *few]) == 0, capsys.readouterr().err
+    assert "270 to train on, 30 held out" in capsys.readouterr().out
+
+
+def test_the_reward_of_start_does_what_it_says(school: Path) -> None:
+    (code,) = [text for language, text in blocks("start.md") if language == "python"]
+    (first, second) = [text for language, text in blocks("start.md") if language == "yaml"]
+    names: dict[str, Any] = {}
+    exec(compile(code, "my_rewards.py", "exec"), names)
+    said: Mapping[int, float] = {10: 1.0, 50: 1.0, 100: 0.5, 400: 0.0}
+    for words, worth in said.items():
+        assert names["brief"](None, SimpleNamespace(answer="word " * words)) == worth
+    assert yaml.safe_load(first)["data"]["sources"][0].keys() >= {"rewards", "answer_after"}
+    path = school / "second.yaml"
+    path.write_text(second)
+    assert load_config(path).data.sources[0].rewards == {"correct": 1.0, "my_rewards.brief": 0.2}
+
+
+def test_recipes_that_start_names_come_along() -> None:
+    named = re.findall(r"`defaults: ([\w.-]+)`", PAGES["start.md"])
+    assert named and set(named) <= set(shipped())
