@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -89,6 +90,19 @@ def test_links_and_pictures_lead_somewhere(page: str) -> None:
         if picture:
             continue
         assert not anchor or anchor in anchors(name), f"{page}: {target}: no such heading"
+
+
+def test_make_docs_builds_strictly_from_its_own_list() -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "mkdocs build --strict" in done.stdout and "pytest" not in done.stdout
+    pins = (ROOT / "requirements/docs.txt").read_text()
+    assert {"mkdocs", "mkdocs-material", "mkdocstrings-python", "griffelib"} <= {
+        line.partition("==")[0] for line in pins.splitlines()
+    }
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"/site/", "/.venv-docs/"} <= {*ignored}
 
 
 def test_drawings_open_without_a_network() -> None:

@@ -95,16 +95,12 @@ def _lines(draft: Draft) -> Iterator[tuple[str, str]]:
     yield "rollout:", ""
     if draft.embedded:
         yield "  engines: 2", ""
-    if all_gpus > 1:
-        yield f"  engines: {all_gpus}", ""
-        yield "  colocated: true", "an engine and a trainer rank on each GPU"
     sampling = {"top_p": 0.95, "top_k": 64 if draft.embedded else 512}
     yield f"  sampling: {flow({**sampling, 'max_tokens': draft.max_tokens})}", ""
     prompts = 16 if draft.embedded else 32
     batch = {"prompts_per_step": prompts, "group_size": 8}
     yield f"algorithm: {flow(batch)}", f"{prompts * 8} completions a step"
-    ranks = f"ranks: {all_gpus}, " * (all_gpus > 1)
-    yield f"trainer: {{{ranks}lr: {'2.0e-4' if draft.embedded else '1.0e-6'}}}", ""
+    yield f"trainer: {{lr: {'2.0e-4' if draft.embedded else '1.0e-6'}}}", ""
 
 
 def _aligned(lines: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """`keel new`: a recipe from a few flags, or from a few questions, checked at once.
 
-Knobs of the machine (memory shares, micro-batches, ZeRO) are left to their defaults. Nothing here
-loads torch: questions come at once, and the check that follows takes its seconds.
+How the machine is used (engines, ranks, memory shares, micro-batches, ZeRO) is left open. Nothing
+here loads torch: questions come at once, and the check that follows takes its seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def new(arguments: argparse.Namespace, check: Callable[[str], int]) -> int:
             file.write(text_of(draft))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from error
-    load_config(path)
+    try:
+        load_config(path)
+    except ConfigError:  # of flags that do not go together
+        path.unlink()
+        raise
     print(f"wrote {path}:\n\n{text_of(draft)}", flush=True)
     status = check(str(path))
     if status:

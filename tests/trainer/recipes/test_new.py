@@ -17,7 +17,10 @@ from keel.trainer.recipes import new as module
 from keel.trainer.recipes.draft import scalar
 from keel.trainer.recipes.new import gpus_here, new
 
-HARDWARE = ("gpu_memory_utilization", "micro_batch_tokens", "zero_stage", "compile", "sleep")
+HARDWARE = (
+    *("colocated", "ranks", "gpu_memory_utilization", "sleep"),
+    *("micro_batch_tokens", "zero_stage", "compile"),
+)
 """Not a user's to decide."""
 
 
@@ -59,7 +62,6 @@ def test_flags_alone_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert (source.columns, source.answer_after) == ({"prompt": "question"}, "####")
     assert (source.template, source.thinking, source.rewards) == ("boxed", False, {"correct": 1})
     assert (config.run.gpus_per_node, config.run.gpu_gib, config.model.path) == (2, 80, "a/b")
-    assert (config.rollout.engines, config.trainer.ranks, config.rollout.colocated) == (2, 2, True)
     assert config.trainer.lr == 1e-6 and config.rollout.sampling.max_tokens == 1024
     said = capsys.readouterr()
     assert said.out.startswith("wrote school.yaml:") and not said.err
@@ -70,7 +72,7 @@ def test_more_machines_rewards_of_ones_own_and_thinking(capsys: pytest.CaptureFi
     flags = ("--model", "a/b", "--data", "open.jsonl", "--reward", "mine.good", "--think")
     config = written("my.yaml", *flags, "--gpus", "8", "--nodes", "2", status=2)
     assert config.data.sources[0].rewards == {"mine.good": 1}
-    assert (config.run.nodes, config.rollout.engines, config.trainer.ranks) == (2, 16, 16)
+    assert (config.run.nodes, config.run.gpus_per_node, config.run.gpu_gib) == (2, 8, 80)
     assert config.data.sources[0].thinking and config.rollout.sampling.max_tokens == 4096
     said = capsys.readouterr()
     assert "next:" not in said.out and "keel check my.yaml" in said.err
@@ -93,6 +95,8 @@ REFUSED = {
     "--model a/b --gpus -1 --data school.jsonl": "must be at least 0 and 1",
     "nowhere/x.yaml --gpus 0 --task chain_sum": "no such folder as nowhere",
     "school.jsonl --gpus 0": "school.jsonl: exists already",
+    "--gpus 0 --steps 0": "run.steps = 0: must be at least 1",
+    "--model a/b --gpus 0 --data school.jsonl --subset main": "belongs to source: file, hub",
 }
 
 
