@@ -4,6 +4,7 @@ the code is there. Without mkdocs, whose strict build `make docs` is."""
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import shlex
@@ -25,6 +26,7 @@ from keel.configs.reference.metrics import described
 from keel.configs.shipped import shipped
 from keel.trainer.cli import main, parser
 from keel.trainer.recipes import new as new_recipe
+from keel.trainer.run.view import SHOWN
 from tests.test_architecture import sources
 from tests.trainer.machines import NOTHING, at
 
@@ -112,6 +114,18 @@ def test_drawings_open_without_a_network() -> None:
         text = drawing.read_text()
         assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
         assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_picture_of_the_panel_is_what_the_panel_shows() -> None:
+    """Of a real run at step 60; drawn again by rich's `export_svg` where labels change."""
+    run = [json.loads(line) for line in (DOCS / "learning/embedded-100m.jsonl").open()]
+    numbers = next(line for line in run if line["step"] == 60)
+    shown = re.sub(r"<[^>]*>", "\n", (DOCS / "report/terminal.svg").read_text())
+    shown = html.unescape(shown).replace("\xa0", " ")
+    for label, key, form in SHOWN:
+        if key in numbers:
+            assert re.search(rf"{re.escape(label)}\s", shown), label
+            assert form.format(numbers[key]) in shown, label
 
 
 def test_every_concept_has_its_drawing() -> None:
