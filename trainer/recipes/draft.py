@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -63,8 +64,10 @@ def _lines(draft: Draft) -> Iterator[tuple[str, str]]:
     all_gpus = draft.gpus * draft.nodes
     machine = f"{all_gpus} GPU{'s' * (all_gpus > 1)}" if all_gpus else "this machine's CPU"
     model = "the embedded model" if draft.embedded else draft.model.rstrip("/").rpartition("/")[2]
-    yield f"# {model[:1].upper()}{model[1:]} learns {draft.source.said}, on {machine}.", ""
-    yield f"#   keel check {draft.path}; keel train {draft.path}; keel knobs NAME", ""
+    learns = f"{model[:1].upper()}{model[1:]} learns {draft.source.said}, on {machine}."
+    file = shlex.quote(draft.path)
+    yield f"# {' '.join(learns.split())}", ""  # a path may have anything in it
+    yield f"#   {' '.join(f'keel check {file}; keel train {file}; keel knobs NAME'.split())}", ""
     yield "run:", ""
     yield f"  dir: {scalar(f'runs/{draft.source.name}')}", "metrics, checkpoints, trained model"
     yield f"  steps: {draft.steps}", ""

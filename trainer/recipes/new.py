@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,9 +69,10 @@ def new(arguments: argparse.Namespace, check: Callable[[str], int]) -> int:
     print(f"wrote {path}:\n\n{text_of(draft)}", flush=True)
     status = check(str(path))
     if status:
-        print(f"\n{path} stays as it is. Change it, and: keel check {path}", file=sys.stderr)
+        again = f"keel check {shlex.quote(str(path))}"
+        print(f"\n{path} stays as it is. Change it, and: {again}", file=sys.stderr)
     else:
-        print(f"\nnext: keel train {path}")
+        print(f"\nnext: keel train {shlex.quote(str(path))}")
     return status
 
 
@@ -95,7 +97,9 @@ def _drafted(given: argparse.Namespace, ask: Ask | None) -> Draft:
     if model != EMBEDDED and not is_hub_name(model):
         check_path(model)
     source, think = _source(given, ask, embedded=model == EMBEDDED)
-    tokens = given.max_tokens or (48 if model == EMBEDDED else TOKENS[think])
+    tokens = given.max_tokens
+    if tokens is None:
+        tokens = 48 if model == EMBEDDED else TOKENS[think]
     file = given.file or (ask or _default)("File to write", f"{source.name}.yaml")
     return Draft(
         path=file,
@@ -180,7 +184,7 @@ def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
         "nothing": "",
         **{key: f"judged by the column `{key}`" for key in JUDGED},
     }[found.judged]
-    held = min(HELD_OUT, found.rows // 10) if found.whole else HELD_OUT
+    held = min(HELD_OUT, -(-found.rows // 10)) if found.rows > 1 else 0
     boxed = found.judged == "maths" and not found.boxed and not environment and not reward
     knobs: dict[str, Any] = {
         "source": found.kind,

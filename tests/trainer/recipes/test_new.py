@@ -78,6 +78,14 @@ def test_more_machines_rewards_of_ones_own_and_thinking(capsys: pytest.CaptureFi
     assert "next:" not in said.out and "keel check my.yaml" in said.err
 
 
+def test_names_may_have_anything_in_them(here: Path) -> None:
+    odd = "a b\nrun: {steps: 7}.jsonl"
+    (here / "school.jsonl").rename(odd)
+    config = written("my own.yaml", "--model", "a/b", "--gpus", "0", "--data", odd)
+    assert config.data.sources[0].path == odd and config.run.steps == 200
+    assert "keel train 'my own.yaml'" in Path("my own.yaml").read_text()
+
+
 def test_rows_for_an_environment_get_one() -> None:
     target = ("--environment", "shop:Shop")
     config = written("--model", "a/b", "--gpus", "0", "--data", "shop.jsonl", *target)
