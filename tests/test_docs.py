@@ -169,7 +169,7 @@ def known(name: str) -> bool:
 KNOB = re.compile(
     r"`((?:run|model|data|rewards|rollout|agents|algorithm|trainer|alarms|eval|sft)\.[\w.\[\]]+)"
 )
-GUIDES = ("start.md", "coming-from.md", "troubleshooting.md", "index.md")
+GUIDES = ("start.md", "recipes.md", "coming-from.md", "troubleshooting.md", "index.md")
 GUIDES += tuple(name for name in PAGES if name.startswith("concepts/"))
 
 
@@ -324,6 +324,19 @@ def test_the_reward_of_start_does_what_it_says(school: Path) -> None:
     path = school / "second.yaml"
     path.write_text(second)
     assert load_config(path).data.sources[0].rewards == {"correct": 1.0, "my_rewards.brief": 0.2}
+
+
+def test_a_recipe_that_starts_from_the_shelf_is_one(
+    school: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(school)
+    (mine,) = [text for language, text in blocks("recipes.md") if language == "yaml"]
+    Path("mine.yaml").write_text(mine)
+    config, shelf = load_config("mine.yaml"), load_config("qwen3-8b-8x80")
+    assert (config.run.steps, config.run.gpu_gib) == (500, shelf.run.gpu_gib)
+    for language, text in blocks("recipes.md"):
+        for line in text.splitlines() * (language == "sh"):
+            load_config(parser().parse_args(line.split()[1:]).recipe)
 
 
 def test_recipes_that_start_names_come_along() -> None:
