@@ -1,5 +1,5 @@
-"""What `keel check` estimates for the recipes of the shelf (configs/shelf/): memory and the time of a
-step, written into their comments and into docs/recipes.md.
+"""What `keel check` estimates for the recipes of the shelf (configs/shelf/), memory and the time of
+a step, written into their comments and into docs/recipes.md.
 
     python -m benchmarks.training.shelf
 
