@@ -29,7 +29,7 @@ def test_a_name_is_printed_whole_or_answered_with_the_nearest() -> None:
 
 def test_names_of_the_shelf_are_enough(tmp_path: Path) -> None:
     config = load_config("qwen3-8b-8x80")
-    assert config.run.dir == "runs/qwen3-8b-8x80" and config.trainer.ranks == 8
+    assert config.run.dir == "runs/qwen3-8b-8x80" and config.run.gpus_per_node == 8
     assert not set(shipped("distill/")) - {"quickstart", "specialists"}
     mine = tmp_path / "mine.yaml"
     mine.write_text("defaults: qwen3-8b-8x80\nrun: {dir: runs/mine}\n")
