@@ -184,7 +184,8 @@ def open_journal(
             over = journal.step >= config.run.steps
             end: End = "failed" if failed else "finished" if over else "stopped"
             journal.begin(f"sending the rest to {', '.join(names)}")
-            trackers.close(end, journal.step, HURRY_S if preempted() else CLOSE_S)
+            hurry = preempted() or (kind is not None and not failed)  # a second Ctrl-C, that is
+            trackers.close(end, journal.step, HURRY_S if hurry else CLOSE_S)
 
         stack.push(ended)
     return journal

@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Sending:
         self.name, self._make, self._folder, self._knobs = name, make, folder, knobs
         self._say, self._again_s, self._late_s = say, again_s, late_s
         self._file = folder / FOLDER / f"{name}.json"
-        state = json.loads(self._file.read_text()) if self._file.exists() else {}
+        state = known(self._file)
         self._id: str = state.get("id", "")
         self.step: int = state.get("step", -1)
         """The last one that it was told of."""
@@ -132,16 +133,16 @@ class Sending:
             step, at = line.pop("step"), line.pop("time")
             if step > self.step:
                 self._tracker.log(step, at, line)
-                self.step = step
+                self.step, self._since = step, time.monotonic()
                 self._keep()
             self._steps.passed()
         for line in self._happened.unread():
-            self._passed += 1
-            if self._passed > self._events:
+            if self._passed >= self._events:
                 if line["kind"] != OWN:
                     self._tracker.event(line["step"], line["time"], line["kind"], line["text"])
-                self._events = self._passed
+                self._events, self._since = self._passed + 1, time.monotonic()
                 self._keep()
+            self._passed += 1
             self._happened.passed()
 
     def _failed(self, error: BaseException) -> None:
@@ -161,6 +162,15 @@ class Sending:
         fresh = self._file.with_suffix(".tmp")
         fresh.write_text(json.dumps(state))
         fresh.replace(self._file)
+
+
+def known(path: Path) -> dict[str, Any]:
+    """What `_keep` has written; nothing where it is not there or damaged: it begins anew."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 class Tail:

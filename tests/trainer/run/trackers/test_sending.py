@@ -48,6 +48,7 @@ class Scripted:
         self.steps.append((step, dict(numbers)))
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
+        self._tried()
         self.events.append(text)
 
     def close(self, end: End) -> None:
@@ -135,6 +136,31 @@ def test_a_tracker_that_fails_is_said_once_and_told_later_what_it_missed(
     wait_for(lambda: [step for step, _ in run.tracker.steps] == [0, 1, 2])
     trackers.close("finished", 2)
     assert run.said[1:] == ["scripted: https://…@there/run", "scripted has caught up with the run"]
+
+
+def test_an_event_that_failed_is_told_again_and_counted_once(run: Run) -> None:
+    run.write(0)
+    sending, trackers = run.start()
+    wait_for(lambda: sending.step == 0)
+    run.tracker.broken = "down"
+    run.note("alarm", "first")
+    trackers.look()
+    wait_for(lambda: len(run.said) == 2)
+    run.tracker.broken = ""
+    trackers.close("stopped", 0)
+    run.note("alarm", "second")
+    _, trackers = run.start()
+    trackers.close("finished", 0)
+    assert run.tracker.events == ["first", "second"]
+
+
+def test_a_damaged_note_of_how_far_it_was_begins_anew(run: Run) -> None:
+    (run.folder / "trackers").mkdir()
+    (run.folder / "trackers" / "scripted.json").write_text("{")
+    run.write(0)
+    _, trackers = run.start()
+    trackers.close("finished", 0)
+    assert [step for step, _ in run.tracker.steps] == [0]
 
 
 def test_after_a_failure_it_is_left_alone_for_a_while_but_tried_at_the_end(run: Run) -> None:
