@@ -145,6 +145,7 @@ print("the end")
 """
 
 
+@pytest.mark.e2e
 def test_on_a_terminal_it_is_one_line_below_what_is_printed(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     seen.touch()
