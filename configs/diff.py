@@ -25,6 +25,7 @@ RESUMABLE_KNOBS = frozenset(
         "run.save_trajectories",
         "run.save_all_trajectories",
         "run.save_tokens",
+        "run.trackers",
         "run.startup_deadline_s",
         # how the same arithmetic is laid out on the machine
         "run.device",

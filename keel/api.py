@@ -328,6 +328,9 @@ class _Heard:
     def begin(self, activity: str) -> None:
         self._view.begin(activity)
 
+    def reach(self, done: int, total: int, unit: str) -> None:
+        self._view.reach(done, total, unit)
+
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         self._view.record(step, numbers)
         if step > 0:

@@ -20,10 +20,15 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from keel.trainer.run.waits import Wait, waiting  # noqa: E402  standard library alone, too
+
 CPU, DEV, CUDA = (HERE / f"{name}.txt" for name in ("cpu", "dev", "cuda-libraries"))
 PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
 OTHERS_GB = 0.7  # to download besides torch and its libraries
 DISK_GB = {"CPU": 4, "CUDA": 7}
+RAW = (24, 1)
+"""From this pip on it says in plain lines how many bytes it has."""
 CURE = """\
 A CPU build is a tenth of that. To have it, press Ctrl-C, let pip find one and call make again:
   export PIP_EXTRA_INDEX_URL=…   the index that PyTorch's installation page names for CPU
@@ -99,6 +104,46 @@ def gigabytes(addresses: Sequence[str]) -> float | None:
     return total / 1e9
 
 
+def install(what: str, words: Sequence[str], packages: int = 0) -> int:
+    """pip's exit status; what it says is shown where that is not 0. packages: how many it looks at;
+    0: one, whose bytes are counted instead."""
+    raw = tuple(map(int, metadata.version("pip").split(".")[:2])) >= RAW
+    if not packages and not raw:  # pip has a bar for it
+        return subprocess.run([*PIP, *words]).returncode
+    command = [*PIP, "--progress-bar", "raw" if raw else "off", *words]
+    said: list[str] = []
+    unit = "packages" if packages else "bytes"
+    with (
+        waiting(what, what, total=packages, unit=unit) as wait,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not heard(wait, line):
+                said.append(line)
+    if process.returncode:
+        print("".join(said), file=sys.stderr)
+    return process.returncode
+
+
+def heard(wait: Wait, line: str) -> bool:
+    """What a line of pip's says of how far it is. Returns whether that is all it says."""
+    match line.split():
+        case ["Progress", done, "of", total] if done.isdecimal() and total.isdecimal():
+            if wait.unit == "bytes":
+                wait.done, wait.total = int(done), int(total)
+            return True
+        case ["Collecting" | "Requirement", *_] if wait.unit == "packages":
+            wait.done = min(wait.done + 1, wait.total)
+        case ["Downloading", file, *size]:
+            wait.note = " ".join([file.rpartition("/")[2], *size])
+        case ["Installing", "collected", *_]:
+            wait.total, wait.note = 0, "copying files"
+    return False
+
+
 def announcement(build: Build, size: float | None) -> str:
     """Which build is taken and what there is to download."""
     if not build.address:
@@ -111,6 +156,10 @@ def announcement(build: Build, size: float | None) -> str:
         f"packages; .venv takes {DISK_GB[kind]} GB."
     ]
     return "\n".join(lines + [CURE] * build.cuda)
+
+
+def of(path: Path) -> tuple[str, str]:
+    return "--requirement", str(path)
 
 
 def main() -> None:
@@ -126,17 +175,17 @@ def main() -> None:
     print(announcement(build, gigabytes(files)), flush=True)
 
     tools = [f"{name}=={(pinned(CPU) | pinned(DEV))[name]}" for name in ("setuptools", "wheel")]
-    quiet = () if build.address else ("--quiet",)  # what takes long is seen to go on
-    steps = [
-        ("--quiet", *tools),  # what builds the packages that come as source
-        (*quiet, *build.query),
-        (*quiet, "--requirement", str(CUDA)) if build.cuda else (),
-        ("--quiet", "--requirement", str(CPU), "--requirement", str(DEV)),
-        ("--quiet", "--no-build-isolation", "--editable", str(HERE.parent)),
+    packages = len(pinned(CPU)) + len(pinned(DEV))
+    steps = [  # the first is what builds the packages that come as source
+        ("installing setuptools", tools, len(tools)),
+        ("installing torch", build.query, 0),
+        *([("installing CUDA libraries", of(CUDA), len(libraries))] if build.cuda else []),
+        ("installing the other packages", (*of(CPU), *of(DEV)), packages),
+        ("installing Keel", ("--no-build-isolation", "--editable", str(HERE.parent)), 0),
     ]
-    for step in filter(None, steps):
-        if subprocess.run([*PIP, *step]).returncode:
-            sys.exit(f"pip could not install {' '.join(step)}: its message is above")
+    for what, words, count in steps:
+        if install(what, words, count):
+            sys.exit(f"pip could not install {' '.join(words)}: its message is above")
     if subprocess.run([sys.executable, "-c", "import torch"]).returncode:
         sys.exit(
             f"torch {build.version} from {build.address or 'an earlier installation'} does not "

@@ -306,3 +306,28 @@ def test_both_commands_ask_pip_before_they_download() -> None:
     )
     steps = [line.strip() for line in done.stdout.splitlines() if "/nowhere" in line]
     assert steps[:2] == ["python3 -m venv /nowhere", "/nowhere/bin/python requirements/install.py"]
+
+
+@pytest.mark.parametrize(
+    ("packages", "lines", "words"),
+    [
+        (0, ["Progress 300000000 of 800000000"], "0.3 of 0.8 GB"),
+        (9, ["Collecting a==1", "  Downloading https://x/b-1.whl (2 MB)"], "1 of 9 packages · b-1"),
+        (9, ["Requirement already satisfied: a==1", "Progress 1 of 2"], "1 of 9 packages · 0 s"),
+        (2, ["Collecting a", "Installing collected packages: a"], "what · copying files · 0 s"),
+    ],
+)
+def test_what_pip_says_is_how_far_it_is(packages: int, lines: list[str], words: str) -> None:
+    unit = "packages" if packages else "bytes"
+    wait = install.Wait("what", total=packages, unit=unit)
+    for line in lines:
+        install.heard(wait, line)
+    assert words in wait.words()
+
+
+def test_a_failure_of_pip_is_shown_with_its_words(
+    index: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "subprocess", subprocess)
+    assert install.install("installing nothing", ["torch===9.9.9"], 1) != 0
+    assert "No matching distribution found for torch===9.9.9" in capfd.readouterr().err

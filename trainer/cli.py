@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
+from keel.trainer.run.waits import waiting
 
 EPILOG = """examples:
   keel train quickstart                     the embedded model, on any machine
@@ -158,7 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refused(arguments) or light(arguments)
     with watching():
         try:
-            return refused(arguments) or heavy(arguments)
+            with waiting("reading the recipe", "recipe"):
+                status = refused(arguments)
+            return status or heavy(arguments)
         except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
             if not preempted():
                 raise
@@ -182,7 +185,7 @@ def heavy(arguments: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from keel.model.imports import heavy_imports  # noqa: PLC0415
 
-    with heavy_imports():
+    with waiting("loading libraries (torch, Ray, transformers)", "libraries"), heavy_imports():
         from keel.trainer.main import run  # noqa: PLC0415  torch, Ray, transformers: seconds
 
     if arguments.command == "judge":

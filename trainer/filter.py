@@ -16,14 +16,12 @@ from keel.configs.schema import Config
 from keel.rl.futures import then, when_all
 from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.trainer.feed import GRACE_S
-from keel.trainer.run.view import Progress, duration
+from keel.trainer.run.waits import amount, waiting
 
 POLICY = ("model.", "trainer.")
 """Knobs that a run's checkpoint is loaded with: these must be the run's own."""
 LOOK_S = 1.0
 """How often it looks whether to stop."""
-SAY_S = 10.0
-"""Between two lines of progress."""
 STOPPING = "Stopping; the prompts that are done are kept. Press Ctrl-C again to stop at once."
 GIVEN_UP = "{signal}: stopping; the prompts that are done are kept"
 
@@ -79,37 +77,33 @@ def sample_prompts(
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
     queue, flights = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
     open_groups = set[Future[ScoredGroup]]()
-    progress, done, total = Progress(len(prompts)), 0, len(prompts)
-    progress.left(0)
     deadline_s, told = deadline_of(config)
-    heard = spoke = time.monotonic()
+    heard = time.monotonic()
     try:
-        while (queue or flights) and not stop():
-            while queue and len(flights) < ahead_of(config, samples):
-                prompt = queue.popleft()
-                groups = [then(sample(prompt, n), score) for n in sizes]
-                open_groups |= set(groups)
-                flights[_all_of(groups)] = prompt
-            arrived, _ = wait(open_groups, LOOK_S, FIRST_COMPLETED)
-            open_groups -= arrived
-            for group in arrived:
-                group.result()  # what one raises ends all, and not with the last of its prompt
-            now = time.monotonic()
-            if arrived:
-                heard = now
-            elif now - heard > deadline_s:
-                raise TimeoutError(
-                    f"waited {deadline_s:.0f} s for a group of completions ({told}): "
-                    f"{len(flights)} prompts are under way"
-                )
-            for whole in [flight for flight in flights if flight.done()]:
-                record(flights.pop(whole), whole.result())
-                done += 1
-            if done and (now - spoke > SAY_S or done == total):
-                spoke = now
-                left = progress.left(done) if done < total else None
-                more = f"; {duration(left)} left" if left is not None else ""
-                say(f"sampled {done:,} of {total:,} prompts; {said()}{more}")
+        with waiting("sampling", total=len(prompts), unit="prompts") as under_way:
+            while (queue or flights) and not stop():
+                while queue and len(flights) < ahead_of(config, samples):
+                    prompt = queue.popleft()
+                    groups = [then(sample(prompt, n), score) for n in sizes]
+                    open_groups |= set(groups)
+                    flights[_all_of(groups)] = prompt
+                arrived, _ = wait(open_groups, LOOK_S, FIRST_COMPLETED)
+                open_groups -= arrived
+                for group in arrived:
+                    group.result()  # what one raises ends all, and not with the last of its prompt
+                now = time.monotonic()
+                if arrived:
+                    heard = now
+                elif now - heard > deadline_s:
+                    raise TimeoutError(
+                        f"waited {deadline_s:.0f} s for a group of completions ({told}): "
+                        f"{len(flights)} prompts are under way"
+                    )
+                for whole in [flight for flight in flights if flight.done()]:
+                    record(flights.pop(whole), whole.result())
+                    under_way.done, under_way.note = under_way.done + 1, said()
+        if under_way.done:
+            say(f"sampled {amount(under_way.done, len(prompts), 'prompts')}; {said()}")
     finally:
         for group in open_groups:
             group.cancel()

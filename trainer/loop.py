@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
@@ -77,6 +78,10 @@ class Journal(Protocol):
     """Where a run is written down and shown."""
 
     def begin(self, activity: str) -> None: ...
+
+    def reach(self, done: int, total: int, unit: str) -> None:
+        """So much of what has begun last is done."""
+        ...
 
     def record(
         self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
@@ -197,6 +202,14 @@ def evaluate(parts: Parts, hurry: Callable[[], bool] = never) -> dict[str, Metri
         name: [then(parts.rollouts.submit(prompt, "eval"), score) for prompt in prompts]
         for name, prompts in parts.heldout.items()
     }
+    every, so_far = [f for futures in scored.values() for f in futures], count(1)
+
+    def one_more(future: Future[ScoredGroup]) -> None:
+        if not future.cancelled():
+            parts.journal.reach(next(so_far), len(every), "prompts")
+
+    for future in every:
+        future.add_done_callback(one_more)
     try:
         return {
             f"eval/{name}/{metric}": value
@@ -204,7 +217,7 @@ def evaluate(parts: Parts, hurry: Callable[[], bool] = never) -> dict[str, Metri
             for metric, value in evaluation([wait_for(f, hurry) for f in futures]).items()
         }
     finally:
-        for future in (future for futures in scored.values() for future in futures):
+        for future in every:
             future.cancel()
 
 

@@ -39,6 +39,7 @@ from keel.trainer.run.restarts import KEPT, Lost
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, save_checkpoint
 from keel.trainer.run.view import View
+from keel.trainer.run.waits import waiting
 from keel.trainer.supervised.wiring import (
     SftTask,
     prepare_pretraining,
@@ -58,7 +59,8 @@ def train(
     drive: Callable[[System, RunFolder, View, int], int] | None = None,
 ) -> None:
     """`keel train`: run the recipe, or go on with it. drive: `run_loop`, or something around it."""
-    task = prepare(recipe, overrides)
+    with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
+        task = prepare(recipe, overrides)
     conduct(
         ["train", recipe, *overrides],
         task.config,
@@ -72,15 +74,22 @@ def train(
 
 def sft(recipe: str, overrides: Sequence[str]) -> None:
     """`keel sft`: learn from the recipe's conversations, or go on with it."""
-    _learn("sft", prepare_sft(recipe, overrides), recipe, overrides)
+    _learn("sft", prepare_sft, recipe, overrides)
 
 
 def pretrain(recipe: str, overrides: Sequence[str]) -> None:
     """`keel pretrain`: learn from the recipe's text, or go on with it."""
-    _learn("pretrain", prepare_pretraining(recipe, overrides), recipe, overrides)
+    _learn("pretrain", prepare_pretraining, recipe, overrides)
 
 
-def _learn(command: str, task: SftTask, recipe: str, overrides: Sequence[str]) -> None:
+def _learn(
+    command: str,
+    prepared: Callable[[str, Sequence[str]], SftTask],
+    recipe: str,
+    overrides: Sequence[str],
+) -> None:
+    with waiting("checking the recipe and what it teaches", f"{command}: lessons of {recipe}"):
+        task = prepared(recipe, overrides)
     conduct(
         [command, recipe, *overrides],
         task.config,

@@ -18,6 +18,7 @@ import torch
 from keel.agents.runner import EpisodeRunner
 from keel.configs.schema import Config
 from keel.data.dataset import Dataset
+from keel.model.download import Download, download_of
 from keel.model.embedded.cache import ensure_embedded
 from keel.model.ray_calls import CALL_S, awaited
 from keel.rewards.judge.service import JudgeService
@@ -37,6 +38,7 @@ from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
+from keel.trainer.run.waits import Wait, amount, waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,8 @@ def running(
         if task.judged and not config.rewards.judge.serve:
             judge = stack.enter_context(JudgeService(config.rewards.judge))
             judge.check_reachable()
-        start_ray()
+        with waiting("starting Ray", "Ray"):
+            start_ray()
         stack.callback(end_ray)
         seats = None
         if task.gpu:
@@ -140,7 +143,7 @@ def running(
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)
             stack.callback(server.stop)
             judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
-        model = model_folder(task, say)
+        model = model_folder(task)
         scorer = stack.enter_context(scorer_of(config, judge, say, log))
         spec = EngineSpec.of(config, model)
         pool = ray_pool(
@@ -155,7 +158,7 @@ def running(
         stack.callback(pool.shutdown)
         rank_options = partial(seats.options, RANK) if seats else None
         sleep = config.rollout.sleep
-        ranks, who = None, f"{config.rollout.engines} engine(s)"
+        ranks, who = None, f"starting {counted(config.rollout.engines, 'engine')}"
         if learner or sleep:
             ranks = Learner(
                 model,
@@ -165,21 +168,23 @@ def running(
                 **({"make_room": pool.sleep} if sleep else {}),
             )
             stack.callback(ranks.shutdown)
-            who += f", {config.trainer.ranks} trainer rank(s)"
-        say(f"starting {who}")
+            who += f" and {counted(config.trainer.ranks, 'trainer rank')}"
         both = ThreadPoolExecutor(2)
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
-        engines = both.submit(pool.start)
-        if ranks is not None:
-            ranks.prepared()
-        if seats and seats.placement.shared:
-            # vLLM takes all that the GPU has lost while it started for its own use, and makes its
-            # KV cache smaller by it: the trainer must not take memory in the meantime.
-            wait_for(engines, watch.well)
-        trainer = both.submit(ranks.start) if ranks is not None else None
-        trained = wait_for(trainer, watch.well) if trainer else ()
-        for line in (*wait_for(engines, watch.well), *trained):
+        with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
+            engines, trainer = both.submit(pool.start), None
+            wait.measure = Standing(download_of(model), engines, lambda: trainer)
+            if ranks is not None:
+                ranks.prepared()
+            if seats and seats.placement.shared:
+                # vLLM takes all that the GPU has lost while it started for its own use, and makes
+                # its KV cache smaller by it: the trainer must not take memory in the meantime.
+                wait_for(engines, watch.well)
+            trainer = both.submit(ranks.start) if ranks is not None else None
+            trained = wait_for(trainer, watch.well) if trainer else ()
+            warnings = [*wait_for(engines, watch.well), *trained]
+        for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
@@ -240,32 +245,53 @@ def with_episodes(remote: Remote) -> Iterator[Remote]:
         yield replace(remote, turns=turns, agents=agents)
 
 
-def model_folder(task: Task, say: Callable[[str], None]) -> str:
+def model_folder(task: Task) -> str:
     """Where the weights are: the recipe's model, or the embedded one, taught if it is new."""
-    return start_of(task.config, task.dataset, say, gpu=task.gpu)
+    return start_of(task.config, task.dataset, gpu=task.gpu)
 
 
-def start_of(config: Config, dataset: Dataset, say: Callable[[str], None], *, gpu: bool) -> str:
+def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
     """As `model_folder`. dataset: the recipe's."""
     if config.model.path != EMBEDDED:
         return config.model.path
     steps = config.model.embedded.cold_start.steps
+    with waiting("cold start of the embedded model", total=steps, unit="steps") as wait:
 
-    def progress(step: int, loss: float, seconds: float) -> None:
-        if step % max(1, steps // 5) == 0:
-            say(f"cold start {step}/{steps}: loss {loss:.3f}, {seconds:.0f} s")
+        def progress(step: int, loss: float, seconds: float) -> None:
+            wait.done, wait.note = step, f"loss {loss:.3f}"
 
-    folder = ensure_embedded(
-        config.model.embedded,
-        seed=config.run.seed,
-        sources=config.data.sources,
-        heldout_questions=heldout_questions(dataset),
-        demonstrate=partial(demonstrate, config),
-        tools_in_thinking=config.agents.tools_in_thinking,
-        device="cuda" if gpu and torch.cuda.is_available() else "cpu",
-        progress=progress,
-    )
+        folder = ensure_embedded(
+            config.model.embedded,
+            seed=config.run.seed,
+            sources=config.data.sources,
+            heldout_questions=heldout_questions(dataset),
+            demonstrate=partial(demonstrate, config),
+            tools_in_thinking=config.agents.tools_in_thinking,
+            device="cuda" if gpu and torch.cuda.is_available() else "cpu",
+            progress=progress,
+        )
     return str(folder)
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What there is to say of a start that is under way."""
+
+    download: Download | None
+    engines: Future[Any]
+    trainer: Callable[[], Future[Any] | None]
+
+    def __call__(self, wait: Wait) -> None:
+        ready = ["engines are ready"] * self.engines.done()
+        if (trainer := self.trainer()) is not None and trainer.done():
+            ready.append("trainer is ready")
+        if self.download is not None and (there := self.download.present()) < self.download.total:
+            ready.append(f"{amount(there, self.download.total, 'bytes')} downloaded")
+        wait.note = ", ".join(ready)
 
 
 def heldout_questions(dataset: Dataset) -> set[str]:

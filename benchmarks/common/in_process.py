@@ -137,7 +137,7 @@ def in_this_process() -> Iterator[None]:
     ) -> Iterator[System]:
         if not ray.is_initialized():
             start_ray()
-        config, model = task.config, model_folder(task, say)
+        config, model = task.config, model_folder(task)
         ranks = LocalLearner(model, config)
         with ExitStack() as stack:
             pool = engines.ready(task, model, ranks)
@@ -149,7 +149,7 @@ def in_this_process() -> Iterator[None]:
 
     @contextmanager
     def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
-        learner = LocalLearner(starting_model(task, say), task.config)
+        learner = LocalLearner(starting_model(task), task.config)
         yield Teaching(task=task, learner=learner)  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()

@@ -147,6 +147,9 @@ class Curves:
     def begin(self, activity: str) -> None:
         pass
 
+    def reach(self, done: int, total: int, unit: str) -> None:
+        pass
+
     def record(
         self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
     ) -> None:
@@ -171,7 +174,7 @@ def run_arm(
     changes = [*overrides, f"run.seed={seed}", f"run.steps={steps}"]
     task = prepare("quickstart", changes)
     config = task.config
-    model = model_folder(task, print)
+    model = model_folder(task)
     began = time.monotonic()
     learner = LocalLearner(model, config)
     pool = engines.ready(task, model, learner)

@@ -17,6 +17,7 @@ PAGES = {
     "run.save_tokens": "report",
     "run.save_all_trajectories": "sft",
     "run.startup_deadline_s": "reliability",
+    "run.trackers": "trackers",
     "model": "from-base-to-rl",
     "model.dtype": "stability",
     "model.tokenizer": "",

@@ -50,6 +50,10 @@ class RunConfig:
     """Tokens, contexts included, of the trajectories that are written at each step with the numbers
     of every token, for `keel report`: those in the text and, as far as it goes, the others of their
     groups. About 10 bytes a token. 0: none."""
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """What else is told of the run, beside TensorBoard: Weights & Biases, MLflow, trackio. Each is
+    a package of its own, which the extra of its name brings, and has its address and key from the
+    environment. docs/trackers.md"""
     startup_deadline_s: float = 600.0
     """Longest wait for the engines and the trainer to start, in seconds."""
     frozen_after_s: float = 180.0
@@ -112,6 +116,12 @@ class RunConfig:
             "run.save_trajectories",
             self.save_trajectories,
             "must not be negative",
+        )
+        require(
+            len(set(self.trackers)) == len(self.trackers),
+            "run.trackers",
+            list(self.trackers),
+            "must name each once",
         )
         require(self.save_tokens >= 0, "run.save_tokens", self.save_tokens, "must not be negative")
         require(

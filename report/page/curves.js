@@ -64,7 +64,7 @@ keel.curves = {
   events(axis) {
     const look = { resume: "#5b6673", engine: "#8a2d7c", alarm: "#c40b4a" };
     return keel.runs.flatMap((run) =>
-      run.events.filter(({ kind }) => kind !== "ledger").map((event) => ({
+      run.events.filter(({ kind }) => !["ledger", "tracker"].includes(kind)).map((event) => ({
         kind: event.kind,
         x: axis === "hours" ? (event.time - run.times[0]) / 3600 : event.step,
         colour: look[event.kind] || "#5b6673",

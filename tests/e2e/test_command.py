@@ -22,6 +22,7 @@ from keel.configs.reference.metrics import undescribed
 from keel.report.folders import read_folder
 from keel.trainer.cli import main
 from keel.trainer.run.interrupt import PREEMPTED
+from tests.trainer.run.trackers import stored
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,7 +46,7 @@ def read_back(folder: Path, *, resumed: int, steps: int) -> None:
     """What the report is made of: the events, and each token's numbers in engine and trainer."""
     run, chunks = read_folder(folder)
     assert not run.notes
-    said = ("alarm", "ledger")
+    said = ("alarm", "ledger", "tracker")
     events = [(event["kind"], event["step"]) for event in run.events if event["kind"] not in said]
     # The one who looks, and the one who needs the engine, find out at the same time.
     assert {kind for kind, _ in events[:-1]} == {"frozen", "engine"}
@@ -68,6 +69,36 @@ def read_back(folder: Path, *, resumed: int, steps: int) -> None:
             assert part["ratio"] == pytest.approx([1.0] * len(part["text"]), abs=2e-3)
             assert None not in part["overlap"] and min(part["overlap"]) >= 0
         assert any("ratio" in part for part in sampled)
+
+
+def tracked(folder: Path, place: Path, seen: list[dict[str, Any]]) -> None:
+    """Each tracker has what the run has written: every step once, in order, of each metric. seen:
+    the steps as they were when they were written first."""
+    for name, found in {
+        "wandb": stored.by_wandb(folder),
+        "mlflow": stored.by_mlflow(),
+        "trackio": stored.by_trackio(place),
+    }.items():
+        points: dict[str, list[tuple[int, float]]] = {}
+        for line in seen:
+            for metric in line.keys() - {"step", "time"}:
+                shown = metric if "/" in metric else f"train/{metric}"
+                shown = shown.replace("@", "_at_") if name == "mlflow" else shown
+                points.setdefault(shown, []).append((line["step"], line[metric]))
+        assert found.points.keys() == points.keys(), name
+        for metric, expected in points.items():
+            assert [step for step, _ in found.points[metric]] == [step for step, _ in expected]
+            values = [value for _, value in expected]
+            assert [value for _, value in found.points[metric]] == pytest.approx(values), metric
+        assert len(found.runs) == 1
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        texts = [event["text"] for event in events if event["kind"] != "tracker"]
+        assert len(found.events) == len(texts)
+        assert all(text in told for text, told in zip(texts, found.events, strict=True)), name
+        # A knob that the resumed run has otherwise: MLflow never takes one back.
+        changed = "resumed.trainer.ranks" if name == "mlflow" else "trainer.ranks"
+        assert str(found.config[changed]) == "2", name
+        assert found.end == {"wandb": 0, "mlflow": "FINISHED", "trackio": None}[name]
 
 
 def small(folder: Path, cache: Path, steps: int) -> list[str]:
@@ -221,12 +252,16 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     cache: Path,
     start: Callable[[list[str]], Running],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that samples ahead; tests/e2e/test_agents.py has one whose engines sleep."""
     folder = tmp_path / "run"
+    for name, value in stored.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    trackers = "run.trackers=[wandb, mlflow, trackio]"
     ahead = ["algorithm.max_lag=1", "algorithm.filter_groups=correct"]
     begun = ["rollout.weight_transfer=direct", "run.checkpoint_every=2", "run.frozen_after_s=5"]
-    run = start([*small(folder, cache, steps=200), *ahead, *begun])
+    run = start([*small(folder, cache, steps=200), *ahead, *begun, trackers])
     wait_until(lambda: len(metrics(folder)) >= 3 or run.process.poll() is not None, "two steps")
     ours = [psutil.Process(run.process.pid), *run.below()]
     assert set().union(*map(addresses, ours)) == {"127.0.0.1"}
@@ -241,7 +276,8 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     assert re.search(rf"rollout engine 0 \(process {engine} on \S+\) has been stopped", said)
     assert "rollout engine 0 is started again" in said
     assert with_keys(tmp_path) == []  # what was said is there, too
-    reached = metrics(folder)[-1]["step"]
+    first = metrics(folder)
+    reached = first[-1]["step"]
     assert f"stopped after step {reached} of 200; to go on: keel train quickstart" in said
     *before, last = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert last == f"step_{reached:06d}"
@@ -258,7 +294,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
 
     steps = reached + 2
     ours = [*small(folder, cache, steps), *ahead]
-    said = keel("train", *ours, "trainer.ranks=2", "trainer.zero_stage=1")
+    said = keel("train", *ours, "trainer.ranks=2", "trainer.zero_stage=1", trackers)
     was = "trainer.ranks = 1, trainer.zero_stage = 0"
     assert f"{before[-1]} was saved with {was}; this run has trainer.ranks = 2, train" in said
     assert f"{last} is damaged (optimizer/rank_0.safetensors: changed, betw" in said
@@ -282,6 +318,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     assert (folder / "trajectories" / f"step_{steps:06d}.txt").stat().st_size > 0
     read_back(folder, resumed=int(before[-1].removeprefix("step_")), steps=steps)
     assert list((folder / "tensorboard").iterdir())
+    tracked(folder, tmp_path, [*first, *seen[reached + 1 :]])
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.config.num_experts == 8

@@ -23,6 +23,7 @@ BIN = Path(sys.executable).parent
 README = Path(__file__).parent.parent.parent / "README.md"
 SMALL = (
     "run.steps=2",
+    "run.trackers=[trackio]",
     "rollout.engines=1",
     "model.embedded.cold_start.steps=10",
     "data.sources[spelling].size=400",  # thousands of puzzles take seconds
@@ -91,6 +92,8 @@ class Shell:
     def steps(self, folder: str) -> list[int]:
         lines = (self._work / folder / "metrics.jsonl").read_text().splitlines()
         assert (self._work / folder / "model" / "model.safetensors").exists()
+        told = json.loads((self._work / folder / "trackers" / "trackio.json").read_text())
+        assert told["step"] == json.loads(lines[-1])["step"]
         return [json.loads(line)["step"] for line in lines]
 
     def stop(self) -> None:

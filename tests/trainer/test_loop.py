@@ -115,8 +115,8 @@ class FakeRun:
     def publish(self) -> str:
         return f"weights {self.version}"
 
-    def begin(self, activity: str) -> None:
-        pass
+    def begin(self, activity: str) -> None: ...
+    def reach(self, done: int, total: int, unit: str) -> None: ...
 
     def record(self, step: int, metrics: Mapping[str, Metric], sample: Sequence[Any]) -> None:
         self.records[step] = metrics

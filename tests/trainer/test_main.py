@@ -260,7 +260,7 @@ def test_the_embedded_model_is_taught_on_a_gpu_where_the_run_uses_one(
 
     monkeypatch.setattr("keel.trainer.system.ensure_embedded", instead)
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
-    assert model_folder(replace(task, hardware=Hardware(gpu=wanted)), print) == "somewhere"
+    assert model_folder(replace(task, hardware=Hardware(gpu=wanted))) == "somewhere"
     assert devices == [device]
 
 

@@ -80,6 +80,7 @@ class Run:
         self.hurry_after = 99
 
     def begin(self, activity: str) -> None: ...
+    def reach(self, done: int, total: int, unit: str) -> None: ...
 
     def record(self, step: int, metrics: Mapping[str, Metric], sample: object) -> None:
         self.steps[step] = values(metrics)

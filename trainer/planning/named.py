@@ -8,12 +8,15 @@ from keel.data.conversations.files import read_jsonl, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.source import check_path, is_hub_name
 from keel.rewards.compose import check_weights
+from keel.trainer.run.trackers.known import check_trackers
 
 
 def check_named(config: Config, command: str) -> None:
     """Raises ConfigError, in the words of whoever reads them later. What takes longer to know (the
     hub's models, the lines of a file, functions of one's own) is found there alone."""
     supervised = command in ("sft", "pretrain")
+    if supervised or command in ("train", "check"):
+        check_trackers(config.run.trackers)
     sampled = () if supervised else config.data.sources
     learned = config.sft.sources if supervised or command == "check" else ()
     for source in sampled:

@@ -7,6 +7,7 @@ events.jsonl    what happened besides: resumed, an alarm, an engine started agai
 trajectories/   readable samples of each step, and their tokens for `keel report`
 checkpoints/    what `run.resume: auto` continues from
 nonfinite/      batches of steps without a finite gradient, for `keel replay`
+trackers/       how far each of `run.trackers` has been told of the run
 rewards/        what reward functions print, a file for each worker
 model/          the trained model, once the run has ended; model_60 that of an earlier end
 before_1/ …     what runs that ended without a checkpoint wrote here
@@ -30,7 +31,7 @@ from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, write_manif
 
 WRITTEN = (
     *("config.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "trajectories", "rewards"),
-    *("nonfinite", "model"),
+    *("nonfinite", "model", "trackers"),
 )
 
 

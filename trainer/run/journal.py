@@ -27,8 +27,8 @@ from keel.trainer.run.view import View
 EVENTS = "events.jsonl"
 """What happened besides steps: `resume`, `alarm`, `engine` (one was started again), `frozen` (a
 process stands still, or was ended for it), `restart` (of all, from a checkpoint), `ledger` (what
-became of the prompts). Nothing is taken out of it: what a resumed run does again has happened
-twice."""
+became of the prompts), `tracker` (where the curves are, and what became of sending them). Nothing
+is taken out of it: what a resumed run does again has happened twice."""
 REPAIR = "repair the line or take it out"
 
 
@@ -52,6 +52,8 @@ class Journal:
         `tokenizer`: the digest of the policy's. `tokens`: writes them with every token's numbers.
         `alarms`: looks at each step. `resumed_at`: the last one to keep."""
         self._view, self._alarms = view, alarms
+        self.written: Callable[[], None] = lambda: None
+        """Called whenever a step or an event stands in the folder."""
         self._every, self._tokenizer = every, tokenizer
         self._clock = clock
         self._per_step, self._tokens = trajectories, tokens
@@ -71,10 +73,18 @@ class Journal:
     def begin(self, activity: str) -> None:
         self._view.begin(activity)
 
+    def reach(self, done: int, total: int, unit: str) -> None:
+        self._view.reach(done, total, unit)
+
     def say(self, kind: str, text: str) -> None:
         """Tell people, and keep it in `events.jsonl`."""
         self.note(kind, text)
         self._view.say(text)
+
+    @property
+    def step(self) -> int:
+        """The last one that is written."""
+        return self._step
 
     @property
     def ends(self) -> str:
@@ -84,6 +94,7 @@ class Journal:
     def note(self, kind: str, text: str) -> None:
         """Keep it in `events.jsonl`."""
         note(self._metrics.parent, self._step, kind, text, self._clock())
+        self.written()
 
     def record(
         self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
@@ -101,6 +112,7 @@ class Journal:
                 "run can be resumed from its last checkpoint"
             ) from error
         self._step = step
+        self.written()
         for line in lines:
             self.say("alarm", line)
         self._view.record(step, numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
@@ -18,7 +19,11 @@ from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import KEPT, Lost, Restarts
 from keel.trainer.run.saved import TokenFile
+from keel.trainer.run.trackers.known import check_trackers, maker
+from keel.trainer.run.trackers.sending import CLOSE_S, HURRY_S, OWN, Sending, Trackers
+from keel.trainer.run.trackers.tracker import End, knobs_of
 from keel.trainer.run.view import View, open_view
+from keel.trainer.run.waits import waiting
 from keel.trainer.run.words import closing_words
 
 
@@ -58,8 +63,10 @@ def conduct(
     the last step done. When it has lost a process (`Lost`), all of it is started again from the
     newest checkpoint, `run.max_restarts` times.
     """
+    check_trackers(config.run.trackers)  # again: from Python nobody has
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(config))
+        with waiting("verifying the newest checkpoint"):
+            folder = stack.enter_context(RunFolder(config))
         if folder.set_aside:
             print(
                 f"{folder.path} holds a run that left no checkpoint to resume from. What it wrote "
@@ -109,14 +116,16 @@ def once(
     state, steps = folder.state(), config.run.steps
     start = reached = state.step if state else 0
     if state and folder.latest:
-        system.learner.load(folder.latest)
+        with waiting(f"loading {folder.latest.name}", f"loading {config.model.path}"):
+            system.learner.load(folder.latest)
     restarts.begun = True
     if start < steps:
         folder.begin(start)
         with open_view(str(folder.path), steps) as view:
             reached = drive(system, folder, view, start)
     if reached >= steps and not preempted():
-        folder.export(system.learner.export)
+        with waiting("exporting the model", f"exporting {config.model.path}"):
+            folder.export(system.learner.export)
     return reached
 
 
@@ -165,6 +174,20 @@ def open_journal(
         resumed_at=start,
     )
     stack.callback(journal.close)
+    if names := config.run.trackers:
+        say, knobs = partial(journal.say, OWN), knobs_of(config)
+        trackers = Trackers([Sending(n, maker(n), folder.path, knobs, say) for n in names], say)
+        journal.written = trackers.look
+
+        def ended(kind: type[BaseException] | None, *_: object) -> None:
+            failed = bool(journal.ends) or (kind is not None and issubclass(kind, Exception))
+            over = journal.step >= config.run.steps
+            end: End = "failed" if failed else "finished" if over else "stopped"
+            journal.begin(f"sending the rest to {', '.join(names)}")
+            hurry = preempted() or (kind is not None and not failed)  # a second Ctrl-C, that is
+            trackers.close(end, journal.step, HURRY_S if hurry else CLOSE_S)
+
+        stack.push(ended)
     return journal
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.trainer.run.interrupt import tell
+from keel.trainer.run.waits import DISPLAY, Wait, duration
 
 SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -40,6 +41,10 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 class View(Protocol):
     def begin(self, activity: str) -> None: ...
+    def reach(self, done: int, total: int, unit: str) -> None:
+        """So much of what has begun last is done."""
+        ...
+
     def record(self, step: int, numbers: Mapping[str, float]) -> None: ...
     def say(self, text: str) -> None: ...
     def __enter__(self) -> Self: ...
@@ -72,15 +77,35 @@ class Progress:
         return (now - began) / (step - first) * (self._steps - step) if step > first else None
 
 
+class Now:
+    """What a run is doing; how long it may take is judged by the last time it did the same."""
+
+    def __init__(self) -> None:
+        self.wait = Wait("starting", quiet=True)
+        self._took: dict[str, float] = {}
+
+    def begin(self, activity: str) -> None:
+        self._took[self.wait.what] = self.wait.seconds
+        self.wait = Wait(activity, last_s=self._took.get(activity), quiet=True)
+
+    def reach(self, done: int, total: int, unit: str) -> None:
+        self.wait.unit, self.wait.done, self.wait.total = unit, done, total
+
+
 class PlainView:
-    """One line a step."""
+    """One line a step, and one every half a minute about what takes longer."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout
-        self._progress = Progress(steps)
+        self._progress, self._now = Progress(steps), Now()
 
     def begin(self, activity: str) -> None:
-        pass
+        DISPLAY.end(self._now.wait)
+        self._now.begin(activity)
+        DISPLAY.begin(self._now.wait)
+
+    def reach(self, done: int, total: int, unit: str) -> None:
+        self._now.reach(done, total, unit)
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         line = [f"step {step}/{self._steps}", *troubles(numbers)]
@@ -104,7 +129,7 @@ class PlainView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        DISPLAY.end(self._now.wait)
 
 
 class LiveView:
@@ -114,7 +139,7 @@ class LiveView:
         self._title, self._steps = title, steps
         self._progress = Progress(steps)
         self._step, self._left = 0, None
-        self._activity, self._since = "starting", time.monotonic()
+        self._now = Now()
         self._numbers: dict[str, float] = {}
         self._rewards: list[float] = []
         self._evals: dict[str, list[tuple[int, float]]] = {}
@@ -123,7 +148,10 @@ class LiveView:
         )
 
     def begin(self, activity: str) -> None:
-        self._activity, self._since = activity, time.monotonic()
+        self._now.begin(activity)
+
+    def reach(self, done: int, total: int, unit: str) -> None:
+        self._now.reach(done, total, unit)
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         self._step, self._left = step, self._progress.left(step)
@@ -145,14 +173,13 @@ class LiveView:
 
     def _draw(self) -> RenderableType:
         left = f"{duration(self._left)} left" if self._left else ""
-        waited = time.monotonic() - self._since
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(width=14)
         head.add_column(ratio=1)
         head.add_column(justify="right", width=14)
         bar = ProgressBar(total=self._steps, completed=self._step)
         head.add_row(f"step {self._step}/{self._steps}", bar, left)
-        now = Spinner("dots", Text(f"{self._activity} · {waited:.0f} s", style="dim"))
+        now = Spinner("dots", Text(self._now.wait.words(), style="dim"))
         body = Table.grid(expand=True, padding=(0, 2))
         body.add_column(ratio=1)
         body.add_column(ratio=1)
@@ -216,11 +243,3 @@ def sparkline(series: list[float], width: int = 40) -> str:
     span = (high - low) or 1.0
     bars = "".join(BARS[1 + round((value - low) / span * (len(BARS) - 2))] for value in means)
     return f"{bars} {low:.2f}…{high:.2f}"
-
-
-def duration(seconds: float) -> str:
-    """Such as `45 s`, `12 min`, `3 h 05 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -46,8 +46,9 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
 from keel.trainer.run.view import View
+from keel.trainer.run.waits import waiting
 from keel.trainer.supervised import loop as sft
-from keel.trainer.system import start_of
+from keel.trainer.system import counted, start_of
 
 PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
 
@@ -303,7 +304,8 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
     """Start the ranks that `task` needs, and end them at exit, whatever happened."""
     config, deadline = task.config, task.config.run.startup_deadline_s
     with ExitStack() as stack:
-        start_ray()
+        with waiting("starting Ray", "Ray"):
+            start_ray()
         stack.callback(end_ray)
         seats = None
         if task.gpu:
@@ -312,20 +314,22 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
                 say(line)
         stack.enter_context(watched(say, config.run.frozen_after_s))
         learner = Learner(
-            starting_model(task, say),
+            starting_model(task),
             config,
             gpu=task.gpu,
             actor_options=partial(seats.options, RANK) if seats else None,
         )
         stack.callback(learner.shutdown)
-        say(f"starting {config.trainer.ranks} trainer rank(s)")
-        learner.prepared()
-        for line in learner.start():
+        who = f"starting {counted(config.trainer.ranks, 'trainer rank')}"
+        with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}"):
+            learner.prepared()
+            warnings = learner.start()
+        for line in warnings:
             say(f"warning: {line}")
         yield Teaching(task=task, learner=learner)
 
 
-def starting_model(task: SftTask, say: Callable[[str], None]) -> str:
+def starting_model(task: SftTask) -> str:
     """Where the weights are. The embedded model begins as `keel train` would have it on the
     recipe's `data.sources`; without these, or with no steps of its cold start, with random
     weights: then this is its cold start."""
@@ -333,7 +337,7 @@ def starting_model(task: SftTask, say: Callable[[str], None]) -> str:
     if config.model.path != EMBEDDED:
         return config.model.path
     if task.prompts is not None and embedded.cold_start.steps:
-        return start_of(task.given, task.prompts, say, gpu=task.gpu)
+        return start_of(task.given, task.prompts, gpu=task.gpu)
     untaught = replace(embedded, cold_start=replace(embedded.cold_start, steps=0))
     return str(ensure_embedded(untaught, seed=config.run.seed, sources=(), heldout_questions=()))
 

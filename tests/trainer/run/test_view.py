@@ -7,7 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
-from keel.trainer.run.view import LiveView, PlainView, Progress, duration, open_view, sparkline
+from keel.trainer.run.view import (
+    LiveView,
+    Now,
+    PlainView,
+    Progress,
+    duration,
+    open_view,
+    sparkline,
+)
 
 NUMBERS = {
     "reward/mean": 0.25,
@@ -45,6 +53,9 @@ def test_the_panel_shows_progress_health_and_the_time_split() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=110)
     with LiveView("quickstart", 10, console) as view:
         view.begin("training")
+        view.begin("evaluating")
+        view.reach(12, 256, "prompts")
+        view.begin("training")
         view.record(3, NUMBERS)
         view.say("saved")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -58,6 +69,18 @@ def test_the_panel_shows_progress_health_and_the_time_split() -> None:
         "saved",
     ):
         assert part in shown
+
+
+def test_what_goes_on_is_counted_and_measured_by_the_last_time() -> None:
+    now = Now()
+    now.begin("evaluating")
+    now.reach(12, 256, "prompts")
+    assert now.wait.words() == "evaluating · 12 of 256 prompts · 0 s"
+    now.wait._began -= 90.0
+    now.begin("training")
+    assert now.wait.words() == "training · 0 s"
+    now.begin("evaluating")
+    assert now.wait.words() == "evaluating · 0 s, about 2 min left"
 
 
 def test_time_left_counts_only_steps_seen_by_this_process() -> None:

@@ -1,0 +1,118 @@
+"""What the three trackers have stored on this machine, read back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+BLOCK, HEADER = 32768, 7
+"""Of the log that Weights & Biases writes offline, which is LevelDB's."""
+
+
+@dataclass(slots=True)
+class Stored:
+    """Of one run, whose parts are in the order in which they were written."""
+
+    points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Metric → steps and values, in the order in which they came."""
+    config: dict[str, Any] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+    runs: set[str] = field(default_factory=set)
+    end: Any = None
+
+    def add(self, name: str, step: int, value: float) -> None:
+        self.points.setdefault(name, []).append((step, value))
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Under which all three keep to this machine."""
+    return {
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+        "MLFLOW_TRACKING_URI": f"file:{place / 'mlruns'}",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "TRACKIO_DIR": str(place / "trackio"),
+    }
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Of a `.wandb` file: in blocks, each record in one part (1) or in several (2, 3 …, 4)."""
+    data, at, begun = path.read_bytes(), HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part, at = data[at + HEADER : at + HEADER + length], at + HEADER + length
+        begun = part if kind in (1, 2) else begun + part
+        if kind in (1, 4):
+            yield begun
+
+
+def by_wandb(folder: Path) -> Stored:
+    """folder: the run's."""
+    from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415  a second
+
+    found = Stored()
+    for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+        for content in records(path):
+            record = Record.FromString(content)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                found.runs.add(record.run.run_id)
+                for item in record.run.config.update:
+                    found.config[item.key] = orjson.loads(item.value_json)
+            elif kind == "history":
+                values = {
+                    item.key or ".".join(item.nested_key): orjson.loads(item.value_json)
+                    for item in record.history.item
+                }
+                for name in values.keys() - {"_step", "_runtime", "_timestamp"}:
+                    found.add(name, record.history.step.num, values[name])
+            elif kind == "alert":
+                found.events.append(record.alert.text)
+            elif kind == "exit":
+                found.end = record.exit.exit_code
+    return found
+
+
+def by_mlflow() -> Stored:
+    from mlflow import MlflowClient  # noqa: PLC0415  a second
+
+    found, client = Stored(), MlflowClient()
+    experiment = client.get_experiment_by_name("keel")
+    assert experiment is not None
+    for run in client.search_runs([experiment.experiment_id]):
+        found.runs.add(run.info.run_id)
+        found.end = run.info.status
+        found.config |= run.data.params
+        tags = sorted(run.data.tags.items())
+        found.config |= {k: v for k, v in tags if k.startswith("resumed.")}
+        found.events += [text for name, text in tags if name.startswith("event.")]
+        for name in run.data.metrics:
+            for point in client.get_metric_history(run.info.run_id, name):
+                found.add(name, point.step, point.value)
+    return found
+
+
+def by_trackio(place: Path) -> Stored:
+    """place: as of `environment`."""
+    found = Stored()
+    with sqlite3.connect(place / "trackio" / "keel.db") as base:
+        for run, step, metrics in base.execute(
+            "select run_name, step, metrics from metrics order by id"
+        ):
+            found.runs.add(run)
+            for name, value in orjson.loads(metrics).items():
+                found.add(name, step, value)
+        for (text,) in base.execute("select text from alerts order by id"):
+            found.events.append(text)
+        for (config,) in base.execute("select config from configs"):
+            found.config |= orjson.loads(config)
+    return found

@@ -1,0 +1,95 @@
+"""The three packages themselves, where no server answers and where there is no key. What they store
+offline of a whole run: tests/e2e/test_command.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keel.trainer.cli import main
+from keel.trainer.run.trackers.mlflow import allowed
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.e2e
+KEY = "0123456789abcdefplanted00000000000000000"
+RUN = """
+import sys, threading, time
+from pathlib import Path
+from keel.trainer.run.trackers.known import check_trackers, maker
+from keel.trainer.run.trackers.sending import Sending, Trackers
+names = ["wandb", "mlflow", "trackio"]
+check_trackers(names)
+say = lambda text: print(text, flush=True)
+sendings = [Sending(n, maker(n), Path(sys.argv[1]), {"a": 1}, say, late_s=0.0) for n in names]
+trackers = Trackers(sendings, say)
+longest = 0.0
+while any(not sending._since for sending in sendings if not sending.done.is_set()):
+    time.sleep(0.01)
+for _ in range(50):
+    began = time.thread_time()
+    trackers.look()
+    longest = max(longest, time.thread_time() - began)
+    time.sleep(0.01)
+trackers.close("finished", 3, seconds=1.0)
+print("longest", longest, flush=True)
+"""
+
+
+def test_a_server_that_never_answers_holds_up_neither_a_step_nor_the_end(tmp_path: Path) -> None:
+    line = {"step": 3, "time": 1.0, "loss": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(100)
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        given = {
+            "WANDB_API_KEY": KEY,
+            "WANDB_BASE_URL": f"http://{where}",
+            "WANDB_ERROR_REPORTING": "false",
+            "MLFLOW_TRACKING_URI": f"http://me:{KEY}@{where}",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "TRACKIO_SERVER_URL": f"http://{where}",
+            "TRACKIO_WRITE_TOKEN": KEY,
+            "TRACKIO_DIR": str(tmp_path / "trackio"),
+            "HOME": str(tmp_path),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **given},
+            timeout=PATIENCE_S,
+        )
+    assert done.returncode == 0, done.stderr
+    for name in ("wandb", "mlflow"):
+        assert f"warning: {name} has not answered for 0 s. The run goes on" in done.stdout
+        assert f"warning: {name} was told of 0 of 3 steps within 1 s" in done.stdout
+    assert float(done.stdout.split("longest")[1]) < 0.1, "a step waited"
+    assert KEY not in done.stdout + done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in written if KEY.encode() in path.read_bytes()] == []
+
+
+def test_without_a_key_nothing_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert main(["train", "quickstart", "run.trackers=[wandb]", f"run.dir={tmp_path / 'r'}"]) == 2
+    said = capsys.readouterr().err
+    assert "run.trackers: wandb: it has no key. Call `wandb login`, or set WANDB_API_KEY" in said
+    assert not (tmp_path / "r").exists()
+
+
+def test_names_are_such_as_mlflow_takes() -> None:
+    assert allowed("eval/sums/pass@1") == "eval/sums/pass_at_1"
+    assert allowed("data.sources[sums].size") == "data.sources.sums.size"
+    assert allowed("eval/a&b/score") == "eval/a_b/score"

@@ -1,0 +1,1 @@
+"""What else is told of a run: Weights & Biases, MLflow and trackio."""
