@@ -58,9 +58,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_recipe(path, overrides)[0]
 
 
-def load_recipe(
-    path: str | Path, overrides: Sequence[str] = ()
-) -> tuple[Config, frozenset[str]]:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
     """As `load_config`, and the knobs that the recipe leaves to the hardware and the model
     (`keel.configs.auto`): the config has their values for a CPU."""
     tree, where, recipe = _tree(Config, Path(path), overrides)

@@ -32,6 +32,7 @@ from keel.trainer.nonfinite import SAID
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
 from keel.trainer.run.batches import keep_batch
+from keel.trainer.run.choices import remember
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
@@ -67,6 +68,7 @@ def train(
         position=task.dataset.train.state,
         started=lambda folder: running(task, print, folder.rewards),
         drive=drive or run_loop,
+        chosen=partial(remember, values=task.choice.values, hardware=task.hardware),
     )
 
 
@@ -89,6 +91,7 @@ def _learn(command: str, task: SftTask, recipe: str, overrides: Sequence[str]) -
         position=task.batches.position,
         started=lambda _: teaching(task, print),
         drive=run_lessons,
+        chosen=partial(remember, values=task.choice.values, hardware=task.hardware),
     )
 
 

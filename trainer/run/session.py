@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
@@ -50,13 +51,15 @@ def conduct(
     position: Callable[[], Mapping[str, Any]],
     started: Callable[[RunFolder], AbstractContextManager[S]],
     drive: Callable[[S, RunFolder, View, int], int],
+    chosen: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Begin the run of `config`, or go on with it.
 
     command: what the user called, without `keel`. text: what is planned. restore: puts the data
     where a checkpoint, or `position`, says it stood. started: what trains. drive: the loop; returns
-    the last step done. When it has lost a process (`Lost`), all of it is started again from the
-    newest checkpoint, `run.max_restarts` times.
+    the last step done. chosen: keeps in the folder what was chosen for the run. When it has lost a
+    process (`Lost`), all of it is started again from the newest checkpoint, `run.max_restarts`
+    times.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config))
@@ -80,6 +83,7 @@ def conduct(
         beginning = position()
         if state:
             restore(state.cursor)
+        chosen(folder.path)
         print(text, flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:
