@@ -187,15 +187,14 @@ def run(arm: Arm, made: dict[str, Any], out: Path, *, steps: int, limit_s: float
     read = on_gpu or tree_reader(lambda: process.pid if process else None)
     free = read()
     with PeakMemory(read, 0.05 if on_gpu else 0.5) as peak, log.open("wb") as said:
-        with subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process:
-            try:
-                while process.poll() is None and time.monotonic() - began < limit_s:
-                    found = read_steps(folder / "metrics.jsonl")
-                    if len(found) > steps:
-                        break
-                    time.sleep(0.2)
-            finally:
-                stop(process)
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None and time.monotonic() - began < limit_s:
+                if len(read_steps(folder / "metrics.jsonl")) > steps:
+                    break
+                time.sleep(0.2)
+        finally:
+            stop(process)
     if on_gpu:
         settled(read, free)
     arm.peak_gib = peak.gib
@@ -283,8 +282,8 @@ def report(found: Mapping[str, list[Arm]]) -> str:
     for name, arms in found.items():
         lines += [
             f"\n{name}",
-            "| arm | s per step | tokens per second | phases, s | peak GiB | planned: engine + rank "
-            "| start s | |",
+            "| arm | s per step | tokens per second | phases, s | peak GiB | planned: engine + "
+            "rank | start s | |",
             "|---|---|---|---|---|---|---|---|",
             *(arm.row() for arm in arms),
         ]

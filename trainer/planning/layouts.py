@@ -30,6 +30,8 @@ from keel.trainer.planning.plan import Plan, make_plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
 
 TIE = 1.01
+CURES_TRIED = 400
+"""Changes to a recipe that fits nowhere, each with all that it leaves open to be tried."""
 SPARE = 1.06
 """Of a rank's memory: the model says up to 2 % too little (docs/scaling.md), and no trajectory is
 like another."""
@@ -233,9 +235,23 @@ class Search:
         """As `cures`, of a recipe whose open knobs are decided anew each time."""
 
         def planned(changed: Config) -> None:
-            search = Search(changed, self.left, facts, self.hardware)
-            search.way = WAYS[-1]
-            if next(search.fitting(), None) is None:
+            if not Search(changed, self.left, facts, self.hardware).fits():
                 raise DoesNotFit("no layout")
 
-        return cures(self.config, facts, planned, decided=self.left)
+        return cures(self.config, facts, planned, decided=self.left, tried=CURES_TRIED)
+
+    def fits(self) -> bool:
+        """Whether anything does: of each placement and way to learn the smallest."""
+        self.way = WAYS[-1]
+        return any(
+            layout is not None
+            for seats in self.options.placements
+            for learning in self.options.least(seats)
+            if self._rank_fits({**seats, **learning})
+            for turns in self.options.turns
+            for layout in [
+                self.layout(
+                    {**seats, **learning, **turns, **self.options.sampling(seats, fewer=True)[-1]}
+                )
+            ]
+        )

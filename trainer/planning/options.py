@@ -142,6 +142,13 @@ class Options:
                     sizes = self.micro_batches(ranks)
                     yield [{**stage, **compiled, **recomputed, **size} for size in sizes]
 
+    def least(self, seats: Values) -> Iterator[Values]:
+        """Of the ways to learn, those that need the least memory."""
+        ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
+        knobs = {"trainer.compile": False, "trainer.activation_checkpointing": True}
+        for stage in self.stages(ranks):
+            yield {**stage, **self.open(knobs), **self.micro_batches(ranks)[-1]}
+
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
         if knob not in self.left:
             return [{}]
@@ -195,13 +202,14 @@ class Options:
         config = self.config
         seats = self.placements[0] if self.placements else {}
         ranks = seats.get("trainer.ranks", config.trainer.ranks)
+        shared = self.gpus == 1 or seats.get("rollout.colocated", config.rollout.colocated)
         stays = (STAYING_GIB + self.hardware.taken_gib) / self.hardware.gpu_gib
         most = max(0.01, min(0.9, round(1 - stays, 2)))
         for sleeps, stage in product((True, False), (3, 2, 1) if ranks > 1 else (1,)):
             values = {
                 **seats,
                 "rollout.sleep": sleeps,
-                "rollout.gpu_memory_utilization": most if sleeps else 0.5,
+                "rollout.gpu_memory_utilization": 0.5 if shared and not sleeps else most,
                 "rollout.max_num_seqs": 1,
                 "trainer.activation_checkpointing": True,
                 "trainer.micro_batch_tokens": context_tokens(config),
