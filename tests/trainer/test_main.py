@@ -290,7 +290,7 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
     learner = SimpleNamespace(load=lambda path: None, export=lambda path: path.mkdir() or {})
 
     @contextmanager
-    def running(*_: object) -> Iterator[Any]:
+    def running(*_: object, **__: object) -> Iterator[Any]:
         yield SimpleNamespace(learner=learner)
 
     monkeypatch.setattr("keel.trainer.main.running", running)

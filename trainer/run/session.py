@@ -17,7 +17,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import asked, preempted, tell
 from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import KEPT, Lost, Restarts
+from keel.trainer.run.restarts import KEPT, Lost, OutOfMemory, Restarts
 from keel.trainer.run.saved import TokenFile
 from keel.trainer.run.view import View, open_view
 from keel.trainer.run.words import closing_words
@@ -52,6 +52,7 @@ def conduct(
     started: Callable[[RunFolder], AbstractContextManager[S]],
     drive: Callable[[S, RunFolder, View, int], int],
     chosen: Callable[[Path], None] = lambda _: None,
+    lowered: Callable[[OutOfMemory], str] | None = None,
 ) -> None:
     """Begin the run of `config`, or go on with it.
 
@@ -59,7 +60,8 @@ def conduct(
     where a checkpoint, or `position`, says it stood. started: what trains. drive: the loop; returns
     the last step done. chosen: keeps in the folder what was chosen for the run. When it has lost a
     process (`Lost`), all of it is started again from the newest checkpoint, `run.max_restarts`
-    times.
+    times; `lowered` is first called after a step that did not fit a GPU, and says what it has
+    changed.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config))
@@ -92,7 +94,9 @@ def conduct(
                     reached = once(system, folder, config, restarts, drive)
                 break
             except (Lost, RayError) as raised:
-                error = again_after(raised, restarts)
+                error: object = again_after(raised, restarts)
+                if isinstance(raised, OutOfMemory) and lowered is not None:
+                    error = lowered(raised)
                 state = folder.state()
                 restore(state.cursor if state else beginning)
                 where = f"step {state.step}" if state else "its beginning: it has no checkpoint yet"
