@@ -71,7 +71,7 @@ def train(
         started=lambda folder: running(task, print, folder.rewards, lowering=lowering),
         lowered=lowering.after,
         drive=drive or run_loop,
-        chosen=partial(remember, values=task.choice.values, hardware=task.hardware),
+        chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
     )
 
 
@@ -96,7 +96,7 @@ def _learn(command: str, task: SftTask, recipe: str, overrides: Sequence[str]) -
         started=lambda _: teaching(replace(task, config=lowering.config), print),
         lowered=lowering.after,
         drive=run_lessons,
-        chosen=partial(remember, values=task.choice.values, hardware=task.hardware),
+        chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
     )
 
 

@@ -231,7 +231,7 @@ def found_model(
         check_engine_dtype(config, model.model_type)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
-    before = remembered(config, machine)
+    before = remembered(config, machine.signature)
     choice = choose(config, left, facts, machine, before.values)
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from keel.configs.schema import Config, ConfigError, RunConfig
 from keel.trainer.planning.memory import GIB, gib
@@ -119,6 +120,15 @@ class Hardware:
     """How many GPUs there are, nobody knows: these are nodes enough for the recipe."""
     note: str = ""
     """What it is and who says so."""
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What a choice for it depends on, for JSON."""
+        return {
+            "GPUs of each node": [node.gpus for node in self.nodes],
+            "GiB of a GPU": round(self.gpu_gib),
+            "GiB that others hold": round(self.taken_gib),
+        }
 
     @property
     def taken_said(self) -> str:

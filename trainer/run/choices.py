@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import Config
-from keel.trainer.planning.placement import Hardware
 from keel.trainer.run import checkpoint
 
 CHOSEN = "chosen.json"
@@ -24,8 +23,8 @@ class Remembered:
     """How the hardware is another than then."""
 
 
-def remembered(config: Config, hardware: Hardware) -> Remembered:
-    """Of the run in `run.dir` that this one would go on with."""
+def remembered(config: Config, now: Mapping[str, Any]) -> Remembered:
+    """Of the run in `run.dir` that this one would go on with. now: what the hardware is like."""
     folder = Path(config.run.dir).expanduser()
     latest = checkpoint.latest(folder / "checkpoints")
     try:
@@ -35,7 +34,6 @@ def remembered(config: Config, hardware: Hardware) -> Remembered:
         return Remembered()
     if latest is None or config.run.resume == "never":
         return Remembered()
-    now = signature(hardware)
     differences = [
         f"{what} {then.get(what)} → {now[what]}" for what in now if then.get(what) != now[what]
     ]
@@ -48,12 +46,12 @@ def remembered(config: Config, hardware: Hardware) -> Remembered:
     return Remembered(values=kept, changed=said)
 
 
-def remember(folder: Path, values: Mapping[str, Any], hardware: Hardware) -> None:
-    """Whole or not at all; where nothing was left open, nothing."""
+def remember(folder: Path, values: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Whole or not at all; where nothing was left open, nothing. now: as of `remembered`."""
     if not values:
         return
     fresh = folder / f"{CHOSEN}.tmp"
-    content = {"values": dict(values), "hardware": signature(hardware)}
+    content = {"values": dict(values), "hardware": dict(now)}
     fresh.write_text(json.dumps(content, indent=1) + "\n")
     fresh.replace(folder / CHOSEN)
 
@@ -68,12 +66,3 @@ def lower(folder: Path, values: Mapping[str, Any]) -> None:
     fresh = folder / f"{CHOSEN}.tmp"
     fresh.write_text(json.dumps(saved, indent=1) + "\n")
     fresh.replace(folder / CHOSEN)
-
-
-def signature(hardware: Hardware) -> dict[str, Any]:
-    """What a choice depends on."""
-    return {
-        "GPUs of each node": [node.gpus for node in hardware.nodes],
-        "GiB of a GPU": round(hardware.gpu_gib),
-        "GiB that others hold": round(hardware.taken_gib),
-    }
