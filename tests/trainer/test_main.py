@@ -379,7 +379,6 @@ def test_a_run_leaves_measuring_to_others_where_it_is_told(
             learner=None,
             pool=SimpleNamespace(),
             lowering=None,
-        lowering=None,
             agents=None,
             scorer=scorer,
             watch=None,
