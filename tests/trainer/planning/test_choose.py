@@ -58,9 +58,9 @@ def shapes() -> dict[str, ModelFacts]:
     return {name: replace(facts_of(one), max_context=40_960) for name, one in SHAPES.items()}
 
 
-def recipe(*, dtype: Any = "bfloat16", **algorithm: int) -> Config:
+def recipe(*, dtype: Any = "bfloat16", **algorithm: Any) -> Config:
     """The workload of docs/performance.md."""
-    sizes = {"prompts_per_step": 16, "group_size": 8, **algorithm}
+    sizes: dict[str, Any] = {"prompts_per_step": 16, "group_size": 8, **algorithm}
     return Config(
         model=ModelConfig(path="some/model", dtype=dtype),
         data=DataConfig(sources=(SOURCE,), max_prompt_tokens=128),
