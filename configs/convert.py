@@ -13,7 +13,8 @@ from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from keel.configs.schema import ConfigError, EvalConfig, RolloutConfig, SamplingConfig
+from keel.configs.auto import AUTO, KNOBS
+from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
 from keel.configs.suggest import knob_types, section_type, suggest
 
 T = TypeVar("T")
@@ -156,7 +157,8 @@ class _Builder:
             # `True == 1`, so equality alone would let a bool pass for an int.
             if any(value == arg and type(value) is type(arg) for arg in args):
                 return value
-            return self.problem(at, f" = {value!r}: must be one of {', '.join(map(str, args))}")
+            choices = [*map(str, args), *self.or_auto(at)]
+            return self.problem(at, f" = {value!r}: must be one of {', '.join(choices)}")
         if origin is tuple:
             if not isinstance(value, list):
                 return self.problem(at, f" = {value!r}: must be a list")
@@ -180,7 +182,8 @@ class _Builder:
 
     def scalar(self, hint: type, value: Any, at: _At) -> Any:
         if value is None:
-            return self.problem(at, f" = null: must be {_TYPE_NAMES[hint]}")
+            kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
+            return self.problem(at, f" = null: must be {kind}")
         if hint is float:
             number = _as_float(value)
             if number is not None and math.isfinite(number):
@@ -198,7 +201,12 @@ class _Builder:
             cure = "; put it in quotes"
         elif hint in (int, bool) and isinstance(value, str):
             cure = " without quotes" if value.strip().lstrip("-").isdigit() else ""
-        return self.problem(at, f" = {value!r}: must be {_TYPE_NAMES[hint]}{cure}")
+        kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
+        return self.problem(at, f" = {value!r}: must be {kind}{cure}")
+
+    def or_auto(self, at: _At) -> list[str]:
+        """What else the knob may be."""
+        return [AUTO] * (self.root is Config and at.key in KNOBS)
 
 
 _TYPE_NAMES = {

@@ -72,6 +72,7 @@ RESUMABLE_KNOBS = frozenset(
         "trainer.offload_optimizer",
         "trainer.micro_batch_tokens",
         "trainer.activation_checkpointing",
+        "trainer.compile",
         "trainer.offload_while_sampling",
         "trainer.threads",
         "trainer.publish_bucket_mib",

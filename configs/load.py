@@ -23,6 +23,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from keel.configs.auto import spelled_out, taken_out
 from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
@@ -40,6 +41,7 @@ __all__ = [
     "flatten_config",
     "load_config",
     "load_distillation",
+    "load_recipe",
     "load_synthesis",
 ]
 
@@ -53,7 +55,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError naming the file and line (or the override), the knob and the cure.
     """
-    return build(Config, *_tree(Config, Path(path), overrides))
+    return load_recipe(path, overrides)[0]
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
+    """As `load_config`, and the knobs that the recipe leaves to the hardware and the model
+    (`keel.configs.auto`): the config has their values for a CPU."""
+    tree, where, recipe = _tree(Config, Path(path), overrides)
+    tree, left = taken_out(tree)
+    return build(Config, tree, where, recipe), left
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
@@ -79,6 +89,8 @@ def _tree(
             tree = _merged(tree, layer)
         for override in overrides:
             _apply(tree, where, override)
+        if root is Config:
+            tree = spelled_out(tree)
         if (key := calls(tree)) is not None:
             raise ConfigError(
                 f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "

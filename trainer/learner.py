@@ -27,9 +27,9 @@ from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import Lost
+from keel.trainer.run.restarts import Lost, OutOfMemory
 from keel.trainer.run.saved import saved
-from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts, last_lines
+from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts, joined_tokens, last_lines
 
 GRACE_S, LOST_S = 5.0, 90.0
 """After one rank's failure: wait this long to learn what the others say; and where it may be that
@@ -37,6 +37,9 @@ another is gone (`maybe_of_another`), until Ray knows. It gives up a silent node
 MANY, AT_LEAST_S = 10.0, 300.0
 """A step is taken for lost after so many times what the longest so far took, and no sooner than
 this; the first one after `trainer.deadline_s`."""
+
+
+STEP = "an optimizer step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,9 @@ class Learner:
     ) -> StepResult:
         """An optimizer step on each batch of the share of each group of ranks. groups: of which
         they were packed, to name what was found in them. examine: `TrainerEngine.step`."""
-        reports: list[StepReport] = self._deal("step", shares, "an optimizer step", examine=examine)
+        reports: list[StepReport] = self._deal("step", shares, STEP, examine=examine)
+        if reports[0].out_of_memory:
+            raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
         self.tokens = joined_tokens([report.tokens for report in reports])
         metrics = merge(report.metrics for report in reports)
@@ -155,6 +160,12 @@ class Learner:
             findings=said_of([found for report in reports for found in report.findings], groups),
             gave_up=reports[0].gave_up,
         )
+
+    def lowered(self, config: Config) -> None:
+        """Go on with the smaller micro-batches of `config`, or with activation checkpointing."""
+        if config.trainer.activation_checkpointing > self._config.trainer.activation_checkpointing:
+            self._all("recompute", limit=self._limit("switching activation checkpointing on"))
+        self._config = config
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
         """`<name>/nll` of named batches of conversations, by the current weights: a micro-batch of
@@ -351,7 +362,8 @@ class Learner:
             if "worker process has died" in text:  # all the rest is Ray's guesses
                 text = f"trainer rank {rank} died during {what}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
-        failure = Lost(text) if lost else RuntimeError(text)
+        short = what == STEP and type(cause).__name__ == "OutOfMemoryError"  # torch's
+        failure = OutOfMemory(text) if short else Lost(text) if lost else RuntimeError(text)
         failure.__cause__ = error
         return failure
 
@@ -381,17 +393,6 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
         for share, batch in zip(shares, packed, strict=True):
             share.append(batch)
     return shares
-
-
-def joined_tokens(
-    parts: Sequence[Mapping[int, TokenNumbers]],
-) -> dict[int, TokenNumbers]:
-    """Ranks that share a micro-batch have each seen a part of its tokens."""
-    numbers = sorted({number for part in parts for number in part})
-    return {
-        number: TokenNumbers.merged([part[number] for part in parts if number in part])
-        for number in numbers
-    }
 
 
 def _joined(parts: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:

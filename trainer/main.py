@@ -29,9 +29,11 @@ from keel.trainer.cluster.ray_internals import leave
 from keel.trainer.cluster.watch import watched
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.nonfinite import SAID
+from keel.trainer.planning.lowering import Lowering, Repeating
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
 from keel.trainer.run.batches import keep_batch
+from keel.trainer.planning.remembered import remember
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
@@ -61,14 +63,17 @@ def train(
     """`keel train`: run the recipe, or go on with it. drive: `run_loop`, or something around it."""
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
         task = prepare(recipe, overrides)
+    lowering = Lowering(config=task.config, folder=Path(task.config.run.dir).expanduser())
     conduct(
         ["train", recipe, *overrides],
         task.config,
         text=task.text(),
         restore=task.dataset.train.restore,
         position=task.dataset.train.state,
-        started=lambda folder: running(task, print, folder.rewards),
+        started=lambda folder: running(task, print, folder.rewards, lowering=lowering),
+        lowered=lowering.after,
         drive=drive or run_loop,
+        chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
     )
 
 
@@ -90,14 +95,17 @@ def _learn(
 ) -> None:
     with waiting("checking the recipe and what it teaches", f"{command}: lessons of {recipe}"):
         task = prepared(recipe, overrides)
+    lowering = Lowering(config=task.config, folder=Path(task.config.run.dir).expanduser())
     conduct(
         [command, recipe, *overrides],
         task.config,
         text=task.text(),
         restore=task.batches.restore,
         position=task.batches.position,
-        started=lambda _: teaching(task, print),
+        started=lambda _: teaching(replace(task, config=lowering.config), print),
+        lowered=lowering.after,
         drive=run_lessons,
+        chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
     )
 
 
@@ -277,12 +285,16 @@ def run_loop(
             system.agents.say = view.say
         system.scorer.tell(view.say)
         interrupt = stack.enter_context(Interrupt(view.say, grace_s=config.run.grace_s))
+        trained: loop.Learner = learner
+        if (lowering := system.lowering) is not None:
+            say = partial(journal.say, "out of memory")
+            trained = Repeating(learner=learner, lowering=lowering, say=say)
         ledger = Ledger(dataset.train, partial(journal.say, "ledger"))
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,
             rewards=system.scorer,
-            learner=learner,
+            learner=trained,
             journal=journal,
             heldout=dataset.heldout if config.run.eval_every >= 0 else {},
             save=save,

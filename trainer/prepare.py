@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
-from keel.configs.load import load_config
+from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.data.dataset import Dataset, load_dataset
 from keel.model.embedded.build import model_config
@@ -39,10 +39,12 @@ from keel.rollout.chat.render import name_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here
+from keel.trainer.planning.choose import Choice, choose
 from keel.trainer.planning.families import check_engine_attention, check_engine_dtype
 from keel.trainer.planning.placement import Hardware
-from keel.trainer.planning.plan import Plan, describe, plan_on
+from keel.trainer.planning.plan import Plan, describe
 from keel.trainer.planning.unusual import unusual
+from keel.trainer.planning.remembered import Remembered, remembered
 from keel.trainer.run.folder import check_exported
 from keel.trainer.run.manifest import MANIFEST
 
@@ -54,10 +56,13 @@ class Task:
     """A recipe that has passed every check, with its data."""
 
     config: Config
+    """With what it left open decided."""
     dataset: Dataset
     facts: ModelFacts
     plan: Plan
     hardware: Hardware
+    choice: Choice
+    """Of what the recipe left open."""
     tokenizer: Any = None
     """Of transformers."""
     programs: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -83,7 +88,15 @@ class Task:
         text = describe(
             self.config, self.facts, self.plan, lines, hardware=self.hardware, seats=seats
         )
-        return "\n".join([text, *(f"{'warning':<12} {line}" for line in self.warnings)])
+        return "\n".join([text, *ending_lines(self.choice, self.warnings)])
+
+
+def ending_lines(choice: Choice, warnings: Sequence[str]) -> list[str]:
+    """What was chosen and why, and what may be wrong."""
+    return [
+        *(f"{'' if i else 'chosen':<12} {line}" for i, line in enumerate(choice.lines())),
+        *(f"{'warning':<12} {line}" for line in warnings),
+    ]
 
 
 def needs_judge(config: Config, dataset: Dataset) -> bool:
@@ -104,14 +117,14 @@ def prepare(
     `hardware`: on what the run is planned; `keel.trainer.cluster.nodes` has the choices.
     """
     disable_progress_bar()  # transformers' own bars would cut through the view
-    config = load_config(recipe, overrides)
+    config, left = load_recipe(recipe, overrides)
     require_prompts(config)
     try:
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    found = found_model(config, hardware, chats=has_chats(config))
-    tokenizer, facts = found.tokenizer, found.facts
+    found = found_model(config, left, hardware, chats=has_chats(config))
+    config, tokenizer, facts = found.choice.config, found.tokenizer, found.facts
     check_engine_attention(
         config,
         architecture=facts.architecture,
@@ -124,12 +137,13 @@ def prepare(
         config=config,
         dataset=dataset,
         facts=facts,
-        plan=found.plan,
+        plan=found.choice.plan,
         hardware=found.hardware,
+        choice=found.choice,
         tokenizer=tokenizer,
         chat=chat,
         tokenizer_digest=digest_of_tokenizer(tokenizer),
-        warnings=[*warning_lines(config, facts, found.lacking), *unread_lines(config, dataset)],
+        warnings=[*warning_lines(config, found), *unread_lines(config, dataset)],
         programs={
             "chats": chat_note(tokenizer, chat) if has_chats(config) else "none: raw prompts",
             **check_rewards(config, dataset),
@@ -185,16 +199,23 @@ class Found:
 
     tokenizer: Any
     facts: ModelFacts
-    plan: Plan
     hardware: Hardware
+    choice: Choice
+    """Of what the recipe leaves open, with the plan."""
+    before: Remembered
     lacking: str
     """Of the model's weights here."""
 
 
 def found_model(
-    config: Config, hardware: Callable[[Config], Hardware], *, chats: bool = True
+    config: Config,
+    left: frozenset[str],
+    hardware: Callable[[Config], Hardware],
+    *,
+    chats: bool = True,
 ) -> Found:
-    """chats: whether the tokenizer has to write any. Raises ConfigError."""
+    """left: knobs to be decided. chats: whether the tokenizer has to write any. Raises
+    ConfigError."""
     machine = hardware(config)
     if machine.found:
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
@@ -210,11 +231,19 @@ def found_model(
         check_engine_dtype(config, model.model_type)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
-    plan = plan_on(config, facts, machine)
+    before = remembered(config, machine.signature)
+    choice = choose(config, left, facts, machine, before.values)
     lacking = "" if config.model.path == EMBEDDED else missing_weights(config.model.path)
     if lacking and machine.found:
         raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
-    return Found(tokenizer=tokenizer, facts=facts, plan=plan, hardware=machine, lacking=lacking)
+    return Found(
+        tokenizer=tokenizer,
+        facts=facts,
+        hardware=machine,
+        choice=choice,
+        before=before,
+        lacking=lacking,
+    )
 
 
 def chat_note(tokenizer: Any, chat: TemplateChat | None) -> str:
@@ -261,10 +290,18 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
     return rules
 
 
-def warning_lines(config: Config, facts: ModelFacts, lacking: str) -> list[str]:
-    """What may be meant so, and most likely is not. `lacking`: of the model's weights here."""
-    where = f"model.path = {config.model.path!r}: {lacking}; `keel train` needs them where it runs"
-    return [*unusual(config, facts), *[where] * bool(lacking)]
+def warning_lines(config: Config, found: Found) -> list[str]:
+    """What may be meant so, and most likely is not; GPUs that others use, and a choice that is no
+    longer the one that the run began with."""
+    path, lacking = config.model.path, found.lacking
+    where = f"model.path = {path!r}: {lacking}; `keel train` needs them where it runs"
+    taken = found.hardware.taken_said
+    return [
+        *([taken] if taken else []),
+        *([found.before.changed] if found.before.changed else []),
+        *unusual(config, found.facts),
+        *([where] if lacking else []),
+    ]
 
 
 def unread_lines(config: Config, dataset: Dataset) -> list[str]:

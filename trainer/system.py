@@ -36,6 +36,7 @@ from keel.trainer.cluster.reservation import reserved
 from keel.trainer.cluster.watch import Watch, watched
 from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
+from keel.trainer.planning.lowering import Lowering
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
 from keel.trainer.run.waits import Wait, amount, waiting
@@ -52,6 +53,8 @@ class System:
     scorer: Scorer
     agents: EpisodeRunner | None = None
     watch: Watch | None = None
+    lowering: Lowering | None = None
+    """What to do about steps that do not fit; None: they end the run."""
 
     def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
         """The same, raising what makes it idle to wait any longer (`Watch.check`)."""
@@ -119,10 +122,13 @@ def running(
     log: Path | None = None,
     *,
     learner: bool = True,
+    lowering: Lowering | None = None,
 ) -> Iterator[System]:
     """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
     what reward functions print. learner: whether trainer ranks are wanted; engines that sleep have
-    their weights from these, and so get them always."""
+    their weights from these, and so get them always. lowering: has the recipe as it is by now."""
+    if lowering is not None:
+        task = replace(task, config=lowering.config)
     config, deadline = task.config, task.config.run.startup_deadline_s
     with ExitStack() as stack:
         judge = None
@@ -190,7 +196,13 @@ def running(
             judge.check_reachable()
         agents = stack.enter_context(episodes(task, pool))
         system = System(
-            task=task, pool=pool, ranks=ranks, scorer=scorer, agents=agents, watch=watch
+            task=task,
+            pool=pool,
+            ranks=ranks,
+            scorer=scorer,
+            agents=agents,
+            watch=watch,
+            lowering=lowering,
         )
         if sleep:
             system.wake()

@@ -64,6 +64,17 @@ class StepReport:
     findings: tuple[Finding, ...] = ()
     """`TrainerEngine.findings`"""
     gave_up: str = ""
+    out_of_memory: str = ""
+    """Why nothing was done: the step did not fit, and this rank has forgotten it."""
+
+
+def joined_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
+    """Ranks that share a micro-batch have each seen a part of its tokens."""
+    numbers = sorted({number for part in parts for number in part})
+    return {
+        number: TokenNumbers.merged([part[number] for part in parts if number in part])
+        for number in numbers
+    }
 
 
 class TrainerWorker:
@@ -144,7 +155,26 @@ class TrainerWorker:
         return self._engine.notes
 
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> StepReport:
-        metrics = self.engine.step(batches, examine=examine)
+        import torch  # noqa: PLC0415  (as above)
+
+        try:
+            metrics = self.engine.step(batches, examine=examine)
+        except torch.OutOfMemoryError as error:
+            short = str(error)
+        else:
+            return self._stepped(metrics)
+        # Out here nothing refers to what the step had computed.
+        if not self.engine.forgotten():
+            raise torch.OutOfMemoryError(short)
+        return StepReport(
+            version=self.engine.version, steps=self.engine.steps, metrics={}, out_of_memory=short
+        )
+
+    def recompute(self) -> None:
+        """`TrainerEngine.recompute`"""
+        self.engine.recompute()
+
+    def _stepped(self, metrics: dict[str, Metric]) -> StepReport:
         return StepReport(
             version=self.engine.version,
             steps=self.engine.steps,

@@ -133,7 +133,7 @@ def in_this_process() -> Iterator[None]:
 
     @contextmanager
     def running(
-        task: Task, say: Callable[[str], None], log: Path | None = None, *, learner: bool = True
+        task: Task, say: Callable[[str], None], log: Path | None = None, **_: Any
     ) -> Iterator[System]:
         if not ray.is_initialized():
             start_ray()

@@ -12,6 +12,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
+from keel.configs.auto import AUTO, KNOBS
 from keel.configs.diff import resumable
 from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.reference.pages import page_of
@@ -126,9 +127,10 @@ def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator
                 Knob(
                     recipe=recipe,
                     path=here,
-                    kind=kind(hint),
-                    allowed=_allowed(cls, field.name, hint),
-                    default=_default(field),
+                    kind=kind(hint) + f", or {AUTO}" * _decided(recipe, here, hint),
+                    allowed=_allowed(cls, field.name, hint)
+                    + f" · {AUTO}" * (_decided(recipe, here) and get_origin(hint) is Literal),
+                    default=AUTO if _decided(recipe, here) else _default(field),
                     text=text,
                     resume=resume(recipe, here),
                     page=page_of(named(recipe, here), text),
@@ -142,6 +144,12 @@ def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator
         yield Section(recipe=recipe, path=path, cls=cls, text=said, knobs=tuple(own))
     for each in inner:
         yield from each
+
+
+def _decided(recipe: Recipe, path: str, hint: Any = None) -> bool:
+    """Whether a recipe may leave it to the hardware and the model (and its values are no list of
+    choices, of which `auto` is then one)."""
+    return recipe == "train" and path in KNOBS and get_origin(hint) is not Literal
 
 
 @cache

@@ -161,6 +161,14 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "0; in float16 a few, while the loss's scale is found",
             "alarms",
         ),
+        Metric(
+            "train/out_of_memory",
+            "times",
+            "A step did not fit the GPU, and was repeated from its beginning with smaller "
+            "micro-batches (`trainer.micro_batch_tokens`), or with "
+            "`trainer.activation_checkpointing`. Written where it happened.",
+            "absent",
+        ),
         Metric("train/loss_scale", "", "float16: what the loss is multiplied by."),
     ),
     "Engine against trainer": (

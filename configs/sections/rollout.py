@@ -58,13 +58,14 @@ class RolloutConfig:
     """vLLM engines, and how long they may take."""
 
     engines: int = 1
-    """vLLM engines, one Ray actor each."""
+    """vLLM engines, one Ray actor each. auto: one beside each trainer rank, or on the GPUs that
+    have none, whichever is faster by the time model; 1 on a CPU."""
     tensor_parallel: int = 1
     """GPUs per engine."""
     colocated: bool = False
     """Put engine i on the GPU of trainer rank i (as many engines as ranks, of one GPU each);
     `gpu_memory_utilization` is then the engine's share of the GPU. A single GPU is always
-    shared."""
+    shared. auto: whichever is faster by the time model."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of the engine's weights and compute; empty: `model.dtype`."""
     head_dtype: Literal["float32", "model"] = "float32"
@@ -74,7 +75,8 @@ class RolloutConfig:
     """Engine and trainer time-share the memory of a GPU that they share. While the trainer works,
     the engine gives up weights and KV cache; while the engine samples, what the trainer holds waits
     in host memory (but see `trainer.offload_while_sampling`). `gpu_memory_utilization` may then be
-    nearly 1."""
+    nearly 1. auto: where it is faster by the time model than what fits side by side; never on a
+    CPU."""
     recorder: Literal["auto", "native", "packed", "v1"] = "auto"
     """native: what vLLM's Model Runner V2 returns (GPUs). packed: the same with arrays for whole
     steps instead of objects for each token, and a scheduler that skips uneventful steps. v1: on a
@@ -83,7 +85,8 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are sampled in training; evaluations have `eval`."""
     max_num_seqs: int = 128
-    """Most sequences that an engine works on at once."""
+    """Most sequences that an engine works on at once. auto: all that a step needs of it, and
+    128 for evaluations where their keys and values are small; 128 on a CPU."""
     max_num_batched_tokens: int = 4096
     """Most tokens that an engine computes in one step; longer prompts are prefilled in chunks."""
     enable_prefix_caching: bool = True
@@ -91,7 +94,8 @@ class RolloutConfig:
     enforce_eager: bool = False
     """GPU: run without CUDA graphs (slower, starts sooner)."""
     gpu_memory_utilization: float = 0.85
-    """GPU: fraction of its memory for weights, activations and KV cache."""
+    """GPU: fraction of its memory for weights, activations and KV cache. auto: what those need so
+    that no sequence waits, or what the trainer leaves of a GPU that is shared."""
     kv_cache_gib: float = 0.5
     """CPU: memory of the KV cache, in GiB."""
     threads: int = 1

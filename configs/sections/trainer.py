@@ -13,10 +13,11 @@ class TrainerConfig:
     """Ranks, ZeRO, parallelism and AdamW."""
 
     ranks: int = 1
-    """Data-parallel trainer processes (one GPU each where there are GPUs)."""
+    """Data-parallel trainer processes (one GPU each where there are GPUs). auto: as many as there
+    are GPUs, where each is shared with an engine or the time model says so; 1 on a CPU."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What DeepSpeed shards over the ranks. 0: nothing; 1: the optimizer's state; 2: gradients,
-    too; 3: parameters, too."""
+    too; 3: parameters, too. auto: the lowest that fits and is as fast; 0 on a CPU."""
     expert_parallel: int = 1
     """Ranks over which the experts of a layer are spread; tokens travel to them and back. Must
     divide `ranks` and the number of experts."""
@@ -26,7 +27,8 @@ class TrainerConfig:
     micro_batch_tokens: int = 8192
     """Most tokens in a packed micro-batch (a longer segment gets one of its own, and
     the segments of a longer trajectory are spread over several); a rank holds
-    1/`sequence_parallel` of them."""
+    1/`sequence_parallel` of them. auto: as many as fit, as long as more are faster by the time
+    model, and at most 65,536; 8192 on a CPU. If a step runs out of memory, this is halved."""
     lr: float = 1e-6
     """Learning rate, after the warm-up."""
     warmup_steps: int = 0
@@ -55,16 +57,20 @@ class TrainerConfig:
     over a step's tokens. It reaches the indexers alone; 0: they stay as they are."""
     activation_checkpointing: bool = False
     """Compute the activations of decoder layers again in the backward pass: less memory, about a
-    third more work."""
+    third more work. auto: where they would not fit, or in too small micro-batches; never on a
+    CPU."""
     compile: bool = False
-    """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2)."""
+    """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2).
+    auto: where it saves more in the run's steps than the 30 s that it takes at their start, of
+    models whose norms are Keel's kernels; never on a CPU."""
     offload_optimizer: bool = False
     """Keep master weights and optimizer state in host memory, and update them there (ZeRO-Offload;
-    `zero_stage` 1 or above)."""
+    `zero_stage` 1 or above). auto: only if nothing else fits; never on a CPU."""
     offload_while_sampling: bool = True
     """With `rollout.sleep`: weights, optimizer state and reference policy are in host memory while
     the engine samples. false: they stay on the GPU, which saves the copies where there is room for
-    them beside an engine that is awake, and only what a step itself needs is freed."""
+    them beside an engine that is awake, and only what a step itself needs is freed. auto: only if
+    there is no such room, or the engine were slower by it than the copies take."""
     threads: int = 2
     """CPU: threads per rank."""
     publish_bucket_mib: int = 256

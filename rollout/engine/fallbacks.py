@@ -91,6 +91,15 @@ def warn_of_large_cache(why: str) -> None:
     )
 
 
+def warn_of_small_share(added_gib: float) -> None:
+    _LOG.warning(
+        "rollout.gpu_memory_utilization left no room for the keys and values of one completion. "
+        "The KV cache takes %.1f GiB more, which was free on the GPU: raise the knob by as much, "
+        "or leave it out",
+        added_gib,
+    )
+
+
 def _changed(lost: list[str]) -> str:
     return f"vLLM {vllm.__version__} has changed: {'; '.join(lost)}"
 

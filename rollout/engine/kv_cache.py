@@ -17,12 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.v1.engine import core as engine_core
 
 core: Any = engine_core
 
 SPARE = 1.25
 """For prompts of completions that have ended, which the next ones may share."""
+RESERVE = 2**30
+"""Bytes for CUDA graphs, which are captured later."""
 SPARE_PAGES = 16
 """Of each completion: Keel's scheduler takes several at once where there are plenty."""
 
@@ -31,6 +34,8 @@ SPARE_PAGES = 16
 class Bound:
     asked: bool = False
     """Whether vLLM has asked for a size, and so was told ours."""
+    added_gib: float = 0.0
+    """What the cache takes beyond the engine's share, which had no room for one completion."""
 
 
 @contextmanager
@@ -42,10 +47,11 @@ def bounded(conversations: int = 0) -> Iterator[Bound]:
         vllm_config: Any, kv_cache_specs: list[dict[str, Any]], available_memory: list[int]
     ) -> Any:
         bound.asked = True
-        wanted = [
-            min(memory, needed(vllm_config, spec, conversations))
-            for spec, memory in zip(kv_cache_specs, available_memory, strict=True)
-        ]
+        wanted: list[float | int] = []
+        for spec, memory in zip(kv_cache_specs, available_memory, strict=True):
+            room = enough(memory, least(vllm_config, spec), free())
+            bound.added_gib = max(bound.added_gib, (room - memory) / 2**30)
+            wanted.append(min(room, needed(vllm_config, spec, conversations)))
         return original(vllm_config, kv_cache_specs, wanted)
 
     core.get_kv_cache_configs = get_kv_cache_configs
@@ -53,6 +59,27 @@ def bounded(conversations: int = 0) -> Iterator[Bound]:
         yield bound
     finally:
         core.get_kv_cache_configs = original
+
+
+def enough(memory: int, one: float | int, unused: int) -> int:
+    """Bytes that a worker may give its cache: `memory` of its share. Where that does not hold the
+    completion that vLLM refuses to start without (`one`), as much more as makes it do, of what the
+    GPU has `unused`: how much an engine needs beside the cache is an estimate until it is there."""
+    return int(one) if memory < one <= max(0, memory) + unused else memory
+
+
+def free() -> int:
+    """Bytes of this process's GPU that nobody has, but `RESERVE`; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    return max(0, torch.cuda.mem_get_info()[0] - RESERVE)
+
+
+def least(vllm_config: Any, layers: Mapping[str, Any]) -> int:
+    """Bytes for one completion of full length; 0 where layers differ, as of `needed`."""
+    if len({type(layer) for layer in layers.values()}) != 1:
+        return 0
+    return sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers.values())
 
 
 def needed(vllm_config: Any, layers: Mapping[str, Any], conversations: int = 0) -> float | int:

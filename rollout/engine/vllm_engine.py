@@ -36,6 +36,7 @@ from keel.rollout.engine.fallbacks import (
     no_copies,
     require,
     warn_of_large_cache,
+    warn_of_small_share,
 )
 from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
 from keel.rollout.engine.vllm_args import asked, engine_args
@@ -370,6 +371,8 @@ def _build(args: EngineArgs, conversations: int) -> LLMEngine:
 
     with bounded(conversations) as bound:
         engine = LLMEngine.from_engine_args(args)
+    if bound.added_gib:
+        warn_of_small_share(bound.added_gib)
     if not bound.asked:
         warn_of_large_cache("vLLM did not ask for the size of its KV cache where it used to")
     return engine

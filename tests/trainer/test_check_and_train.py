@@ -48,6 +48,7 @@ def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
         patch.setattr("keel.trainer.prepare.facts_of", lambda config: facts)
         # They have a test of their own, and take a second where nothing helps.
         patch.setattr("keel.trainer.planning.plan.cures", lambda *_: "To make it fit: …")
+        patch.setattr("keel.trainer.planning.layouts.cures", lambda *_, **__: "To make it fit: …")
         yield
 
 
@@ -152,8 +153,11 @@ def test_both_verdicts_are_met(dataset: Dataset, tmp_path: Path) -> None:
     """The property above is no agreement on nothing."""
     path = recipe(tmp_path)
     with on(Machine(gpus=1, nodes=1, gib=80.0), dataset, DENSE):
-        assert verdict("train", path, ["rollout.gpu_memory_utilization=0.3"])[0] == ""
-        assert verdict("train", path, [])[0].startswith("a trainer rank needs ")
+        assert verdict("train", path, [])[0] == ""
+        assert verdict("train", path, ["rollout.gpu_memory_utilization=0.85"])[0] == ""
+        side_by_side = ["rollout.gpu_memory_utilization=0.85", "rollout.sleep=false"]
+        side_by_side += ["trainer.offload_optimizer=false"]
+        assert verdict("train", path, side_by_side)[0].startswith("a trainer rank needs ")
         assert verdict("train", path, ["trainer.ranks=2"])[0] == "the recipe needs 3 GPUs"
         assert verdict("train", path, ["rollout.gpu_memory_utilization=0.02"])[0].startswith(
             "an engine's GPU"
@@ -167,5 +171,5 @@ def test_gpus_that_a_recipe_speaks_of_are_not_replaced_by_a_cpu(
     path = recipe(tmp_path)
     with on(NOTHING, dataset, DENSE):
         assert verdict("check", path, [])[0] == ""
-        assert verdict("check", path, ["run.gpu_gib=12"])[0].startswith("a trainer rank needs ")
+        assert verdict("check", path, ["run.gpu_gib=6"])[0].startswith("an engine's GPU needs")
         assert verdict("train", path, ["run.gpu_gib=139"])[0] == "the recipe needs 2 GPUs"

@@ -290,7 +290,7 @@ def test_a_model_that_could_not_be_written_is_written_when_the_run_is_called_aga
     learner = SimpleNamespace(load=lambda path: None, export=lambda path: path.mkdir() or {})
 
     @contextmanager
-    def running(*_: object) -> Iterator[Any]:
+    def running(*_: object, **__: object) -> Iterator[Any]:
         yield SimpleNamespace(learner=learner)
 
     monkeypatch.setattr("keel.trainer.main.running", running)
@@ -336,6 +336,7 @@ def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
         task=task,
         learner=SimpleNamespace(tokens={}, version=2, save=full),
         pool=SimpleNamespace(),
+        lowering=None,
         agents=None,
         scorer=SimpleNamespace(tell=lambda say: None),
         watch=None,
@@ -377,6 +378,7 @@ def test_a_run_leaves_measuring_to_others_where_it_is_told(
             task=task,
             learner=None,
             pool=SimpleNamespace(),
+            lowering=None,
             agents=None,
             scorer=scorer,
             watch=None,

@@ -7,8 +7,11 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import socket
+import subprocess
 import sys
+from collections.abc import Set
 
 import psutil
 import ray
@@ -49,6 +52,12 @@ LATE = "timed out during startup"
 """Ray gives its own processes 30 s, whatever else their machine has to do; then a second time."""
 END_S = 20.0
 """Longest wait for Ray to end, which takes a second."""
+
+
+SMI_S = 10.0
+"""Longest wait for the driver's own program."""
+NOTICED_GIB = 1.0
+"""What an idle GPU may show of its driver's."""
 
 
 def start_ray() -> None:
@@ -195,6 +204,31 @@ def gpu_gib() -> float:
     return min(sizes, default=0) / GIB
 
 
+def taken_gib() -> float:
+    """Memory that others already have of a GPU here, of the one where it is most, in GiB; 0 for
+    less than `NOTICED_GIB`, and where nvidia-smi does not say."""
+    program = shutil.which("nvidia-smi")
+    if not program or not visible_gpus():
+        return 0.0
+    command = [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0.0
+    here = {str(torch.cuda.get_device_properties(i).uuid) for i in range(visible_gpus())}
+    return most_taken(done.stdout, here)
+
+
+def most_taken(listed: str, here: Set[str]) -> float:
+    """Of lines `GPU-<uuid>, <MiB>`, those whose uuid is `here`."""
+    taken = 0.0
+    for line in listed.splitlines():
+        uuid, _, used = line.partition(",")
+        if uuid.strip().removeprefix("GPU-") in here and used.strip().isdecimal():
+            taken = max(taken, int(used) / 1024)
+    return taken if taken >= NOTICED_GIB else 0.0
+
+
 def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -209,6 +243,7 @@ def hardware_here(config: Config) -> Hardware:
         gpu=True,
         nodes=tuple(allowed(_nodes_found(), run)),
         gpu_gib=min(run.gpu_gib or size, size or run.gpu_gib),
+        taken_gib=taken_gib(),
         note=_place_found(),
     )
 
@@ -228,10 +263,18 @@ def hardware_said(config: Config) -> Hardware:
     if run.gpus_per_node:
         nodes = idle_nodes(run.nodes, run.gpus_per_node)
         notes.insert(0, "as run.gpus_per_node and run.nodes say")
-    elif not nodes:
+    assumed = not nodes
+    if assumed:
         nodes = assumed_nodes(config, node_gpus=Machine().node_gpus)
         notes.insert(0, "by rule, as no GPU is here and no RAY_ADDRESS (run.gpus_per_node)")
-    return Hardware(gpu=True, nodes=tuple(nodes), gpu_gib=size, found=False, note="; ".join(notes))
+    return Hardware(
+        gpu=True,
+        nodes=tuple(nodes),
+        gpu_gib=size,
+        found=False,
+        assumed=assumed,
+        note="; ".join(notes),
+    )
 
 
 def uses_gpus(config: Config) -> bool:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -35,7 +34,7 @@ from keel.rl.types import TokenNumbers
 from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
 from keel.trainer.engine.expert_parallel import ExpertLayers
-from keel.trainer.engine.export import write_model, write_tokenizer
+from keel.trainer.engine.export import export_model
 from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.lr_schedule import learning_rate
 from keel.trainer.engine.objectives import SHARES, SplitGaps, attention_held
@@ -58,6 +57,7 @@ from keel.trainer.engine.zero import (
     check_libraries,
     compute_dtype,
     deepspeed_config,
+    drop_gradients,
     frozen_config,
     initialize,
     zero_stage,
@@ -66,7 +66,7 @@ from keel.trainer.nonfinite import Finding, Look, Skips, sound
 from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
 from keel.trainer.planning.memory import context_tokens, summed_apart
 from keel.trainer.run.checkpoint import layout_of
-from keel.trainer.run.manifest import Entry, seal, sizes
+from keel.trainer.run.manifest import Entry
 
 MIB = 2**20
 _LOG = logging.getLogger(__name__)
@@ -117,19 +117,14 @@ class TrainerEngine:
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
         self._routed = bool(routers)
-        check_expert_parallel(
-            trainer.expert_parallel,
-            architecture=type(network.model).__name__,
-            experts=getattr(routers[0], "num_experts", 0) if routers else 0,
-        )
+        family = type(network.model).__name__
+        experts = getattr(routers[0], "num_experts", 0) if routers else 0
+        check_expert_parallel(trainer.expert_parallel, architecture=family, experts=experts)
         if trainer.activation_checkpointing:
-            network.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.recompute()
         text = network.model.config.get_text_config()
-        check_sequence_parallel(
-            trainer.sequence_parallel,
-            architecture=type(network.model).__name__,
-            heads=text.num_attention_heads,
-        )
+        heads = text.num_attention_heads
+        check_sequence_parallel(trainer.sequence_parallel, architecture=family, heads=heads)
         options = deepspeed_config(trainer, dtype, self._device, hidden_size=text.hidden_size)
         self._adam: torch.optim.AdamW
 
@@ -141,29 +136,29 @@ class TrainerEngine:
         if trainer.compile:
             compile_layers(network.model)
         self._layers: Any = () if trainer.compile else network.model.get_decoder().layers
-        spread = trainer.expert_parallel > 1
-        experts = ExpertLayers(network.model, expected=len(routers) if spread else 0)
-        self._weights = Weights(network.model, experts, stage=self._stage)
+        expected = len(routers) if trainer.expert_parallel > 1 else 0
+        spread = ExpertLayers(network.model, expected=expected)
+        self._weights = Weights(network.model, spread, stage=self._stage)
         self._reference = None
         if any(source.kl_coef > 0 for source in config.data.sources):
             sharded = frozen_config(options) if self._weights.gathered else None
             self._reference = Reference(self._load(model_path, dtype), self._device, sharded)
             if trainer.compile:
                 compile_layers(self._reference.network.model)
-        summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
+        summed = self._summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
         if summed:
             self._note(sum_in_one_pass(self._engine.optimizer))
         frozen = self._reference.network if self._reference else None
-        self._offload, note = make_offload(
-            self._engine, frozen, self._device, config, stage=self._stage, sums=summed
-        )
+        of = {"stage": self._stage, "sums": summed}
+        self._offload, note = make_offload(self._engine, frozen, self._device, config, **of)
         self._note(note)
         self._checkpoints = Checkpoints(
-            self._engine, self._adam, network.model, experts, stage=self._stage, device=self._device
+            self._engine, self._adam, network.model, spread, stage=self._stage, device=self._device
         )
         self._note(self._checkpoints.note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
         self._steps = self._version = 0
+        self._applied = False  # any of the last step's gradients
         self.tokens: dict[int, TokenNumbers] = {}  # of the last step's watched segments
 
     @property
@@ -192,7 +187,7 @@ class TrainerEngine:
         until `gave_up`. Metrics are those of `keel.rl.summary.of_updates`. examine: look for what
         made it skip a step also in float16."""
         self._load_back()
-        self.findings, self.tokens = [], {}
+        self.findings, self.tokens, self._applied = [], {}, False
         trainer, total = self._config.trainer, self._config.run.steps
         lr = learning_rate(self._steps + 1, trainer, total_steps=total)
         for group in self._adam.param_groups:
@@ -204,6 +199,18 @@ class TrainerEngine:
         if self._rank == 0:
             metrics["lr"] = Mean(lr, 1)
         return metrics
+
+    def forgotten(self) -> bool:
+        """Drop what a `step` that raised has left. Whether that is all: a single rank had computed
+        gradients alone, and they are in no buffer of ZeRO's."""
+        alone = self._world_size == 1 and self._stage <= self._summed and not self._applied
+        if alone:
+            drop_gradients(self._engine, self._network)
+        return alone
+
+    def recompute(self) -> None:
+        """Compute activations again in backward passes from now on."""
+        self._network.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
         """`nll` of a batch of conversations (see `keel.rl.supervised.loss`), and `indexer/held` in
@@ -222,6 +229,7 @@ class TrainerEngine:
         for index, micro_batch in enumerate(batch.micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == last)
             seen.append(self._accumulate(micro_batch, batch, split))
+        self._applied = True
         norm = self._apply_gradients()
         parts = [metrics() for metrics in seen]
         if self._config.algorithm.mask_delta is not None:
@@ -356,16 +364,8 @@ class TrainerEngine:
     def export(self, folder: Path) -> dict[str, Entry]:
         """Write a model folder for transformers and vLLM. Returns what this rank wrote."""
         self._load_back()
-        if self._rank == 0:
-            dtype = self._config.model.dtype
-            weights = self._weights.named(getattr(torch, dtype))
-            write_model(folder, self._network.model, weights, dtype=dtype)
-            given = self._config.model
-            write_tokenizer(folder, given.tokenizer or self._model_path, given.chat_template)
-        else:
-            self._weights.gather_along()
-        dist.barrier()
-        return seal(folder, sizes(folder)) if self._rank == 0 else {}
+        of = self._config.model
+        return export_model(folder, self._network.model, self._weights, of, self._model_path)
 
     # Checkpoints
 

@@ -6,12 +6,17 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from keel.configs.schema import ModelConfig
 from keel.model.load import tokenizer_with
+from keel.trainer.engine.weights import Weights
+from keel.trainer.run.manifest import Entry, seal, sizes
 
 SHARD_BYTES = 4 * 2**30
 
@@ -71,3 +76,19 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
         where |= dict.fromkeys(names, final)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def export_model(
+    folder: Path, model: PreTrainedModel, weights: Weights, given: ModelConfig, path: str
+) -> dict[str, Entry]:
+    """A model folder for transformers and vLLM, from all ranks. given: the recipe's; path: where
+    the model began. Returns what this rank wrote."""
+    first = dist.get_rank() == 0
+    if first:
+        named = weights.named(getattr(torch, given.dtype))
+        write_model(folder, model, named, dtype=given.dtype)
+        write_tokenizer(folder, given.tokenizer or path, given.chat_template)
+    else:
+        weights.gather_along()
+    dist.barrier()
+    return seal(folder, sizes(folder)) if first else {}

@@ -19,6 +19,7 @@ from keel.configs.schema import Config, TrainerConfig
 from keel.model.torch_internals import check_torch
 from keel.trainer.engine.deepspeed_internals import (
     check_experts,
+    gradient_sums,
     skip_shared_memory_op,
     whole_shape,
 )
@@ -160,6 +161,14 @@ def apply_gradients(
     else:
         engine.zero_grad()
     return norm
+
+
+def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:
+    """Of a backward pass that was cut short, on a single rank: as if it had not begun."""
+    module.zero_grad(set_to_none=True)
+    for summed in gradient_sums(engine.optimizer):
+        summed.zero_()
+    torch.cuda.empty_cache()
 
 
 def optimizer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

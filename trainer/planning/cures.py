@@ -3,7 +3,7 @@ the machine, and made it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from itertools import combinations, islice, product
 from typing import Any
@@ -21,9 +21,17 @@ Change = Mapping[str, Any]
 """Knob → value."""
 
 
-def cures(config: Config, facts: ModelFacts, planned: Callable[[Config], object]) -> str:
+def cures(
+    config: Config,
+    facts: ModelFacts,
+    planned: Callable[[Config], object],
+    *,
+    decided: Set[str] = frozenset(),
+    tried: int = TRIED,
+) -> str:
     """A sentence with the smallest sets of changes after which `planned` raises no ConfigError, in
-    the order of `changes`, each with the first of its values that does."""
+    the order of `changes`, each with the first of its values that does. `decided`: knobs that
+    `planned` sets by itself; `tried`: changes at most."""
 
     def fits(group: Iterable[Change]) -> bool:
         changed = config
@@ -36,10 +44,14 @@ def cures(config: Config, facts: ModelFacts, planned: Callable[[Config], object]
             return False
         return True
 
-    left = iter(range(TRIED))
+    left = iter(range(tried))
     for size in range(1, MOST + 1):
         ways: list[str] = []
-        for choices in combinations(changes(config, facts, fine=size == 1), size):
+        open_ones = [
+            [change for change in group if not decided >= change.keys()]
+            for group in changes(config, facts, fine=size == 1)
+        ]
+        for choices in combinations(filter(None, open_ones), size):
             group = next((g for g, _ in zip(product(*choices), left, strict=False) if fits(g)), ())
             ways += [" ".join(override(each) for each in group)] if group else []
         if ways:

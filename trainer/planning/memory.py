@@ -106,14 +106,23 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     )
 
 
-def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
-    """Trajectories of full length that an engine's KV cache holds on such GPUs.
+def cached_sequences(
+    config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
+) -> int:
+    """Trajectories of full length that an engine's KV cache holds on such GPUs; `taken_gib` of each
+    by processes of others.
 
-    Raises DoesNotFit if it holds not even one.
+    Raises DoesNotFit if it holds not even one, or the engine's share is not free.
     """
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
     budget = config.rollout.gpu_memory_utilization * gpu_gib * GIB
+    if taken_gib and budget > (gpu_gib - taken_gib) * GIB:
+        raise DoesNotFit(
+            f"rollout.gpu_memory_utilization = {config.rollout.gpu_memory_utilization:g}: that is "
+            f"{gib(budget)}, and processes of others hold {gib(taken_gib * GIB)} of a GPU's "
+            f"{gib(gpu_gib * GIB)}"
+        )
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
         raise DoesNotFit(
@@ -188,13 +197,15 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     return Memory(parts=parts)
 
 
-def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared: bool) -> None:
-    """Raises DoesNotFit if a rank needs more than its GPU has; `shared`: with an engine."""
+def check_trainer_fits(
+    config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
+) -> None:
+    """Raises DoesNotFit if a rank needs more than its GPU has; `shared`: with an engine;
+    `taken_gib`: by processes of others."""
     rollout = config.rollout
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
-        stays = TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024  # weights on their way
-        stays += 0.0 if config.trainer.offload_while_sampling else held_bytes(config, memory) / GIB
+        stays = staying_gib(config, memory) + taken_gib
         if rollout.gpu_memory_utilization > 1 - stays / gpu_gib:
             raise DoesNotFit(
                 f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization:g}: "
@@ -204,14 +215,24 @@ def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared
     else:
         taken = rollout.gpu_memory_utilization if shared else 0.0
         room = gpu_gib * (1 - taken)
-    if memory.total <= room * GIB:
+    if memory.total <= (room - taken_gib) * GIB:
         return
     limit = f"a GPU has {gib(gpu_gib * GIB)} (run.gpu_gib)"
+    if taken_gib:
+        limit += f", of which processes of others hold {gib(taken_gib * GIB)}"
     if shared:
         limit += f", shared with an engine that takes {taken:.2g} of it"
     raise DoesNotFit(
         f"a trainer rank needs {gib(memory.total)} ({_largest_first(memory)}), and {limit}"
     )
+
+
+def staying_gib(config: Config, memory: Memory) -> float:
+    """Of a rank, on the GPU while an engine samples there (`rollout.sleep`)."""
+    stays = TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024  # weights on their way
+    if config.trainer.offload_while_sampling:
+        return stays
+    return stays + held_bytes(config, memory) / GIB
 
 
 def held_bytes(config: Config, memory: Memory) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from keel.configs.schema import Config, ConfigError, RunConfig
 from keel.trainer.planning.memory import GIB, gib
@@ -111,10 +112,34 @@ class Hardware:
     """Those with GPUs, as they are now."""
     gpu_gib: float = 0.0
     """Memory of a GPU; 0: nobody knows."""
+    taken_gib: float = 0.0
+    """Of that, what processes of others hold, on the GPU where it is most."""
     found: bool = True
     """It is where the command runs, or the cluster that this has joined."""
+    assumed: bool = False
+    """How many GPUs there are, nobody knows: these are nodes enough for the recipe."""
     note: str = ""
     """What it is and who says so."""
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What a choice for it depends on, for JSON."""
+        return {
+            "GPUs of each node": [node.gpus for node in self.nodes],
+            "GiB of a GPU": round(self.gpu_gib),
+            "GiB that others hold": round(self.taken_gib),
+        }
+
+    @property
+    def taken_said(self) -> str:
+        """One line where processes of others hold memory of its GPUs."""
+        if not self.taken_gib:
+            return ""
+        return (
+            f"PROCESSES OF OTHERS HOLD {gib(self.taken_gib * GIB)} of the "
+            f"{gib(self.gpu_gib * GIB)} of a GPU here (nvidia-smi names them). The plan leaves "
+            "that out; end them, and start again for all of the GPU"
+        )
 
     @property
     def idle(self) -> list[Node]:
@@ -127,7 +152,8 @@ class Hardware:
         each = (
             f"{gib(self.gpu_gib * GIB)} each" if self.gpu_gib else "of unknown memory (run.gpu_gib)"
         )
-        return f"{' and '.join(parts)}, {each}: {self.note}"
+        taken = f", {gib(self.taken_gib * GIB)} of it taken by others" if self.taken_gib else ""
+        return f"{' and '.join(parts)}, {each}{taken}: {self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

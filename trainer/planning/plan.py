@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from keel.configs.schema import Config, ConfigError
@@ -50,21 +50,34 @@ class Plan:
     """None on a CPU."""
 
 
-def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
+def plan_on(
+    config: Config,
+    facts: ModelFacts,
+    hardware: Hardware,
+    cured: Callable[[Config, ModelFacts, Callable[[Config], object]], str] | None = None,
+) -> Plan:
     """The plan of a run on this hardware: what `keel check` prints and a run is started by.
 
-    Raises ConfigError where the run finds no place, or a GPU is too small, with what would help.
+    Raises ConfigError where the run finds no place, or a GPU is too small, with what would help
+    (`cured`: who says that, by default `cures`).
     """
 
     def planned(config: Config) -> Plan:
         shared = hardware.gpu and place(config, hardware.idle).shared
         size = hardware.gpu_gib if hardware.gpu else 0.0
-        return make_plan(config, facts, gpu=hardware.gpu, gpu_gib=size, shared=shared)
+        return make_plan(
+            config,
+            facts,
+            gpu=hardware.gpu,
+            gpu_gib=size,
+            shared=shared,
+            taken_gib=hardware.taken_gib,
+        )
 
     try:
         return planned(config)
     except DoesNotFit as error:
-        found = cures(config, facts, planned)
+        found = (cured or cures)(config, facts, planned)
         raise ConfigError(f"{error}. {found}. ({hardware})") from error
 
 
@@ -75,12 +88,13 @@ def make_plan(
     gpu: bool,
     gpu_gib: float = 0.0,
     shared: bool = False,
+    taken_gib: float = 0.0,
     machine: Machine | None = None,
 ) -> Plan:
     """The arithmetic of `config` on a model of this shape.
 
     `gpu_gib`: memory of a GPU, or 0 where nobody knows; `shared`: an engine and a rank have one GPU
-    together; `machine`: what the time is estimated for.
+    together; `taken_gib`: of it, by processes of others; `machine`: what the time is estimated for.
 
     Raises ConfigError where the model's context is too short for the recipe, and DoesNotFit where a
     GPU is too small.
@@ -119,13 +133,20 @@ def make_plan(
     sampled = bool(config.data.sources)
     if gpu and gpu_gib:
         if sampled:
-            cached = cached_sequences(config, engine, gpu_gib)
+            cached = cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
             engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
-        check_trainer_fits(config, rank, gpu_gib, shared=shared)
+        check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
     time = None
     if gpu and sampled:
+        turns = shared and config.rollout.sleep
         time = step_time(
-            config, facts, micro_batches=micro_batches, sequences=cached, machine=machine
+            config,
+            facts,
+            micro_batches=micro_batches,
+            sequences=cached,
+            woken=engine.total if turns else 0.0,
+            parked=held_bytes(config, rank) if turns and trainer.offload_while_sampling else 0.0,
+            machine=machine,
         )
     return Plan(
         sequences=sequences,

@@ -25,6 +25,8 @@ from keel.trainer.planning.memory import (
 )
 
 MIB = 2**20
+COMPILE_S = 30.0
+"""What `trainer.compile` takes longer in the first step, of the 30 to 40 s of that (H200)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class Machine:
     """Between GPUs of a node: NVLink's 900 GB/s is both directions."""
     network_bytes: float = 50e9
     """Of one GPU's network card: 400 Gb/s."""
+    host_bytes: float = 25e9
+    """Between a GPU and its host's pinned memory: half of what PCIe 5 has. Assumed."""
     node_gpus: int = 8
 
 
@@ -80,6 +84,11 @@ class Rates:
     profile."""
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
+    turn_s: float = 0.05
+    """An engine asleep and awake again (`rollout.sleep`): the part that does not grow. From an
+    update of 0.09 s with it, and 0.02 to 0.03 s without."""
+    given_bytes: float = 107e9
+    """A GPU gives memory out at this rate. Measured (docs/rollouts.md)."""
     block_s: float = 1.3e-3
     """For each bucket of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
     head_mfu: float = 0.40
@@ -134,12 +143,17 @@ class StepTime:
     """Between the trainer's ranks."""
     weights: float
     """From the trainer to the engines, which pause for it."""
+    turns: float = 0.0
+    """Engines go to sleep and wake up, and what the trainer holds goes to host memory and comes
+    back (`rollout.sleep`)."""
     machine: str
     sequences: int
     """Completions that an engine works on at once."""
     decode_step: float
     host_bound: bool
     """Decoding waits for the engine's host and not for its GPU."""
+    launch: float = 0.0
+    """Of the trainer's hosts, to start the kernels of `compute`."""
     idle_trainer: bool = False
     """The trainer's GPU waits for its host: micro-batches are too small."""
 
@@ -154,7 +168,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """One part after the other."""
-        return self.rollout + self.training + self.weights
+        return self.rollout + self.training + self.weights + self.turns
 
     def lines(self) -> list[str]:
         """The split, as `keel check` prints it."""
@@ -168,7 +182,7 @@ class StepTime:
             f"{bound}; prefill {seconds(self.prefill)})",
             f"training {seconds(self.training)} (compute {seconds(self.compute)}, traffic between "
             f"ranks {seconds(self.traffic)}{waits}); weights to the engines "
-            f"{seconds(self.weights)}",
+            f"{seconds(self.weights)}" + f"; taking turns {seconds(self.turns)}" * (self.turns > 0),
         ]
 
 
@@ -178,11 +192,14 @@ def step_time(
     *,
     micro_batches: int,
     sequences: int | None = None,
+    woken: float = 0.0,
+    parked: float = 0.0,
     machine: Machine | None = None,
     rates: Rates | None = None,
 ) -> StepTime:
     """`micro_batches` of a rank; `sequences`: what an engine's KV cache holds, where that is less
-    than the recipe asks for."""
+    than the recipe asks for; `woken`: bytes of an engine that sleeps in each step; `parked`: those
+    that a rank then has in host memory."""
     machine, rates = machine or Machine(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
     completions = algorithm.prompts_per_step * algorithm.group_size
@@ -207,12 +224,27 @@ def step_time(
         weights=rates.update_s
         + sent / (machine.network_bytes if spread else machine.link_bytes)
         + math.ceil(sent / (config.trainer.publish_bucket_mib * MIB)) * rates.block_s,
+        turns=rates.turn_s + woken / rates.given_bytes + 2 * parked / machine.host_bytes
+        if woken
+        else 0.0,
         machine=machine.name,
         sequences=at_once,
         decode_step=max(host, device),
         host_bound=host >= device,
+        launch=launch,
         idle_trainer=launch > compute,
     )
+
+
+def lesson_seconds(config: Config, facts: ModelFacts) -> float:
+    """One step of supervised learning, with every context at its limit."""
+    sft, trainer, machine, rates = config.sft, config.trainer, Machine(), Rates()
+    tokens = sft.tokens_per_step or sft.conversations_per_step * sft.max_context_tokens
+    held = max(trainer.micro_batch_tokens, context_tokens(config))
+    micro_batches = math.ceil(tokens / trainer.groups / held)
+    compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
+    launch = rates.launch_seconds(config, facts, micro_batches)
+    return max(compute, launch) + traffic_seconds(config, facts, micro_batches, machine)
 
 
 def decode_device_seconds(

@@ -1,6 +1,7 @@
 """The run folder: one run, one config, one process at a time.
 
 config.yaml     every knob, resolved
+chosen.json     of these, what the recipe left to Keel, and the hardware that it was chosen for
 metrics.jsonl   one object a step
 tensorboard/    the same as curves
 events.jsonl    what happened besides: resumed, an alarm, an engine started again
@@ -30,8 +31,8 @@ from keel.trainer.run.journal import metric_lines
 from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, write_manifest
 
 WRITTEN = (
-    *("config.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "trajectories", "rewards"),
-    *("nonfinite", "model", "trackers"),
+    *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),
+    *("trajectories", "rewards", "nonfinite", "model", "trackers"),
 )
 
 

@@ -15,6 +15,15 @@ class Lost(RuntimeError):
     known: from the last checkpoint a new one does as well."""
 
 
+class OutOfMemory(Lost):
+    """A rank's GPU was too small for a step: with smaller micro-batches a new start does better.
+    `dropped`: the ranks are well, and hold nothing of the step."""
+
+    def __init__(self, text: str, *, dropped: bool = False) -> None:
+        super().__init__(text)
+        self.dropped = dropped
+
+
 class Restarts:
     """How often a run has been started again from its last checkpoint."""
 

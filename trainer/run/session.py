@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
@@ -17,7 +18,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import asked, preempted, tell
 from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import KEPT, Lost, Restarts
+from keel.trainer.run.restarts import KEPT, Lost, OutOfMemory, Restarts
 from keel.trainer.run.saved import TokenFile
 from keel.trainer.run.trackers.known import check_trackers, maker
 from keel.trainer.run.trackers.sending import CLOSE_S, HURRY_S, OWN, Sending, Trackers
@@ -55,13 +56,17 @@ def conduct(
     position: Callable[[], Mapping[str, Any]],
     started: Callable[[RunFolder], AbstractContextManager[S]],
     drive: Callable[[S, RunFolder, View, int], int],
+    chosen: Callable[[Path], None] = lambda _: None,
+    lowered: Callable[[OutOfMemory], str] | None = None,
 ) -> None:
     """Begin the run of `config`, or go on with it.
 
     command: what the user called, without `keel`. text: what is planned. restore: puts the data
     where a checkpoint, or `position`, says it stood. started: what trains. drive: the loop; returns
-    the last step done. When it has lost a process (`Lost`), all of it is started again from the
-    newest checkpoint, `run.max_restarts` times.
+    the last step done. chosen: keeps in the folder what was chosen for the run. When it has lost a
+    process (`Lost`), all of it is started again from the newest checkpoint, `run.max_restarts`
+    times; `lowered` is first called after a step that did not fit a GPU, and says what it has
+    changed.
     """
     check_trackers(config.run.trackers)  # again: from Python nobody has
     with ExitStack() as stack:
@@ -87,6 +92,7 @@ def conduct(
         beginning = position()
         if state:
             restore(state.cursor)
+        chosen(folder.path)
         print(text, flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:
@@ -95,7 +101,9 @@ def conduct(
                     reached = once(system, folder, config, restarts, drive)
                 break
             except (Lost, RayError) as raised:
-                error = again_after(raised, restarts)
+                error: object = again_after(raised, restarts)
+                if isinstance(raised, OutOfMemory) and lowered is not None:
+                    error = lowered(raised)
                 state = folder.state()
                 restore(state.cursor if state else beginning)
                 where = f"step {state.step}" if state else "its beginning: it has no checkpoint yet"

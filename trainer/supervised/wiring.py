@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from keel.configs.load import load_config
+from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.sft import TEXT
 from keel.data.conversations.load import Lessons, Report, load_lessons
@@ -37,11 +37,18 @@ from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.cluster.watch import watched
 from keel.trainer.learner import Learner
+from keel.trainer.planning.choose import Choice
 from keel.trainer.planning.families import check_selects
 from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
-from keel.trainer.planning.unusual import unusual
-from keel.trainer.prepare import EMBEDDED, found_model, has_chats, prompts_of
+from keel.trainer.prepare import (
+    EMBEDDED,
+    ending_lines,
+    found_model,
+    has_chats,
+    prompts_of,
+    warning_lines,
+)
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.run.session import open_journal, save_checkpoint
@@ -64,6 +71,8 @@ class SftTask:
     facts: ModelFacts
     plan: Plan
     hardware: Hardware
+    choice: Choice
+    """Of what the recipe left open."""
     tokenizer: str
     """`keel.model.load.digest_of_tokenizer`."""
     given: Config
@@ -107,10 +116,10 @@ class SftTask:
             *(("placement", line) for line in seats),
             ("memory", f"trainer rank: {self.plan.trainer}"),
             ("run folder", config.run.dir),
-            *(("warning", line) for line in self.warnings),
         ]
         named = ["" if i and rows[i - 1][0] == name else name for i, (name, _) in enumerate(rows)]
-        return "\n".join(f"{name:<12} {text}" for name, (_, text) in zip(named, rows, strict=True))
+        lines = [f"{name:<12} {text}" for name, (_, text) in zip(named, rows, strict=True)]
+        return "\n".join([*lines, *ending_lines(self.choice, self.warnings)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +138,13 @@ def prepare_sft(
 ) -> SftTask:
     """Read and check everything that needs no ranks. Raises ConfigError."""
     disable_progress_bar()  # transformers' own bars would cut through the view
-    given = load_config(recipe, overrides)
+    given, left = load_recipe(recipe, overrides)
     if not given.sft.sources:
         raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
     config = given.supervised(given.run.steps)
     chats = not config.sft.only_text or has_chats(given)
-    found = found_model(config, hardware, chats=chats)
+    found = found_model(config, left, hardware, chats=chats)
+    config = found.choice.config
     if found.facts.balance_loss:
         raise ConfigError(
             f"model.path = {config.model.path!r}: its config.json asks for a loss that balances "
@@ -164,25 +174,24 @@ def prepare_sft(
     seen_once = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
     batches = sft.Batches(lessons.train, config.sft, epoch=seen_once)
     if config.sft.epochs:
-        config = given.supervised(batches.steps_of(config.sft.epochs))
+        run = replace(config.run, steps=batches.steps_of(config.sft.epochs))
+        config = replace(config, run=run)
     if config.sft.only_text:
         longest = max(report.longest for report in lessons.report.values())
         check_selects(config, top_k=found.facts.index_top_k, longest=longest)
-    warnings = unusual(config, found.facts)
-    if found.lacking:
-        warnings.append(f"model.path = {config.model.path!r}: {found.lacking}")
     return SftTask(
         config=config,
         lessons=lessons,
         batches=batches,
         facts=found.facts,
-        plan=found.plan,
+        plan=found.choice.plan,
         hardware=found.hardware,
+        choice=found.choice,
         tokenizer=digest,
         given=given,
         prompts=prompts,
         format=chat.format.name if chat and not config.sft.only_text else "",
-        warnings=warnings,
+        warnings=warning_lines(config, found),
     )
 
 

@@ -27,7 +27,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.sources[sums].size", ["data.sources[].size\n", "0 to 10000000"]),
         ("data.sources.0.length.target", ["data.sources[].length.target\n"]),
         ("algorithm.mask_delta", ["null: off", "number, or null", "docs/stability.md"]),
-        ("trainer", ["trainer\n  Ranks", "  lr: 1e-6 ", "  zero_stage: 0 "]),
+        ("trainer", ["trainer\n  Ranks", "  lr: 1e-6 ", "  zero_stage: auto "]),
         ("data", ["data.sources[]\n", "data.sources[].environment\n"]),
         ("model", ["model.embedded\n", "Also: ", "rewards.judge.model"]),
         ("distill", ["  recipe: ", "distill.select\n", "  balance: 4 "]),

@@ -40,7 +40,8 @@ def test_no_knob_of_a_recipe_is_left_out() -> None:
     ("name", "kind", "allowed", "default"),
     [
         ("trainer.lr", "number", "> 0", "1e-6"),
-        ("trainer.zero_stage", "one of a few", "0 · 1 · 2 · 3", "0"),
+        ("trainer.zero_stage", "one of a few", "0 · 1 · 2 · 3 · auto", "auto"),
+        ("trainer.micro_batch_tokens", "whole number, or auto", "≥ 1", "auto"),
         ("trainer.expert_parallel", "whole number", "≥ 1, a divisor of trainer.ranks", "1"),
         ("algorithm.mask_delta", "number, or null", "> 0", "0.2"),
         ("rollout.sampling.top_p", "number", "in (0, 1]", "1"),

@@ -14,7 +14,7 @@ from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch, pack
 from keel.rl.types import TokenNumbers
 from keel.trainer.engine.policy import seen_tokens
-from keel.trainer.learner import joined_tokens
+from keel.trainer.worker import joined_tokens
 from tests.rl.rollouts import random_groups
 
 

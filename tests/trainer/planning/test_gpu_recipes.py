@@ -46,7 +46,7 @@ def test_a_recipe_fits_the_gpus_in_its_name(name: str) -> None:
 @pytest.mark.parametrize("name", GPUS)
 def test_check_plans_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    overrides = ["run.gpu_gib=80"]
+    overrides = ["run.gpu_gib=80", f"run.gpus_per_node={GPUS[name]}"]
     for number in range(len(load_config(name).data.sources)):
         overrides += [f"data.sources.{number}.{few}" for few in ("size=32", "holdout=8")]
     if name == "gpu-dense":

@@ -1,0 +1,160 @@
+"""A step that does not fit is repeated as if it had begun with smaller micro-batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keel.configs.schema import Config
+from keel.rl.futures import done
+from keel.rl.metrics import values
+from keel.trainer.engine.engine import TrainerEngine
+from keel.trainer.learner import Learner
+from keel.trainer.planning.lowering import MOST, Lowering, Repeating, lowered
+from keel.trainer.planning.remembered import CHOSEN
+from keel.trainer.run.restarts import OutOfMemory
+from keel.trainer.worker import TrainerWorker
+from tests.trainer.engine.batches import Rollouts, write_model
+from tests.trainer.engine.ranks import make_config
+
+STEPS = 3
+
+
+class Local(Learner):
+    """The driver's handle on a rank of this process."""
+
+    def __init__(self, model: Path, config: Config) -> None:
+        self._config, self._make_room, self._direct = config, done, False
+        self.worker = TrainerWorker(0, 1, gpu=False)
+        self.worker._engine = TrainerEngine(str(model), config)
+
+    def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
+        return [getattr(self.worker, method)(shares[0], **options)]
+
+    def _all(self, method: str, *arguments: object, limit: object) -> list[Any]:
+        return [getattr(self.worker, method)(*arguments)]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        module = self.worker.engine._network
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def short(config: Config) -> Config:
+    """With contexts of 24 tokens."""
+    sampling = replace(config.rollout.sampling, max_tokens=12)
+    return replace(
+        config,
+        data=replace(config.data, max_prompt_tokens=12),
+        rollout=replace(config.rollout, sampling=sampling),
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+def runs_out(monkeypatch: pytest.MonkeyPatch, method: str, calls: set[int]) -> list[int]:
+    """`TrainerEngine.method` raises after its work, at these of its calls."""
+    original, made = getattr(TrainerEngine, method), list[int]()
+
+    def tight(self: TrainerEngine, *arguments: Any, **options: Any) -> Any:
+        made.append(len(made))
+        result = original(self, *arguments, **options)
+        if made[-1] in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result
+
+    monkeypatch.setattr(TrainerEngine, method, tight)
+    return made
+
+
+@pytest.mark.e2e
+def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_micro_batches(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = short(make_config(1, 0, tokens=96, kl_coef=0.1))
+    assert roomy.max_context == 24
+    groups = [Rollouts(step, model).groups(4, 3) for step in range(STEPS)]
+    half = replace(roomy, trainer=replace(roomy.trainer, micro_batch_tokens=48))
+    straight = Local(model, half)
+    expected = [straight.step(each) for each in groups]
+
+    (tmp_path / CHOSEN).write_text(
+        json.dumps({"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}})
+    )
+    said: list[str] = []
+    lowering = Lowering(config=roomy, folder=tmp_path)
+    learner = Local(model, roomy)
+    repeating = Repeating(learner=learner, lowering=lowering, say=said.append)
+    made = runs_out(monkeypatch, "_accumulate", {1})  # in the second micro-batch of the first step
+    results = [repeating.step(each) for each in groups]
+
+    assert len(made) > 4 and repeating.version == STEPS
+    found, wanted = learner.weights(), straight.weights()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    for result, other, times in zip(results, expected, (1, None, None), strict=True):
+        metrics = values(result.metrics)
+        assert metrics.pop("train/out_of_memory", None) == times
+        assert metrics == values(other.metrics)
+    (line,) = said
+    assert line.startswith("warning: an optimizer step did not fit: CUDA out of memory.")
+    assert line.endswith(
+        "Out of memory: trainer.micro_batch_tokens is now 48, not 96, for the rest of the run"
+    )
+    # So that the run goes on with it, too.
+    saved = json.loads((tmp_path / CHOSEN).read_text())
+    assert saved["values"] == {"trainer.micro_batch_tokens": 48}
+
+
+@pytest.mark.e2e
+def test_at_the_floor_activations_are_computed_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = short(make_config(1, 0, tokens=24))
+    groups, said = Rollouts(0, model).groups(4, 3), list[str]()
+    lowering = Lowering(config=config, folder=tmp_path)
+    learner = Local(model, config)
+    plain = Local(model, config)
+    plain.step(groups)
+    runs_out(monkeypatch, "_accumulate", {0})
+    Repeating(learner=learner, lowering=lowering, say=said.append).step(groups)
+    assert "trainer.activation_checkpointing is now on" in said[0]
+    assert learner.worker.engine._network.model.is_gradient_checkpointing
+    wanted = plain.weights()
+    assert all(
+        torch.allclose(tensor, wanted[name], atol=1e-6)
+        for name, tensor in learner.weights().items()
+    )
+    assert lowered(lowering.config) is None
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("stage", "method"), [(0, "_apply_gradients"), (1, "_accumulate")])
+def test_what_cannot_be_forgotten_is_left_to_a_new_start(
+    stage: int, method: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that may have changed in part, and buffers of ZeRO's that hold gradients."""
+    config = short(make_config(1, stage, tokens=96))
+    learner = Local(model, config)
+    runs_out(monkeypatch, method, {0})
+    with pytest.raises(torch.OutOfMemoryError):
+        learner.step(Rollouts(0, model).groups(4, 3))
+
+
+def test_a_run_is_lowered_a_few_times_and_no_more(tmp_path: Path) -> None:
+    config = short(make_config(1, 0, tokens=4096))
+    lowering, error = Lowering(config=config, folder=tmp_path), OutOfMemory("too small")
+    for _ in range(MOST):
+        assert "trainer.micro_batch_tokens is now" in lowering.after(error)
+    assert lowering.config.trainer.micro_batch_tokens == 4096 // 2**MOST
+    with pytest.raises(OutOfMemory):
+        lowering.after(error)

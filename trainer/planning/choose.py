@@ -1,0 +1,231 @@
+"""What a recipe leaves to the hardware and the model (`keel.configs.auto`): decided, explained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from keel.configs.auto import KNOBS
+from keel.configs.diff import flatten_config
+from keel.configs.schema import Config, ConfigError
+from keel.model.load import ModelFacts
+from keel.trainer.planning.layouts import Layout, Search
+from keel.trainer.planning.memory import GIB, engine_sequences, gib, held_bytes
+from keel.trainer.planning.options import Values, with_values
+from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.plan import Plan, plan_on
+from keel.trainer.planning.step_time import COMPILE_S, seconds
+
+FROM_BEFORE = "as chosen when the run began"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    config: Config
+    """Nothing in it is left open."""
+    plan: Plan
+    values: Values = field(default_factory=dict[str, Any])
+    """Of the knobs that were."""
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of the same knobs, in few words."""
+
+    def lines(self) -> list[str]:
+        """As `keel check` prints them."""
+        return [
+            f"{knob} = {said(value)}: {self.reasons[knob]}" for knob, value in self.values.items()
+        ]
+
+
+def said(value: Any) -> str:
+    """As a recipe has it."""
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def choose(
+    config: Config,
+    left: frozenset[str],
+    facts: ModelFacts,
+    hardware: Hardware,
+    kept: Values | None = None,
+) -> Choice:
+    """Decide the knobs that `left` names. kept: what was chosen when the run began, which stays
+    while it fits.
+
+    Raises ConfigError where no layout fits: of the one that needs the least, with what would help,
+    or of a value in the recipe that goes with no layout.
+    """
+    left &= concerned(config, hardware)
+    if not left or not hardware.gpu or not hardware.gpu_gib:
+        return Choice(config=config, plan=plan_on(config, facts, hardware))
+    before = {knob: value for knob, value in (kept or {}).items() if knob in left}
+    search = _from_before(config, left, facts, hardware, before)
+    layout = search.best() if search else None
+    if search is None or layout is None:
+        before = {}
+        search = Search(config, left, facts, hardware)
+        layout = search.best()
+    if layout is None:
+        raise search.refusal()
+    knobs = flatten_config(layout.config)
+    why = {**Reasons(search, layout).all(), **dict.fromkeys(before, FROM_BEFORE)}
+    values = {knob: knobs[knob] for knob in knobs if knob in left}
+    return Choice(config=layout.config, plan=layout.plan, values=values, reasons=why)
+
+
+def _from_before(
+    config: Config, left: frozenset[str], facts: ModelFacts, hardware: Hardware, before: Values
+) -> Search | None:
+    """A search over what is open besides; None where the recipe has become one that forbids it."""
+    if not before:
+        return None
+    try:
+        config = with_values(config, before)
+    except ConfigError:
+        return None
+    return Search(config, left - set(before), facts, hardware)
+
+
+def concerned(config: Config, hardware: Hardware) -> frozenset[str]:
+    """Knobs of which anything depends: without rollouts, no engine's; and how many GPUs are used,
+    where it is known how many there are."""
+    counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
+    if config.data.sources:
+        return KNOBS - counts
+    knobs = frozenset(knob for knob in KNOBS if knob.startswith("trainer."))
+    return knobs - counts - {"trainer.offload_while_sampling"}
+
+
+class Reasons:
+    """Why a layout was chosen, knob by knob: what the others would have been."""
+
+    def __init__(self, search: Search, best: Layout) -> None:
+        self._search, self._best = search, best
+        self._config, self._plan = best.config, best.plan
+        flat = flatten_config(best.config)
+        self._values = {knob: flat[knob] for knob in search.left}
+
+    def all(self) -> dict[str, str]:
+        """Of every knob that was open."""
+        made = {knob: getattr(self, f"_{knob.partition('.')[2]}") for knob in self._search.left}
+        tight = "; it fits by less than the model may be off by" * self._search.tight
+        return {
+            knob: reason() + (tight if knob == "trainer.micro_batch_tokens" else "")
+            for knob, reason in made.items()
+        }
+
+    def _other(self, **changes: Any) -> Layout | None:
+        """The layout with other values of the trainer's knobs, where it fits."""
+        mine = {k: v for k, v in self._values.items() if k != "rollout.gpu_memory_utilization"}
+        return self._search.layout(mine | {f"trainer.{k}": v for k, v in changes.items()})
+
+    def _against(self, other: Layout | None) -> str:
+        if other is None:
+            return "does not fit"
+        slower = other.cost / self._best.cost - 1
+        return f"{100 * slower:.0f} % slower" if slower > 0.005 else "no faster"
+
+    @property
+    def _beside(self) -> str:
+        turns = self._config.rollout.sleep
+        return " beside the engine" if self._best.shared and not turns else ""
+
+    # One method a knob, by its name
+
+    def _ranks(self) -> str:
+        ranks, gpus = self._config.trainer.ranks, self._search.options.gpus
+        if gpus == 1:
+            return "one GPU"
+        if self._best.shared:
+            return f"each on one of {gpus} GPUs" if ranks < gpus else f"all {gpus} GPUs"
+        return f"of {gpus} GPUs, by the time that engines and trainer take"
+
+    def _engines(self) -> str:
+        return "one beside each rank" if self._best.shared else "the GPUs without a rank"
+
+    def _colocated(self) -> str:
+        if self._search.options.gpus == 1:
+            return "a single GPU is shared in any case"
+        if self._best.shared:
+            return "faster than GPUs of their own for engines and trainer"
+        return "faster than sharing each GPU" if self._config.trainer.ranks else ""
+
+    def _gpu_memory_utilization(self) -> str:
+        parts, size = self._plan.engine.parts, self._search.hardware.gpu_gib
+        takes = gib(self._config.rollout.gpu_memory_utilization * size * GIB)
+        wanted, cached = engine_sequences(self._config), self._plan.cached or 0
+        held = f"all {wanted}" if cached >= wanted else f"{cached} of {wanted}"
+        return (
+            f"{takes}: weights {gib(parts['weights'])}, and keys and values of {held} sequences "
+            "at full length"
+        )
+
+    def _max_num_seqs(self) -> str:
+        wanted = engine_sequences(self._config)
+        if wanted >= self._config.rollout.max_num_seqs:
+            return "as many as an engine has to sample in a step, as far as they fit"
+        return f"all {wanted} that an engine has to sample in a step, and room for evaluations"
+
+    def _sleep(self) -> str:
+        if not self._best.shared:
+            return "engines and trainer have GPUs of their own"
+        time = self._plan.time
+        if self._config.rollout.sleep:
+            takes = seconds(time.turns if time else 0.0)
+            return f"side by side there is room for less or nothing; taking turns costs {takes}"
+        return "engine and trainer fit side by side"
+
+    def _offload_while_sampling(self) -> str:
+        if not self._config.rollout.sleep:
+            return "of no effect without rollout.sleep"
+        held = gib(held_bytes(self._config, self._plan.trainer))
+        if self._config.trainer.offload_while_sampling:
+            return f"with {held} of the trainer's on the GPU the engine has too little"
+        return f"{held} of the trainer's fit beside an engine that is awake"
+
+    def _zero_stage(self) -> str:
+        trainer = self._config.trainer
+        if trainer.ranks == 1:
+            return "a single rank has nobody to share with"
+        least = self._other(zero_stage=max(0, trainer.zero_stage - 1))
+        if least is None and trainer.zero_stage > 1:
+            return "the least that fits"
+        return "the fastest of those that fit"
+
+    def _micro_batch_tokens(self) -> str:
+        config, tokens = self._config, self._config.trainer.micro_batch_tokens
+        sizes = [
+            n
+            for values in self._search.options.micro_batches(config.trainer.ranks)
+            for n in values.values()
+        ]
+        larger = [n for n in sizes if n > tokens]
+        if not larger:
+            return "a share of a step at once, or the most that is worth it"
+        other = self._other(micro_batch_tokens=larger[0])
+        if other is None:
+            return f"the largest that fits{self._beside} ({gib(self._plan.trainer.total)})"
+        return f"larger ones are {self._against(other)}"
+
+    def _activation_checkpointing(self) -> str:
+        trainer = self._config.trainer
+        kept = gib(self._plan.trainer.parts["activations"])
+        if not trainer.activation_checkpointing:
+            again = self._other(activation_checkpointing=True)
+            return f"{kept} of activations fit{self._beside}; with it: {self._against(again)}"
+        return f"without it: {self._against(self._other(activation_checkpointing=False))}"
+
+    def _compile(self) -> str:
+        search, trainer = self._search, self._config.trainer
+        if not search.options.compiles:
+            return "nobody has timed compiled layers of such a model"
+        if trainer.zero_stage == 3:
+            return "not with ZeRO 3"
+        other = self._against(self._other(compile=not trainer.compile))
+        start = f"in {self._config.run.steps} steps, {COMPILE_S:.0f} s at their start counted"
+        return f"{'without' if trainer.compile else 'with'} it: {other} {start}"
+
+    def _offload_optimizer(self) -> str:
+        if self._config.trainer.offload_optimizer:
+            return "nothing else fits"
+        return "the optimizer's state fits on the GPU"

@@ -1,0 +1,257 @@
+"""The layouts that a recipe leaves open (`keel.configs.auto`), and of those that fit by the memory
+model the fastest by the time model.
+
+Layouts within `TIE` of the fastest are as good, and of those the one of the lowest ZeRO stage and
+in the least memory is taken. A layout that fits by less than the memory model may be off by is
+chosen only where no other fits, and an optimizer in host memory only where nothing else does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from keel.configs.schema import Config, ConfigError
+from keel.model.load import ModelFacts
+from keel.trainer.planning.cures import cures
+from keel.trainer.planning.memory import (
+    GIB,
+    DoesNotFit,
+    Memory,
+    engine_memory,
+    engine_sequences,
+    staying_gib,
+    trainer_memory,
+)
+from keel.trainer.planning.options import Options, Values, with_values
+from keel.trainer.planning.placement import Hardware, place
+from keel.trainer.planning.plan import Plan, make_plan, plan_on
+from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
+
+TIE = 1.01
+CURES_TRIED = 400
+"""Changes to a recipe that fits nowhere, each with all that it leaves open to be tried."""
+SPARE = 1.06
+"""Of a rank's memory: the model says up to 2 % too little (docs/scaling.md), and no trajectory is
+like another."""
+ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
+"""Of an engine's memory beside the KV cache, which nobody has measured."""
+KV_SPARE = 1.25
+"""What an engine's cache may be larger than its completions (rollout/engine/kv_cache.py)."""
+MOST_SHARE, MOST_SHARE_AT_ALL = 0.92, 0.95
+"""vLLM wants its share free when it starts, and a GPU has never all of its memory free."""
+HOST_POWER = 3
+"""Of the norm by which a rank's host and GPU add up, from steps in micro-batches of 4,608, 9,216
+and 18,432 tokens (docs/scaling.md): 3.73, 2.34 and 1.59 s."""
+STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
+"""Of ZeRO's stages, beside their traffic: 2 takes 2 to 6 % longer than 1 as measured, and nobody
+has timed 3, which gathers each layer anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A recipe with every knob decided, and what the models say of it."""
+
+    config: Config
+    plan: Plan
+    shared: bool
+    cost: float
+    """Seconds of a step, with its part of what compiling takes once."""
+
+    @property
+    def rank(self) -> tuple[int, float, float]:
+        """Among layouts that are as fast, the best first."""
+        return self.config.trainer.zero_stage, self.gib, self.cost
+
+    @property
+    def gib(self) -> float:
+        """Of the GPU that has the most to hold."""
+        engine, rank = self.plan.engine.total / GIB, self.plan.trainer.total / GIB
+        return engine + rank if self.shared and not self.config.rollout.sleep else max(engine, rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict:
+    """How a layout has to fit."""
+
+    spare: float = 1.0
+    """Times what a rank needs by the model."""
+    most_share: float = MOST_SHARE_AT_ALL
+    offload: bool = False
+    """An optimizer may be in host memory."""
+    fewer: bool = True
+    """With fewer sequences at once than a step has."""
+
+
+WAYS = (Strict(spare=SPARE, most_share=MOST_SHARE, fewer=False), Strict(), Strict(offload=True))
+
+
+class Search:
+    """Over the layouts of a recipe on a machine."""
+
+    def __init__(
+        self, config: Config, left: frozenset[str], facts: ModelFacts, hardware: Hardware
+    ) -> None:
+        self.config, self.left, self.facts, self.hardware = config, left, facts, hardware
+        self.options = Options(config=config, left=left, facts=facts, hardware=hardware)
+        self.way = WAYS[0]
+
+    def best(self) -> Layout | None:
+        """None where nothing fits."""
+        for self.way in WAYS:
+            if found := [*self.fitting()]:
+                fastest = min(layout.cost for layout in found)
+                as_good = [layout for layout in found if layout.cost <= TIE * fastest]
+                return min(as_good, key=lambda layout: layout.rank)
+        return None
+
+    @property
+    def tight(self) -> bool:
+        """Whether what was found fits by less than the model may be off by."""
+        return self.way.spare == 1.0
+
+    def fitting(self) -> Iterator[Layout]:
+        """All that fit and may be the best."""
+        fastest = math.inf
+        for seats in self.options.placements:
+            ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
+            for sizes in self.options.learning(ranks):
+                if sizes[0].get("trainer.offload_optimizer") and not self.way.offload:
+                    continue
+                for learning in sizes:  # each takes less memory and more time than the one before
+                    here = [*self._seated({**seats, **learning})]
+                    yield from here
+                    cost = min((layout.cost for layout in here), default=0.0)
+                    fastest = min(fastest, cost or fastest)
+                    if cost > TIE * fastest:
+                        break
+
+    def _seated(self, values: Values) -> Iterator[Layout]:
+        """In which ways an engine goes with such a trainer: each with as many sequences at once as
+        fit, and no turns taken where nothing would be gained."""
+        if not self._rank_fits(values):
+            return
+        for turns in self.options.turns:
+            for sampling in self.options.sampling(values, fewer=self.way.fewer):
+                if layout := self.layout({**values, **turns, **sampling}):
+                    yield layout
+                    roomy = (layout.plan.cached or 0) >= engine_sequences(layout.config)
+                    if roomy and not layout.config.rollout.sleep:
+                        return
+                    break
+
+    def _rank_fits(self, values: Values) -> bool:
+        """On a GPU without an engine."""
+        try:
+            rank = trainer_memory(with_values(self.config, values), self.facts, gpu=True)
+        except ConfigError:
+            return False
+        return rank.total * self.way.spare <= self.free_gib * GIB
+
+    def layout(self, values: Values) -> Layout | None:
+        """With these values of all that is open but an engine's share; None where it does not
+        fit."""
+        try:
+            config = with_values(self.config, values)
+            shared = place(config, self.hardware.idle).shared
+            if self.config.data.sources:
+                rank = trainer_memory(config, self.facts, gpu=True)
+                share = self.share(config, rank, shared=shared)
+                if share is None:
+                    return None
+                config = with_values(config, share)
+            plan = make_plan(
+                config,
+                self.facts,
+                gpu=True,
+                gpu_gib=self.hardware.gpu_gib,
+                shared=shared,
+                taken_gib=self.hardware.taken_gib,
+            )
+        except ConfigError:
+            return None
+        cost = self.cost(config, plan, shared=shared)
+        return Layout(config=config, plan=plan, shared=shared, cost=cost)
+
+    def cost(self, config: Config, plan: Plan, *, shared: bool) -> float:
+        """Seconds of a step, and its part of what compiling takes once."""
+        once = COMPILE_S / config.run.steps * config.trainer.compile
+        time, stage = plan.time, config.trainer.zero_stage if config.trainer.ranks > 1 else 0
+        if time is None:
+            return once + lesson_seconds(config, self.facts) * STAGE_COSTS[stage]
+        # A host that takes nearly as long as its GPU is waited for, on a slow machine for longer.
+        compute = (time.compute**HOST_POWER + time.launch**HOST_POWER) ** (1 / HOST_POWER)
+        training = (compute + time.traffic) * STAGE_COSTS[stage]
+        rest = once + time.weights + time.turns
+        if config.algorithm.max_lag and not shared:  # one samples while the other learns
+            return rest + max(time.rollout, training)
+        return rest + time.rollout + training
+
+    @property
+    def free_gib(self) -> float:
+        return self.hardware.gpu_gib - self.hardware.taken_gib
+
+    def share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
+        """The engine's: what it needs, or what is left for it. None: there is not even room for the
+        rank, or for what the recipe says."""
+        knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
+        needs, free = rank.total / GIB * self.way.spare, self.free_gib
+        most = min(free, self.way.most_share * size)
+        if shared and config.rollout.sleep:
+            most = min(most, free - staying_gib(config, rank))
+        elif shared:
+            most = min(most, free - needs)
+        if knob not in self.left:
+            fits = not shared or config.rollout.sleep
+            return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
+        engine = engine_memory(config, self.facts, gpu=True)
+        cache = engine.parts["KV cache"]
+        wanted = ENGINE_SPARE * (engine.total - cache) + KV_SPARE * cache
+        wanted = math.ceil(100 * (wanted / GIB + ENGINE_SPARE_GIB) / size)
+        hundredths = min(wanted, math.floor(100 * most / size + 1e-9))
+        return {knob: hundredths / 100} if hundredths >= 1 else None
+
+    # Where nothing fits
+
+    def refusal(self) -> ConfigError:
+        """What to say: of a layout that needs the least, with changes to what the recipe says after
+        which one fits."""
+        for values in self.options.frugal():
+            try:
+                config = with_values(self.config, values)
+                place(config, self.hardware.idle)
+            except ConfigError as error:
+                if not values:
+                    return error
+                continue
+            try:
+                plan_on(config, self.facts, self.hardware, self.cured)
+            except ConfigError as error:
+                return error
+        return ConfigError(f"no layout of this recipe fits its GPUs: {self.hardware}")
+
+    def cured(self, config: Config, facts: ModelFacts, _: object) -> str:
+        """As `cures`, of a recipe whose open knobs are decided anew each time."""
+
+        def planned(changed: Config) -> None:
+            if not Search(changed, self.left, facts, self.hardware).fits():
+                raise DoesNotFit("no layout")
+
+        return cures(self.config, facts, planned, decided=self.left, tried=CURES_TRIED)
+
+    def fits(self) -> bool:
+        """Whether anything does: of each placement and way to learn the smallest."""
+        self.way = WAYS[-1]
+        return any(
+            layout is not None
+            for seats in self.options.placements
+            for learning in self.options.least(seats)
+            if self._rank_fits({**seats, **learning})
+            for turns in self.options.turns
+            for layout in [
+                self.layout(
+                    {**seats, **learning, **turns, **self.options.sampling(seats, fewer=True)[-1]}
+                )
+            ]
+        )

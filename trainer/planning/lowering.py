@@ -1,0 +1,104 @@
+"""A run whose step ran out of memory: what is tried instead, and where that is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from keel.configs.schema import Config
+from keel.rl.metrics import Sum
+from keel.rl.types import ScoredGroup, StepResult
+from keel.trainer.planning.memory import context_tokens
+from keel.trainer.planning.remembered import lower
+from keel.trainer.run.restarts import OutOfMemory
+
+MOST = 3
+"""Times that a run is lowered: what still does not fit is no error of a few per cent."""
+
+
+class Learner(Protocol):
+    @property
+    def version(self) -> int: ...
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
+    def publish(self) -> Any: ...
+    def lowered(self, config: Config) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Lowering:
+    """The recipe of a run, and how often it had to be lowered."""
+
+    config: Config
+    folder: Path
+    times: int = 0
+
+    def after(self, error: OutOfMemory) -> str:
+        """Lower it, here and in the run's folder, and say so. Raises `error` where that is in
+        vain."""
+        smaller = lowered(self.config) if self.times < MOST else None
+        if smaller is None:
+            raise error
+        before, self.config, self.times = self.config, smaller, self.times + 1
+        trainer = smaller.trainer
+        lower(
+            self.folder,
+            {
+                "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
+                "trainer.activation_checkpointing": trainer.activation_checkpointing,
+            },
+        )
+        if trainer.micro_batch_tokens < before.trainer.micro_batch_tokens:
+            was = before.trainer.micro_batch_tokens
+            change = (
+                f"trainer.micro_batch_tokens is now {trainer.micro_batch_tokens:,}, not {was:,}"
+            )
+        else:
+            change = "trainer.activation_checkpointing is now on"
+        return f"{error}\nOut of memory: {change}, for the rest of the run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeating:
+    """Trains like a `keel.trainer.learner.Learner`, and a step that did not fit once more, in
+    smaller micro-batches."""
+
+    learner: Learner
+    lowering: Lowering
+    say: Callable[[str], object]
+
+    @property
+    def version(self) -> int:
+        return self.learner.version
+
+    def publish(self) -> Any:
+        return self.learner.publish()
+
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        times = 0
+        while True:
+            try:
+                result = self.learner.step(groups)
+            except OutOfMemory as error:
+                if not error.dropped:
+                    raise
+                self.say(f"warning: {self.lowering.after(error)}")
+                self.learner.lowered(self.lowering.config)
+                times += 1
+            else:
+                counted = {"train/out_of_memory": Sum(float(times))} if times else {}
+                return replace(result, metrics={**result.metrics, **counted})
+
+
+def lowered(config: Config) -> Config | None:
+    """With micro-batches half as large, or of one trajectory; then with activation checkpointing.
+    None where both are done."""
+    trainer, least = config.trainer, context_tokens(config)
+    if trainer.micro_batch_tokens > least:
+        trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))
+    elif not trainer.activation_checkpointing:
+        trainer = replace(trainer, activation_checkpointing=True)
+    else:
+        return None
+    return replace(config, trainer=trainer)

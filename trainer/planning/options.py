@@ -1,0 +1,221 @@
+"""What there is to try for the knobs that a recipe leaves open (`keel.configs.auto`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from keel.configs.schema import Config
+from keel.model.load import ModelFacts
+from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes
+from keel.trainer.planning.placement import Hardware
+
+Values = Mapping[str, Any]
+"""Knob → value."""
+MOST_TOKENS, LEAST_TOKENS = 65_536, 4_096
+"""Of a micro-batch that is chosen: larger ones are no faster in any measured step, and a GPU waits
+for its host in smaller ones."""
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+"""Micro-batches of a rank in an optimizer step."""
+FEW, MANY = 128, 1024
+"""Sequences at once: no fewer than evaluations make use of, where their keys and values are small;
+no more than steps are captured for."""
+SMALL_CACHE = 0.1
+"""Of a GPU."""
+STAYING_GIB = 2.0
+"""Of a rank beside an engine, at least."""
+
+
+def with_values(config: Config, values: Values) -> Config:
+    """Raises ConfigError where that breaks a rule."""
+    rollout, trainer = (
+        {knob.partition(".")[2]: v for knob, v in values.items() if knob.startswith(section)}
+        for section in ("rollout.", "trainer.")
+    )
+    return replace(
+        config,
+        rollout=replace(config.rollout, **rollout),
+        trainer=replace(config.trainer, **trainer),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of a recipe on a machine."""
+
+    config: Config
+    left: frozenset[str]
+    """Open knobs."""
+    facts: ModelFacts
+    hardware: Hardware
+
+    @property
+    def gpus(self) -> int:
+        """That engines and ranks may have."""
+        return sum(node.gpus for node in self.hardware.idle) - self.config.rewards.judge.gpus
+
+    def open(self, values: Values) -> dict[str, Any]:
+        """Those of knobs that are."""
+        return {knob: value for knob, value in values.items() if knob in self.left}
+
+    @cached_property
+    def placements(self) -> list[Values]:
+        """Ranks and engines: beside each other, and on GPUs of their own."""
+        config = self.config
+        if not config.data.sources:
+            return [self.open({"trainer.ranks": n}) for n in self.rank_counts]
+        beside = "rollout.colocated" in self.left or config.rollout.colocated or self.gpus == 1
+        apart = "rollout.colocated" in self.left or not config.rollout.colocated
+        found: dict[tuple[tuple[str, Any], ...], None] = {}
+        for ranks in self.rank_counts:
+            if beside and config.rollout.tensor_parallel == 1:
+                found[self._seats(ranks, ranks, colocated=self.gpus > 1)] = None
+            if apart and self.gpus > 1:
+                rest = max(1, (self.gpus - ranks) // config.rollout.tensor_parallel)
+                found[self._seats(ranks, rest, colocated=False)] = None
+        return [dict(seats) for seats in found]
+
+    def _seats(self, ranks: int, engines: int, *, colocated: bool) -> tuple[tuple[str, Any], ...]:
+        values = {
+            "trainer.ranks": ranks,
+            "rollout.engines": engines,
+            "rollout.colocated": colocated,
+        }
+        return tuple(self.open(values).items())
+
+    @property
+    def rank_counts(self) -> list[int]:
+        """All GPUs, all but those of an engine, and parts of them, the most first."""
+        config, gpus = self.config, self.gpus
+        trainer = config.trainer
+        if "trainer.ranks" not in self.left:
+            return [trainer.ranks]
+        unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
+        most = self.step_sequences * trainer.sequence_parallel  # more have nothing to do
+        eighths = (gpus * part // 8 for part in (1, 2, 4, 6, 7, 8))
+        wanted = {*eighths, gpus - config.rollout.tensor_parallel, min(most, gpus)}
+        counts = {min(n, most) // unit * unit for n in wanted}
+        return sorted((n for n in counts if n > 0), reverse=True) or [unit]
+
+    def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
+        """Sequences of an engine at once, the most first."""
+        knob, config = "rollout.max_num_seqs", self.config
+        if knob not in self.left or not config.data.sources:
+            return [{}]
+        engines = seats.get("rollout.engines", config.rollout.engines)
+        at_once = config.algorithm.prompts_per_step * config.algorithm.group_size
+        if config.with_agents:
+            at_once = max(at_once, config.agents.max_open)
+        wanted = min(MANY, 8 * math.ceil(at_once / engines / 8))
+        one = kv_token_bytes(config, self.facts) * context_tokens(config)
+        if FEW * one <= SMALL_CACHE * self.hardware.gpu_gib * GIB:
+            wanted = max(wanted, FEW)
+        less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
+        return [{knob: n} for n in (wanted, *less) if n <= wanted]
+
+    @cached_property
+    def turns(self) -> list[Values]:
+        """Of an engine and a rank on one GPU: side by side, time-sharing, and that with the
+        trainer's state in host memory."""
+        knobs: tuple[str, str] = ("rollout.sleep", "trainer.offload_while_sampling")
+        if not self.config.data.sources:
+            return [{}]
+        own = (self.config.rollout.sleep, self.config.trainer.offload_while_sampling)
+        found: list[Values] = []
+        for way in ((False, own[1]), (True, False), (True, True)):
+            values: dict[str, bool] = dict(zip(knobs, way, strict=True))
+            said = zip(knobs, way, own, strict=True)
+            if all(knob in self.left or value == kept for knob, value, kept in said):
+                found.append(self.open(values))
+        return found
+
+    def learning(self, ranks: int) -> Iterator[list[Values]]:
+        """How the trainer works, in lists of which only the micro-batches differ, the largest
+        first."""
+        for stage in self.stages(ranks):
+            for compiled in self._either("trainer.compile", allowed=self.compiles):
+                for recomputed in self._either("trainer.activation_checkpointing"):
+                    sizes = self.micro_batches(ranks)
+                    yield [{**stage, **compiled, **recomputed, **size} for size in sizes]
+
+    def least(self, seats: Values) -> Iterator[Values]:
+        """Of the ways to learn, those that need the least memory."""
+        ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
+        knobs = {"trainer.compile": False, "trainer.activation_checkpointing": True}
+        for stage in self.stages(ranks):
+            yield {**stage, **self.open(knobs), **self.micro_batches(ranks)[-1]}
+
+    def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
+        if knob not in self.left:
+            return [{}]
+        return [{knob: False}, {knob: True}] if allowed else [{knob: False}]
+
+    @property
+    def compiles(self) -> bool:
+        """Whether compiled layers of such a model are known to be faster."""
+        timed = self.facts.fused_norms and self.config.model.dtype == "bfloat16"
+        return timed and self.config.trainer.sequence_parallel == 1
+
+    def stages(self, ranks: int) -> list[Values]:
+        """ZeRO's, and where the optimizer is: in host memory, too, where it is open."""
+        zero, offload = "trainer.zero_stage", "trainer.offload_optimizer"
+        trainer = self.config.trainer
+        away = (False, True) if offload in self.left else (trainer.offload_optimizer,)
+        stages = (1, 2, 3) if self.config.model.dtype != "float32" else (0, 1, 2, 3)
+        if zero not in self.left:
+            stages = (trainer.zero_stage,)
+        elif ranks == 1:  # it has nobody to share with
+            stages = stages[:1]
+        values = [{zero: max(s, int(a)), offload: a} for a, s in product(away, stages)]
+        return [dict(pairs) for pairs in {tuple(self.open(each).items()): None for each in values}]
+
+    def micro_batches(self, ranks: int) -> list[Values]:
+        """A rank's share of a step in one, in two, in three … micro-batches of trajectories at
+        their limit."""
+        knob, config = "trainer.micro_batch_tokens", self.config
+        if knob not in self.left:
+            return [{}]
+        spread = config.trainer.sequence_parallel
+        longest = context_tokens(config)
+        share = math.ceil(self.step_sequences / max(1, ranks // spread))
+        most = max(1, MOST_TOKENS * spread // longest)
+        least = max(1, min(share, most, LEAST_TOKENS // longest))
+        counts = {max(least, min(most, math.ceil(share / parts))) for parts in PARTS}
+        return [{knob: n * longest} for n in sorted(counts | {1}, reverse=True)]
+
+    @property
+    def step_sequences(self) -> int:
+        """Of an optimizer step, on all ranks."""
+        config = self.config
+        if config.data.sources:
+            whole = config.algorithm.prompts_per_step * config.algorithm.group_size
+            return math.ceil(whole / config.algorithm.updates_per_batch)
+        each = config.sft.tokens_per_step // config.sft.max_context_tokens
+        return max(1, each or config.sft.conversations_per_step)
+
+    def frugal(self) -> Iterator[Values]:
+        """What needs the least memory; the least of the recipe's rules first."""
+        config = self.config
+        seats = self.placements[0] if self.placements else {}
+        ranks = seats.get("trainer.ranks", config.trainer.ranks)
+        shared = self.gpus == 1 or seats.get("rollout.colocated", config.rollout.colocated)
+        stays = (STAYING_GIB + self.hardware.taken_gib) / self.hardware.gpu_gib
+        most = max(0.01, min(0.9, round(1 - stays, 2)))
+        for sleeps, stage in product((True, False), (3, 2, 1) if ranks > 1 else (1,)):
+            values = {
+                **seats,
+                "rollout.sleep": sleeps,
+                "rollout.gpu_memory_utilization": 0.5 if shared and not sleeps else most,
+                "rollout.max_num_seqs": 1,
+                "trainer.activation_checkpointing": True,
+                "trainer.micro_batch_tokens": context_tokens(config),
+                "trainer.offload_optimizer": True,
+                "trainer.offload_while_sampling": True,
+                "trainer.zero_stage": stage,
+            }
+            yield self.open(values)
+        yield {}
