@@ -18,13 +18,14 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from benchmarks.common.models import QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B
-from keel.configs.load import load_config
+from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import Config
 from keel.configs.shipped import HERE, SHELF
 from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.choose import choose
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware, idle_nodes
-from keel.trainer.planning.plan import Plan, plan_on
+from keel.trainer.planning.plan import Plan
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 HEAD = "| recipe | model | GPUs | step | rollout, training | a trainer rank, an engine |"
@@ -134,10 +135,17 @@ def _machine(name: str) -> tuple[int, int]:
 
 def entry(name: str) -> Entry:
     """Planned as `keel check` does. Raises ConfigError where it does not fit."""
-    config, (gpus, gib) = load_config(name), _machine(name)
+    (config, left), (gpus, gib) = load_recipe(name), _machine(name)
     hardware = Hardware(gpu=True, nodes=tuple(idle_nodes(1, gpus)), gpu_gib=float(gib), found=False)
-    plan = plan_on(config, facts(config.model.path), hardware)
-    return Entry(name=name, gpus=gpus, gib=gib, config=config, plan=plan, hardware=hardware)
+    choice = choose(config, left, facts(config.model.path), hardware)
+    return Entry(
+        name=name,
+        gpus=gpus,
+        gib=gib,
+        config=choice.config,
+        plan=choice.plan,
+        hardware=hardware,
+    )
 
 
 def commented(text: str, found: Entry) -> str:
