@@ -30,10 +30,10 @@ from keel.trainer.cluster.watch import watched
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.nonfinite import SAID
 from keel.trainer.planning.lowering import Lowering, Repeating
+from keel.trainer.planning.remembered import remember
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
 from keel.trainer.run.batches import keep_batch
-from keel.trainer.planning.remembered import remember
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger

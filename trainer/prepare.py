@@ -43,8 +43,8 @@ from keel.trainer.planning.choose import Choice, choose
 from keel.trainer.planning.families import check_engine_attention, check_engine_dtype
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe
-from keel.trainer.planning.unusual import unusual
 from keel.trainer.planning.remembered import Remembered, remembered
+from keel.trainer.planning.unusual import unusual
 from keel.trainer.run.folder import check_exported
 from keel.trainer.run.manifest import MANIFEST
 

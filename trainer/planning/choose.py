@@ -172,7 +172,7 @@ class Reasons:
         time = self._plan.time
         if self._config.rollout.sleep:
             takes = seconds(time.turns if time else 0.0)
-            return f"side by side there is room for less or nothing; taking turns costs {takes}"
+            return f"side by side there is room for less or nothing; time-sharing costs {takes}"
         return "engine and trainer fit side by side"
 
     def _offload_while_sampling(self) -> str:

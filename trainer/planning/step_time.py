@@ -182,7 +182,7 @@ class StepTime:
             f"{bound}; prefill {seconds(self.prefill)})",
             f"training {seconds(self.training)} (compute {seconds(self.compute)}, traffic between "
             f"ranks {seconds(self.traffic)}{waits}); weights to the engines "
-            f"{seconds(self.weights)}" + f"; taking turns {seconds(self.turns)}" * (self.turns > 0),
+            f"{seconds(self.weights)}" + f"; time-sharing {seconds(self.turns)}" * (self.turns > 0),
         ]
 
 

@@ -10,8 +10,8 @@ import pytest
 from keel.configs.schema import Config, DataConfig, RunConfig, SourceConfig
 from keel.trainer.cluster.nodes import most_taken
 from keel.trainer.planning.placement import Hardware, idle_nodes
-from keel.trainer.run.checkpoint import NATIVE, STATE
 from keel.trainer.planning.remembered import Remembered, lower, remember, remembered
+from keel.trainer.run.checkpoint import NATIVE, STATE
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.sleep": False}
