@@ -163,11 +163,11 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
 
 
 def test_the_other_commands_are_ones_that_keel_takes() -> None:
-    taken = [parser().parse_args(words) for _, *words in commands(block("keel knobs"))]
+    taken = [parser().parse_args(words) for _, *words in commands(block("keel new"))]
     assert [given.command for given in taken] == [
-        *("knobs", "doctor", "report", "replay", "pretrain", "sft", "distill")
+        *("new", "recipes", "knobs", "doctor", "report", "replay", "pretrain", "sft", "distill")
     ]
-    assert load_config(taken[4].recipe).run.dir == "runs/pretrain-dense"
+    assert load_config(taken[6].recipe).run.dir == "runs/pretrain-dense"
     assert load_distillation(taken[-1].recipe).dir == "runs/distill"
 
 
