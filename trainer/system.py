@@ -18,7 +18,7 @@ import torch
 from keel.agents.runner import EpisodeRunner
 from keel.configs.schema import Config
 from keel.data.dataset import Dataset
-from keel.model.download import Download, download_of
+from keel.model.download import download_of
 from keel.model.embedded.cache import ensure_embedded
 from keel.model.ray_calls import CALL_S, awaited
 from keel.rewards.judge.service import JudgeService
@@ -39,7 +39,7 @@ from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import Lowering
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
-from keel.trainer.run.waits import Wait, amount, waiting
+from keel.trainer.run.waits import Wait, waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +130,9 @@ def running(
     if lowering is not None:
         task = replace(task, config=lowering.config)
     config, deadline = task.config, task.config.run.startup_deadline_s
+    fetch(config.model.path)
+    if task.judged and config.rewards.judge.serve:
+        fetch(config.rewards.judge.model)
     with ExitStack() as stack:
         judge = None
         if task.judged and not config.rewards.judge.serve:
@@ -180,7 +183,7 @@ def running(
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
         with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
             engines, trainer = both.submit(pool.start), None
-            wait.measure = Standing(download_of(model), engines, lambda: trainer)
+            wait.measure = Standing(engines, lambda: trainer)
             if ranks is not None:
                 ranks.prepared()
             if seats and seats.placement.shared:
@@ -257,6 +260,16 @@ def with_episodes(remote: Remote) -> Iterator[Remote]:
         yield replace(remote, turns=turns, agents=agents)
 
 
+def fetch(path: str) -> None:
+    """A model of the hub into this machine's cache, where it is not yet: before engines and ranks
+    start, whose deadline it would take."""
+    if path == EMBEDDED or (download := download_of(path)) is None:
+        return
+    with waiting(f"downloading {path}", total=download.total, unit="bytes") as wait:
+        wait.measure = lambda shown: setattr(shown, "done", download.present())
+        download.fetch()
+
+
 def model_folder(task: Task) -> str:
     """Where the weights are: the recipe's model, or the embedded one, taught if it is new."""
     return start_of(task.config, task.dataset, gpu=task.gpu)
@@ -293,7 +306,6 @@ def counted(number: int, what: str) -> str:
 class Standing:
     """What there is to say of a start that is under way."""
 
-    download: Download | None
     engines: Future[Any]
     trainer: Callable[[], Future[Any] | None]
 
@@ -301,8 +313,6 @@ class Standing:
         ready = ["engines are ready"] * self.engines.done()
         if (trainer := self.trainer()) is not None and trainer.done():
             ready.append("trainer is ready")
-        if self.download is not None and (there := self.download.present()) < self.download.total:
-            ready.append(f"{amount(there, self.download.total, 'bytes')} downloaded")
         wait.note = ", ".join(ready)
 
 

@@ -1,16 +1,19 @@
-"""How far a download has come, by the hub's own client and a hub on this machine."""
+"""A model is fetched, and how far that has come: the hub's own client, a hub that is here."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, snapshot_download
 
+from keel.configs.schema import ConfigError
 from keel.model import download
 from keel.model.download import download_of
 
@@ -22,18 +25,43 @@ SIZES = {
 }
 
 
+SHA = "a" * 40
+
+
 class Hub(BaseHTTPRequestHandler):
     """Knows one model."""
 
+    broken = ""
+    """A file that cannot be had."""
+    asked: ClassVar[list[str]] = []
+
     def do_GET(self) -> None:
-        known = self.path.split("?")[0] == "/api/models/owner/model"
-        files = [{"rfilename": name, "size": size} for name, size in SIZES.items()]
-        body = json.dumps({"id": "owner/model", "siblings": files}).encode()
-        self.send_response(200 if known else 404)
+        path = self.path.split("?")[0]
+        *_, name = path.partition(f"/owner/model/resolve/{SHA}/")
+        if path in ("/api/models/owner/model", "/api/models/owner/model/revision/main"):
+            files = [{"rfilename": name, "size": size} for name, size in SIZES.items()]
+            self._say(json.dumps({"id": "owner/model", "sha": SHA, "siblings": files}).encode())
+        elif path == f"/api/models/owner/model/tree/{SHA}":
+            tree = [{"type": "file", "path": n, "size": s, "oid": n} for n, s in SIZES.items()]
+            self._say(json.dumps(tree).encode())
+        elif name in SIZES and name != self.broken:
+            self.asked.append(name)
+            self._say(b"x" * SIZES[name], etag=f'"{name}"')
+        else:
+            self._say(b"", 404)
+
+    do_HEAD = do_GET
+
+    def _say(self, body: bytes, status: int = 200, etag: str = "") -> None:
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if etag:
+            self.send_header("ETag", etag)
+            self.send_header("X-Repo-Commit", SHA)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command == "GET":
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None: ...
 
@@ -44,6 +72,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr(download, "HfApi", lambda: HfApi(endpoint=address))
+        monkeypatch.setattr(Hub, "asked", [])
+        fetched = partial(snapshot_download, endpoint=address)
+        monkeypatch.setattr(download, "snapshot_download", fetched)
         monkeypatch.setattr(download, "hub_answers", lambda: True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         yield tmp_path / "models--owner--model" / "blobs"
@@ -71,3 +102,22 @@ def test_nothing_is_counted_where_nothing_is_known(
     assert download_of(str(tmp_path)) is None
     monkeypatch.setattr(download, "hub_answers", lambda: False)
     assert download_of("owner/model") is None
+
+
+def test_what_is_loaded_is_fetched_and_a_download_that_broke_off_goes_on(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = download_of("owner/model")
+    assert found is not None
+    monkeypatch.setattr(Hub, "broken", "model-00002-of-00002.safetensors")
+    with pytest.raises(ConfigError, match=r"'owner/model': its download broke off .* goes on"):
+        found.fetch()
+    monkeypatch.setattr(Hub, "broken", "")
+    Hub.asked.clear()
+    found.fetch()
+    assert download_of("owner/model") is None, "all of it is here"
+    snapshot = cache.parent / "snapshots" / SHA
+    assert {path.name for path in snapshot.iterdir()} == {*SIZES} - {
+        "original/consolidated.safetensors"
+    }
+    assert "original/consolidated.safetensors" not in Hub.asked

@@ -55,7 +55,7 @@ from keel.trainer.run.session import open_journal, save_checkpoint
 from keel.trainer.run.view import View
 from keel.trainer.run.waits import waiting
 from keel.trainer.supervised import loop as sft
-from keel.trainer.system import counted, start_of
+from keel.trainer.system import counted, fetch, start_of
 
 PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
 
@@ -312,6 +312,7 @@ def report_lines(name: str, report: Report) -> Iterator[str]:
 def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
     """Start the ranks that `task` needs, and end them at exit, whatever happened."""
     config, deadline = task.config, task.config.run.startup_deadline_s
+    fetch(config.model.path)
     with ExitStack() as stack:
         with waiting("starting Ray", "Ray"):
             start_ray()
