@@ -78,6 +78,11 @@ def process_as_it_was() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")  # only a trainer in this process has it up
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+        # DeepSpeed keeps what it has made of it.
+        if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
+            vars(groups)["_WORLD_GROUP"] = None
+        if (comm := sys.modules.get("deepspeed.comm.comm")) is not None:
+            vars(comm)["cdb"] = None
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)

@@ -144,16 +144,20 @@ class Reference:
 
 
 def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:
-    """Which ids survive top-k and then top-p; `slack` widens (or narrows) both borders."""
+    """Which ids survive top-k and then top-p; `slack` widens (or narrows) both borders, and of ids
+    that are no further apart each may come first (or last)."""
     if top_k:
         row = row.masked_fill(row < row.topk(top_k).values[-1] - slack, -torch.inf)
     if top_p == 1:
         return row.isfinite()
+    if slack:
+        above = (row > row[:, None] + slack).fill_diagonal_(False)
+        return ((above * row.softmax(-1)).sum(-1) < top_p + slack) & row.isfinite()
     ranked, order = row.sort(descending=True)
     share = ranked.softmax(-1)
     before = share.cumsum(-1) - share
     kept = torch.zeros_like(row, dtype=torch.bool)
-    kept[order] = (before < top_p + slack) & ranked.isfinite()
+    kept[order] = (before < top_p) & ranked.isfinite()
     return kept
 
 
