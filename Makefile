@@ -54,7 +54,7 @@ sandbox:
 	  && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y bubblewrap >/dev/null; } \
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
-unit: install  ## The tests that start no engine, Ray, sandbox or other process: under a minute
+unit: install  ## The tests that start no engine, Ray, sandbox or other process: a minute or two
 	$(BIN)/python -m pytest -q -n $(UNIT_WORKERS) $(FILES) -m "not e2e and not gpu" $(ARGS)
 
 lint: install
