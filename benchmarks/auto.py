@@ -28,11 +28,11 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from benchmarks.common.models import QWEN3_06B, QWEN3_17B, Mixture
-from benchmarks.peers.keel_grpo import read_steps, stop
+from benchmarks.peers.keel_grpo import AUTO, read_steps, recipe, stop
 from benchmarks.peers.memory import PeakMemory, gpu_reader, settled, tree_reader
 from benchmarks.peers.shape import MARKS, TENTH, build_tokenizer, write_prompts
 from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
-from benchmarks.peers.workload import SMALL, Workload
+from benchmarks.peers.workload import SMALL
 from keel.trainer.planning.remembered import CHOSEN
 
 LEAST_S = 45.0
@@ -146,34 +146,6 @@ def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: 
         torch.cuda.empty_cache()
 
 
-def recipe(workload: Workload, *, folder: Path, steps: int, gpu: bool) -> dict[str, Any]:
-    """With all that hardware and model decide left out."""
-    source = {
-        "name": "peers",
-        "source": "jsonl",
-        "path": workload.prompts,
-        "kl_coef": workload.kl_coef,
-        "rewards": {"benchmarks.peers.reward.variety": 1.0},
-    }
-    return {
-        "run": {"dir": str(folder), "steps": steps, "eval_every": -1, "save_trajectories": 0},
-        "model": {"path": workload.model, "dtype": "bfloat16" if gpu else "float32"},
-        "data": {"max_prompt_tokens": workload.prompt_tokens, "sources": [source]},
-        "rollout": {
-            "kv_cache_gib": 0.1,
-            "sampling": {
-                "top_p": workload.top_p,
-                "top_k": workload.top_k,
-                "max_tokens": workload.completion_tokens,
-            },
-        },
-        "algorithm": {
-            "prompts_per_step": workload.prompts_per_step,
-            "group_size": workload.group_size,
-        },
-    }
-
-
 def run(arm: Arm, made: dict[str, Any], out: Path, *, steps: int, limit_s: float) -> None:
     """`keel train`, until so many steps after a first one are done, or the time is up."""
     folder = Path(made["run"]["dir"])
@@ -262,7 +234,7 @@ def main() -> None:
                 arm.failed = "no time left for it"
             else:
                 folder = options.out / name / f"run-{arm.name}-{int(time.time())}"
-                made = recipe(workload, folder=folder, steps=100, gpu=gpu)
+                made = recipe(workload, folder=folder, steps=100, gpu=gpu, arm=AUTO)
                 limit = min(left, options.arm_seconds)
                 run(arm, made, options.out / name, steps=options.steps, limit_s=limit)
             print(f"{name}: {arm.row()}", flush=True)

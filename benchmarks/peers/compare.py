@@ -3,12 +3,14 @@
     pip install -r requirements/peers.txt
     python -m benchmarks.peers.compare --out FOLDER
     python -m benchmarks.peers.compare --out FOLDER --small      # on a CPU: does it run at all
+    python -m benchmarks.peers.compare --out FOLDER --draw 3     # a workload that nobody tuned for
 
 The arms alternate, each a process of its own, and the first steps of each are left out. After
 every arm FOLDER/results.json and FOLDER/report.md are written anew. Arms of TRL are those of
 `trl_grpo.ARMS`, ours those of `keel_grpo.ARMS`. An arm that would not end within `--budget-s`,
 judged by the last one of its name, is not started. A FOLDER that has results already gets further
-ones, so arms can be spread over several calls; with `--scratch` they use one model.
+ones, so arms can be spread over several calls; with `--scratch` they use one model. The verdict
+over several draws is `benchmarks.peers.draws`'s.
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ from benchmarks.peers.workload import Workload
 ROOT = Path(__file__).parents[2]
 ORDER = "trl,keel,keel-async,trl-lean,keel,trl"
 SMALL_ORDER = "keel,keel-async,trl"
+DRAWN_ORDER = "keel-auto,trl-flashinfer,trl"
 INSTEAD = {"trl-lean": "trl-lean-awake"}
 """What to try when an arm fails."""
+FLASHINFER = "trl-flashinfer"
 GUESS_S = {"trl": 120.0, "keel": 120.0}
 """How long an arm takes, by the start of its name, until one of that name has been timed."""
 MARK = "PEERS_ARM"
@@ -120,7 +124,7 @@ class Bench:
                 self._command(arm, out),
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment(mark),
+                env=self._environment(arm, mark),
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -144,6 +148,13 @@ class Bench:
         if self._read_gpu and not settled(self._read_gpu, self._idle):
             print(f"{name}: GPU memory has not come back", flush=True)
         return self._made(arm, status, why, out, peak, by_process, began, wall_began)
+
+    def _environment(self, arm: str, mark: str) -> dict[str, str]:
+        made = environment(mark)
+        if arm == FLASHINFER:
+            made["VLLM_USE_FLASHINFER_SAMPLER"] = "1"
+            made["PYTHONPATH"] += f"{os.pathsep}{self._options.flashinfer}"
+        return made
 
     def _made(
         self,
@@ -220,7 +231,13 @@ class Bench:
             ),
             "a step": (
                 f"{workload.prompts_per_step} prompts × {workload.group_size} completions, "
-                f"{workload.prompt_tokens} + {workload.completion_tokens} tokens each, top-p "
+                f"{workload.prompt_tokens} + {workload.completion_tokens} tokens each"
+                + (
+                    f" (ended after {workload.ends_after} on average)"
+                    if workload.ends_after
+                    else ""
+                )
+                + f", top-p "
                 f"{workload.top_p:g}, top-k {workload.top_k}, β {workload.kl_coef:g}"
             ),
             "measured": (
@@ -293,6 +310,7 @@ def build(options: argparse.Namespace, scratch: Path) -> Workload:
     command += ["--small"] if options.small else []
     command += [f"--sharpness={options.sharpness}"] if options.sharpness else []
     command += [f"--seed={options.seed}"]
+    command += [] if options.draw is None else [f"--draw={options.draw}"]
     made = environment("build")
     subprocess.run(command, check=True, timeout=BUILD_S, env=made, cwd=ROOT)
     return Workload.load(scratch / "workload.json")
@@ -313,13 +331,18 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--scratch", type=Path, help="for model and run folders; default: a new one"
     )
-    parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
+    parser.add_argument(
+        "--flashinfer", default="", metavar="FOLDER", help=f"of the package, for {FLASHINFER} alone"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="key=value", help="a knob of Keel's arms"
     )
     options = parser.parse_args(argv)
     options.warmup = max(1, options.warmup)
-    default = SMALL_ORDER if options.small else ORDER
+    default = SMALL_ORDER if options.small else ORDER if options.draw is None else DRAWN_ORDER
     options.arms = (options.arms or default).split(",")
     for arm in options.arms:
         if arm.partition("-")[0] not in GUESS_S:

@@ -45,6 +45,7 @@ PACKED = {
     "trainer.activation_checkpointing": False,
     "trainer.micro_batch_tokens": 4608,
 }
+AUTO = "keel-auto"
 ARMS: dict[str, dict[str, Any]] = {
     "keel": {},
     "keel-async": {"algorithm.max_lag": 1},
@@ -63,14 +64,25 @@ ARMS: dict[str, dict[str, Any]] = {
         "rollout.gpu_memory_utilization": 0.2,
     },
     "keel-lean": {"trainer.zero_stage": 1, "trainer.offload_optimizer": True},
+    AUTO: {},
 }
 """Knobs that differ from those of `recipe`."""
+BY_HAND = (
+    "rollout.max_num_seqs",
+    "rollout.gpu_memory_utilization",
+    "trainer.micro_batch_tokens",
+    "trainer.activation_checkpointing",
+)
+"""What `recipe` sets and `AUTO` leaves to Keel."""
 STOP_S = 60.0
 """Longest wait for a stopped run to end its actors."""
 
 
-def recipe(workload: Workload, *, folder: Path, steps: int, gpu: bool) -> dict[str, Any]:
-    """The recipe of the arm `keel`, sized so that engine and trainer share a GPU in little memory.
+def recipe(
+    workload: Workload, *, folder: Path, steps: int, gpu: bool, arm: str = "keel"
+) -> dict[str, Any]:
+    """The recipe of an arm. That of `keel` is sized so that engine and trainer share a GPU in
+    little memory.
 
     The engine's share holds its weights, CUDA graphs and the keys and values of all completions
     at full length; the trainer keeps only the inputs of its layers for the backward pass.
@@ -82,7 +94,7 @@ def recipe(workload: Workload, *, folder: Path, steps: int, gpu: bool) -> dict[s
         "kl_coef": workload.kl_coef,
         "rewards": {"benchmarks.peers.reward.variety": 1.0},
     }
-    return {
+    made: dict[str, Any] = {
         "run": {
             "dir": str(folder),
             "steps": steps,
@@ -119,11 +131,13 @@ def recipe(workload: Workload, *, folder: Path, steps: int, gpu: bool) -> dict[s
             "grad_clip": workload.grad_clip,
         },
     }
-
-
-def change(recipe: dict[str, Any], knob: str, value: Any) -> None:
-    section, _, name = knob.partition(".")
-    recipe[section][name] = value
+    for knob in BY_HAND if arm == AUTO else ():
+        section, _, name = knob.partition(".")
+        del made[section][name]
+    for knob, value in ARMS[arm].items():
+        section, _, name = knob.partition(".")
+        made[section][name] = value
+    return made
 
 
 def read_steps(metrics: Path) -> list[StepTimes]:
@@ -165,9 +179,7 @@ def run(
 
     gpu = torch.cuda.is_available()
     folder = scratch / f"run-{arm}-{int(time.time())}"
-    made = recipe(workload, folder=folder, steps=steps + 1, gpu=gpu)
-    for knob, value in ARMS[arm].items():
-        change(made, knob, value)
+    made = recipe(workload, folder=folder, steps=steps + 1, gpu=gpu, arm=arm)
     path = scratch / f"{folder.name}.yaml"
     path.write_text(yaml.safe_dump(made, sort_keys=False))
     file.settings = {"recipe": made, "overrides": overrides}

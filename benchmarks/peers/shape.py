@@ -1,10 +1,11 @@
 """A model folder and prompts that both systems load without a network.
 
-    python -m benchmarks.peers.shape --out FOLDER [--small] [--seed 0] [--sharpness 8]
+    python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED] [--seed 0] [--sharpness 8]
 
 Random weights of a real model's shape, on the GPU where there is one. They differ from those of a
 plain random model so that sampling is like a trained model's: the logits are as far apart, so that
-truncation keeps few ids, completions do not run in circles, and none can end. See `write_model`.
+truncation keeps few ids, completions do not run in circles, and none can end, or as many as the
+workload says. See `write_model`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload
+from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload, drawn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = (PAD, START, END, "<unk>")
@@ -79,8 +80,47 @@ def model_config(shape: Shape) -> Qwen3Config:
     )
 
 
+def end_scale(workload: Workload, *, contexts: int = 200, draws: int = 128) -> float:
+    """How much longer than other embeddings that of the end of a turn has to be, for completions to
+    end after `workload.ends_after` tokens on average.
+
+    In a context the logits of the others are drawn from N(0, sharpness²), and that of the end from
+    as much more of it: the probability of the end after truncation, averaged over contexts, is
+    brought to 1 / ends_after.
+    """
+    draw = torch.Generator().manual_seed(0)
+    sharpness, top_k = workload.sharpness, workload.top_k
+    best_NK = torch.stack(
+        [
+            torch.randn(workload.shape.tokens, generator=draw).topk(top_k).values
+            for _ in range(contexts)
+        ]
+    )
+    end_ND = torch.randn(contexts, draws, generator=draw)
+
+    def probability(scale: float) -> float:
+        others = best_NK[:, None, :].expand(-1, draws, -1)
+        logits = sharpness * torch.cat([others, scale * end_ND[..., None]], dim=-1)
+        p, index = logits.softmax(-1).sort(-1, descending=True)
+        p = p * (p.cumsum(-1) - p < workload.top_p)
+        return float(((p / p.sum(-1, keepdim=True)) * (index == top_k)).sum(-1).mean())
+
+    low, high = 0.5, 8.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        ends = probability(middle) * workload.ends_after > 1
+        low, high = (low, middle) if ends else (middle, high)
+    return high
+
+
 def write_model(
-    folder: Path, shape: Shape, *, seed: int, sharpness: float, device: str | None = None
+    folder: Path,
+    shape: Shape,
+    *,
+    seed: int,
+    sharpness: float,
+    end: float = TENTH,
+    device: str | None = None,
 ) -> None:
     """Weights in bfloat16, and the tokenizer.
 
@@ -94,7 +134,7 @@ def write_model(
     The marks have embeddings of a tenth of the others' length, and the rows past the tokenizer's
     entries none. The head is tied to them, so their logits lie next to 0, the middle of all the
     others. Hundreds of words are likelier, and top-k leaves the marks out, the end of a turn among
-    them.
+    them, unless its embedding is made longer (`end` times the others').
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = build_tokenizer(shape.tokens)
@@ -106,6 +146,7 @@ def write_model(
         rows = model.get_input_embeddings().weight
         rows *= EMBEDDING / shape.spread
         rows[: len(MARKS)] *= TENTH
+        rows[MARKS.index(END)] *= end / TENTH
         rows[shape.tokens :] = 0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= TENTH
@@ -136,7 +177,8 @@ def write(folder: Path, workload: Workload) -> Workload:
         model=str((folder / "model").resolve()),
         prompts=str((folder / "prompts.jsonl").resolve()),
     )
-    write_model(Path(made.model), made.shape, seed=made.seed, sharpness=made.sharpness)
+    end = end_scale(made) if made.ends_after else TENTH
+    write_model(Path(made.model), made.shape, seed=made.seed, sharpness=made.sharpness, end=end)
     write_prompts(Path(made.prompts), made)
     made.save(folder / "workload.json")
     return made
@@ -147,11 +189,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--small", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--small", action="store_true")
+    which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sharpness", type=float)
     options = parser.parse_args()
     workload = replace(SMALL if options.small else QWEN3_06B, seed=options.seed)
+    if options.draw is not None:
+        workload = drawn(options.draw)
     if options.sharpness:
         workload = replace(workload, sharpness=options.sharpness)
     write(options.out, workload)

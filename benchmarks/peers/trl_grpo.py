@@ -27,6 +27,8 @@ from benchmarks.peers.reward import variety_of_all
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
 
 GIB = 2**30
+HELD = 16 * 1152
+"""Tokens of a micro-batch without gradient checkpointing: 84 GiB for Qwen3-0.6B's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Settings:
     weights: str = "bfloat16"
     """Of the policy, its gradient and its optimizer; the reference policy has the same."""
     micro_batch: int = 16
-    """Sequences."""
+    """Sequences, at most: fewer where they would be more than `HELD` tokens."""
     gradient_checkpointing: bool = False
     gpu_memory_utilization: float = 0.3
     """Share of the GPU for vLLM; 0.3 is TRL's default."""
@@ -55,11 +57,14 @@ ARMS = {
     "trl-lean-awake": replace(LEAN, sleep=False),
     "trl-fast": Settings(correction=False, detokenize=False),
     "trl-master": Settings(weights="float32"),
+    "trl-flashinfer": Settings(),
 }
 
 
 def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> GRPOConfig:
     micro = min(settings.micro_batch, workload.sequences)
+    while micro * workload.context > HELD and micro > 1:
+        micro //= 2
     return GRPOConfig(
         output_dir="unused",
         max_steps=steps,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ class Shape:
     """Standard deviation of the matrices of the layers. Narrow models need more of it, or their
     layers add nothing to a token's embedding and it is repeated for ever."""
 
+    @property
+    def parameters(self) -> int:
+        attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.layers * layer + self.vocab_size * self.hidden_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -41,7 +48,7 @@ class Workload:
     group_size: int
     prompt_tokens: int
     completion_tokens: int
-    """Of every completion: no model made by `shape` can end one sooner."""
+    """Of every completion, unless `ends_after` lets it end sooner."""
     top_p: float
     top_k: int
     temperature: float = 1.0
@@ -54,6 +61,8 @@ class Workload:
     grad_clip: float = 1.0
     sharpness: float = 8.0
     """Standard deviation of the logits, in nats: see `shape.write_model`."""
+    ends_after: int = 0
+    """Tokens until a completion ends, on average; the limit cuts the rest. 0: none ends."""
     seed: int = 0
     model: str = ""
     """Folder of weights and tokenizer."""
@@ -67,7 +76,7 @@ class Workload:
 
     @property
     def step_tokens(self) -> int:
-        """Completion tokens per step."""
+        """Completion tokens per step, at the most."""
         return self.sequences * self.completion_tokens
 
     @property
@@ -81,6 +90,49 @@ class Workload:
     def load(path: Path) -> Workload:
         fields = json.loads(path.read_text())
         return Workload(**{**fields, "shape": Shape(**fields["shape"])})
+
+
+WIDTHS = {1024: (3072, 16), 1536: (4608, 16), 2048: (6144, 16), 2560: (9728, 32)}
+"""Hidden size → intermediate size and heads, of Qwen3's dense models (1536: between two)."""
+VOCABULARIES = {32_768: 32_500, 65_536: 65_100, 151_936: 151_669}
+"""Rows of the embedding → entries of the tokenizer."""
+LARGEST, DEAREST, SMALLEST = 2.0e9, 1.4e14, 32_768
+"""A drawn workload's most parameters, most parameters × tokens of a step (Qwen3-0.6B's has 0.9e14),
+and least completion tokens of a step."""
+
+
+def drawn(seed: int) -> Workload:
+    """A workload that nobody tuned for: model, batch, lengths and truncation by chance, as far as a
+    peer that keeps all activations can hold it on one GPU."""
+    pick = random.Random(seed)
+    while True:
+        hidden, vocabulary = pick.choice(sorted(WIDTHS)), pick.choice(sorted(VOCABULARIES))
+        intermediate, heads = WIDTHS[hidden]
+        workload = Workload(
+            shape=Shape(
+                vocab_size=vocabulary,
+                tokens=VOCABULARIES[vocabulary],
+                hidden_size=hidden,
+                intermediate_size=intermediate,
+                layers=pick.randrange(8, 37, 2),
+                heads=heads,
+                kv_heads=8,
+                head_dim=128,
+            ),
+            prompts_per_step=pick.choice([4, 8, 16, 32]),
+            group_size=pick.choice([4, 8, 16, 32]),
+            prompt_tokens=pick.randrange(64, 1025, 32),
+            completion_tokens=pick.randrange(256, 2049, 128),
+            top_p=pick.choice([0.9, 0.95, 0.99]),
+            top_k=pick.choice([64, 128, 256, 512]),
+            seed=seed,
+        )
+        if pick.random() < 0.5:
+            workload = replace(workload, ends_after=workload.completion_tokens // 4)
+        cost = workload.shape.parameters * workload.sequences * workload.context
+        fits = workload.shape.parameters < LARGEST and cost < DEAREST
+        if fits and workload.step_tokens >= SMALLEST:
+            return workload
 
 
 QWEN3_06B = Workload(

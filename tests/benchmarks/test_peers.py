@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers import keel_grpo
 from benchmarks.peers.compare import earlier
+from benchmarks.peers.draws import Draw, read
+from benchmarks.peers.draws import report as over_draws
 from benchmarks.peers.report import ArmRun, report, summarize, verdict
 from benchmarks.peers.shape import MARKS, write
-from benchmarks.peers.workload import QWEN3_06B, SMALL, Workload
+from benchmarks.peers.workload import QWEN3_06B, SMALL, Workload, drawn
 from keel.configs.load import load_config
 from keel.model.load import load_tokenizer
 from keel.rl.types import Prompt
@@ -76,9 +78,7 @@ def test_a_workload_comes_back_from_its_file(given: Workload) -> None:
 
 @pytest.mark.parametrize("arm", sorted(keel_grpo.ARMS))
 def test_every_arm_is_a_valid_recipe(given: Workload, arm: str, tmp_path: Path) -> None:
-    made = keel_grpo.recipe(given, folder=tmp_path / "run", steps=3, gpu=True)
-    for knob, value in keel_grpo.ARMS[arm].items():
-        keel_grpo.change(made, knob, value)
+    made = keel_grpo.recipe(given, folder=tmp_path / "run", steps=3, gpu=True, arm=arm)
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(made))  # JSON is YAML
     config = load_config(path)
@@ -162,3 +162,44 @@ def test_the_verdict_is_of_the_fastest_arm_that_fits() -> None:
 def test_an_arm_cut_short_counts_with_the_steps_it_has() -> None:
     short = replace(arm("trl", [11.0], 100.0), status="cut short")
     assert summarize([short])["trl"].steps == 1
+
+
+def test_a_workload_drawn_by_seed_is_the_same_again_and_no_other() -> None:
+    assert drawn(3) == drawn(3) != drawn(4)
+    assert {drawn(seed).ends_after > 0 for seed in range(8)} == {True, False}
+
+
+def test_completions_end_as_soon_as_the_workload_says(tmp_path: Path) -> None:
+    shape = replace(SMALL.shape, hidden_size=256, head_dim=64, spread=0.06)
+    workload = replace(SMALL, shape=shape, completion_tokens=96, ends_after=24, sharpness=8.0)
+    made = write(tmp_path, workload)
+    model = AutoModelForCausalLM.from_pretrained(made.model, dtype=torch.float32)
+    torch.manual_seed(0)
+    ids = torch.randint(len(MARKS), shape.tokens, (256, 16))
+    with torch.no_grad():
+        sampled = model.generate(
+            ids, do_sample=True, max_new_tokens=96, top_p=workload.top_p, top_k=workload.top_k
+        )
+    lengths = (sampled[:, 16:] != model.config.pad_token_id).sum(1).float()
+    assert 12 < float(lengths.mean()) < 48
+    assert 0 < float((lengths == 96).float().mean()) < 0.4
+
+
+def test_the_verdict_over_draws_counts_the_best_arm_of_the_peer(tmp_path: Path) -> None:
+    for seed, seconds in enumerate((4.0, 5.0, 4.0, 4.0)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        runs = [
+            arm("keel-auto", [seconds], 39.0),
+            arm("trl", [12.0], 90.0),
+            arm("trl-flashinfer", [10.0], 100.0),
+        ]
+        made = {"workload": asdict(drawn(seed)), "runs": [run.as_json() for run in runs]}
+        (folder / "results.json").write_text(json.dumps(made))
+    found = [read(tmp_path / str(seed)) for seed in range(4)]
+    assert [each.peer.arm for each in found if isinstance(each, Draw)] == ["trl-flashinfer"] * 4
+    assert "met in 3 of 4 draws" in over_draws(found)
+    assert "no verdict: 3 draws of 4" in over_draws(found[:3])
+    runs = [run.as_json() for run in (arm("keel-auto", [], 0.0), arm("trl", [12.0], 90.0))]
+    (tmp_path / "3" / "results.json").write_text(json.dumps({"workload": {}, "runs": runs}))
+    assert "no figures of both" in over_draws([*found[:3], read(tmp_path / "3"), found[0]])
