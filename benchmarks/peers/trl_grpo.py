@@ -48,6 +48,8 @@ class Settings:
     """Importance weights between engine and trainer (TRL's default): one more forward pass."""
     detokenize: bool = True
     """vLLM makes text of the completions; TRL does so, too."""
+    liger: bool = False
+    """Liger's kernels for norms, rotation and feed-forward (TRL has no fused loss of it any more)."""
 
 
 LEAN = Settings(micro_batch=8, gradient_checkpointing=True, gpu_memory_utilization=0.14, sleep=True)
@@ -58,6 +60,7 @@ ARMS = {
     "trl-fast": Settings(correction=False, detokenize=False),
     "trl-master": Settings(weights="float32"),
     "trl-flashinfer": Settings(),
+    "trl-liger": Settings(liger=True),
 }
 
 
@@ -77,6 +80,7 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         bf16=gpu,
         model_init_kwargs={"dtype": settings.weights if gpu else "float32"},
         gradient_checkpointing=settings.gradient_checkpointing,
+        use_liger_kernel=settings.liger and gpu,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=workload.sequences // micro,
         num_generations=workload.group_size,
