@@ -49,7 +49,7 @@ class Settings:
     detokenize: bool = True
     """vLLM makes text of the completions; TRL does so, too."""
     liger: bool = False
-    """Liger's kernels for norms, rotation and feed-forward (TRL has no fused loss of it any more)."""
+    """Liger's kernels for norms, rotation and feed-forward; TRL has no fused loss any more."""
 
 
 LEAN = Settings(micro_batch=8, gradient_checkpointing=True, gpu_memory_utilization=0.14, sleep=True)

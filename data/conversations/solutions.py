@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import reasoning_gym
-
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.types import Example, Read
 from keel.data.procedural import GENERATOR_ERRORS
@@ -22,6 +20,8 @@ Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 def worked_solutions(source: ConversationsConfig, solve: Solve, *, seed: int) -> Read:
     """`source.size` questions with their answers, those left out that nobody has taught. Raises
     ConfigError for a task that reasoning_gym does not make so, or of which none is left."""
+    import reasoning_gym  # noqa: PLC0415  builds a hundred tasks: only who uses it pays
+
     knob = f"sft.sources[{source.name}]"
     params = {**source.params, "seed": FAR + seed * STRIDE, "size": source.size}
     try:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import reasoning_gym
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -203,6 +202,9 @@ def _source_examples(
     heldout: frozenset[str],
     count: int,
 ) -> list[Example]:
+    # Importing it takes a second and builds a hundred tasks: only who makes examples pays.
+    import reasoning_gym  # noqa: PLC0415
+
     # reasoning_gym seeds entry i with seed + i: seeds at least a count apart share no entry.
     params = {
         **source.params,
