@@ -32,6 +32,8 @@ class EngineSpec:
     worth keeping, beside those of `config.max_num_seqs` that are being sampled."""
     chat_template: str = ""
     """In place of the tokenizer's; empty: its own."""
+    gpu_gib: float = 0.0
+    """Of a GPU that has more, what the run may take: `run.gpu_gib`."""
 
     @classmethod
     def of(cls, config: Config, model: str) -> Self:
@@ -49,7 +51,14 @@ class EngineSpec:
             if config.with_agents
             else 0,
             chat_template=config.model.chat_template,
+            gpu_gib=config.run.gpu_gib,
         )
+
+    def gpu_share(self, gpu_gib: float) -> float:
+        """The engine's, of a GPU of so many GiB: `rollout.gpu_memory_utilization` of what the run
+        may take of it."""
+        allowed = min(1.0, self.gpu_gib / gpu_gib) if self.gpu_gib else 1.0
+        return self.config.gpu_memory_utilization * allowed
 
 
 class Started(NamedTuple):

@@ -34,6 +34,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common.revision import commit
+from benchmarks.peers.keel_grpo import WITHIN
 from benchmarks.peers.memory import (
     EVERY_S,
     SLOW_EVERY_S,
@@ -49,10 +50,9 @@ from benchmarks.peers.workload import Workload
 ROOT = Path(__file__).parents[2]
 ORDER = "trl,keel,keel-async,trl-lean,keel,trl"
 SMALL_ORDER = "keel,keel-async,trl"
-DRAWN_ORDER = "keel-auto,trl-flashinfer,trl"
+DRAWN_ORDER = "keel-auto,trl-liger,trl"
 INSTEAD = {"trl-lean": "trl-lean-awake"}
 """What to try when an arm fails."""
-FLASHINFER = "trl-flashinfer"
 GUESS_S = {"trl": 120.0, "keel": 120.0}
 """How long an arm takes, by the start of its name, until one of that name has been timed."""
 MARK = "PEERS_ARM"
@@ -124,7 +124,7 @@ class Bench:
                 self._command(arm, out),
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=self._environment(arm, mark),
+                env=environment(mark),
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -148,13 +148,6 @@ class Bench:
         if self._read_gpu and not settled(self._read_gpu, self._idle):
             print(f"{name}: GPU memory has not come back", flush=True)
         return self._made(arm, status, why, out, peak, by_process, began, wall_began)
-
-    def _environment(self, arm: str, mark: str) -> dict[str, str]:
-        made = environment(mark)
-        if arm == FLASHINFER:
-            made["VLLM_USE_FLASHINFER_SAMPLER"] = "1"
-            made["PYTHONPATH"] += f"{os.pathsep}{self._options.flashinfer}"
-        return made
 
     def _made(
         self,
@@ -203,6 +196,7 @@ class Bench:
             f"--steps={options.steps}",
             f"--warmup={options.warmup}",
             *([f"--scratch={self._scratch}", *options.set] if ours else []),
+            *([f"run.gpu_gib={options.within:g}"] if arm == WITHIN else []),
         ]
 
     def write(self) -> None:
@@ -335,7 +329,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
     which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
     parser.add_argument(
-        "--flashinfer", default="", metavar="FOLDER", help=f"of the package, for {FLASHINFER} alone"
+        "--within", type=float, metavar="GIB", help=f"of the GPU, for {WITHIN} alone"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="key=value", help="a knob of Keel's arms"
@@ -344,6 +338,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.warmup = max(1, options.warmup)
     default = SMALL_ORDER if options.small else ORDER if options.draw is None else DRAWN_ORDER
     options.arms = (options.arms or default).split(",")
+    if WITHIN in options.arms and not options.within:
+        parser.error(f"{WITHIN}: --within says in how many GiB")
     for arm in options.arms:
         if arm.partition("-")[0] not in GUESS_S:
             parser.error(f"--arms: {arm!r} is neither an arm of trl nor of keel")

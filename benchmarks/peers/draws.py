@@ -1,11 +1,11 @@
 """The verdict over several workloads that nobody tuned for.
 
     python -m benchmarks.peers.compare --out DRAWS/1 --draw 1      # and 2, 3, 4
-    python -m benchmarks.peers.draws DRAWS/*
+    python -m benchmarks.peers.draws DRAWS/*                       # of arm keel-auto
 
 Each is drawn by its seed (`workload.drawn`): model, batch, lengths, truncation, and whether
-completions end by themselves. Keel runs with all defaults; of the peer's arms the fastest counts,
-with its memory.
+completions end by themselves. Keel runs with all defaults (`keel-auto`), or told only in how much
+memory (`keel-within`); of the peer's arms the fastest counts, with its memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.peers.compare import earlier
-from benchmarks.peers.keel_grpo import AUTO
+from benchmarks.peers.keel_grpo import AUTO, WITHIN
 from benchmarks.peers.report import BASE, Summary, summarize
 
 GOALS = (2.2, 0.40)
@@ -62,21 +62,21 @@ class Draw:
         )
 
 
-def read(folder: Path) -> Draw | str:
-    """Of a folder of `compare`; or why there is none to count."""
+def read(folder: Path, arm: str = AUTO) -> Draw | str:
+    """Of a folder of `compare`; or why there is none to count. arm: ours."""
     runs = earlier(folder)
     summaries = summarize(runs)
     peers = [each for name, each in summaries.items() if name.startswith(BASE)]
-    if AUTO not in summaries or not peers:
+    if arm not in summaries or not peers:
         said = "; ".join(f"{run.arm} {run.status} {run.why}" for run in runs if not run.steps)
         return f"{folder.name}: no figures of both systems ({said})"
     peer = max(peers, key=lambda each: each.tokens_s)
     starts = {run.arm: run.start_s for run in runs if run.steps}
     return Draw(
         workload=json.loads((folder / "results.json").read_text())["workload"],
-        ours=summaries[AUTO],
+        ours=summaries[arm],
         peer=peer,
-        start_s=(starts[AUTO], starts[peer.arm]),
+        start_s=(starts[arm], starts[peer.arm]),
     )
 
 
@@ -108,7 +108,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("folders", nargs="+", type=Path)
-    print(report([read(folder) for folder in options.parse_args().folders]))
+    options.add_argument("--arm", choices=(AUTO, WITHIN), default=AUTO)
+    given = options.parse_args()
+    print(report([read(folder, given.arm) for folder in given.folders]))
 
 
 if __name__ == "__main__":

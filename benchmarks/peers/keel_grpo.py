@@ -45,7 +45,7 @@ PACKED = {
     "trainer.activation_checkpointing": False,
     "trainer.micro_batch_tokens": 4608,
 }
-AUTO = "keel-auto"
+AUTO, WITHIN = "keel-auto", "keel-within"
 ARMS: dict[str, dict[str, Any]] = {
     "keel": {},
     "keel-async": {"algorithm.max_lag": 1},
@@ -65,6 +65,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "keel-lean": {"trainer.zero_stage": 1, "trainer.offload_optimizer": True},
     AUTO: {},
+    WITHIN: {},
 }
 """Knobs that differ from those of `recipe`."""
 BY_HAND = (
@@ -73,7 +74,9 @@ BY_HAND = (
     "trainer.micro_batch_tokens",
     "trainer.activation_checkpointing",
 )
-"""What `recipe` sets and `AUTO` leaves to Keel."""
+"""What `recipe` sets, and `AUTO` and `WITHIN` leave to Keel."""
+LONG = 100
+"""Steps of a run that chooses for itself: what pays in a run is not what pays in five steps."""
 STOP_S = 60.0
 """Longest wait for a stopped run to end its actors."""
 
@@ -131,7 +134,7 @@ def recipe(
             "grad_clip": workload.grad_clip,
         },
     }
-    for knob in BY_HAND if arm == AUTO else ():
+    for knob in BY_HAND if arm in (AUTO, WITHIN) else ():
         section, _, name = knob.partition(".")
         del made[section][name]
     for knob, value in ARMS[arm].items():
@@ -179,7 +182,8 @@ def run(
 
     gpu = torch.cuda.is_available()
     folder = scratch / f"run-{arm}-{int(time.time())}"
-    made = recipe(workload, folder=folder, steps=steps + 1, gpu=gpu, arm=arm)
+    length = LONG if arm in (AUTO, WITHIN) else steps + 1
+    made = recipe(workload, folder=folder, steps=length, gpu=gpu, arm=arm)
     path = scratch / f"{folder.name}.yaml"
     path.write_text(yaml.safe_dump(made, sort_keys=False))
     file.settings = {"recipe": made, "overrides": overrides}

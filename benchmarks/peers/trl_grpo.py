@@ -59,7 +59,6 @@ ARMS = {
     "trl-lean-awake": replace(LEAN, sleep=False),
     "trl-fast": Settings(correction=False, detokenize=False),
     "trl-master": Settings(weights="float32"),
-    "trl-flashinfer": Settings(),
     "trl-liger": Settings(liger=True),
 }
 

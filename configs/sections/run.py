@@ -23,7 +23,7 @@ class RunConfig:
     where only the rest of the cluster has."""
     gpu_gib: float = 0.0
     """Memory of one GPU, in GiB; 0: what the GPUs of this machine have. `keel check` plans for it
-    on any machine; a run uses it, too, but never more than the GPUs here have."""
+    on any machine; a run keeps to it, too, on a GPU that has more."""
     gpus_per_node: int = 0
     """GPUs of each node that the run may use; 0: all that are found. `keel check` plans for them,
     whatever is found here."""

@@ -57,7 +57,9 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     else:
         args |= {
             "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "gpu_memory_utilization": spec.gpu_share(
+                current_platform.get_device_total_memory() / GIB
+            ),
             "enable_sleep_mode": config.sleep,
             **parallel_args(config),
         }

@@ -192,12 +192,12 @@ def test_the_verdict_over_draws_counts_the_best_arm_of_the_peer(tmp_path: Path) 
         runs = [
             arm("keel-auto", [seconds], 39.0),
             arm("trl", [12.0], 90.0),
-            arm("trl-flashinfer", [10.0], 100.0),
+            arm("trl-liger", [10.0], 100.0),
         ]
         made = {"workload": asdict(drawn(seed)), "runs": [run.as_json() for run in runs]}
         (folder / "results.json").write_text(json.dumps(made))
     found = [read(tmp_path / str(seed)) for seed in range(4)]
-    assert [each.peer.arm for each in found if isinstance(each, Draw)] == ["trl-flashinfer"] * 4
+    assert [each.peer.arm for each in found if isinstance(each, Draw)] == ["trl-liger"] * 4
     assert "met in 3 of 4 draws" in over_draws(found)
     assert "no verdict: 3 draws of 4" in over_draws(found[:3])
     runs = [run.as_json() for run in (arm("keel-auto", [], 0.0), arm("trl", [12.0], 90.0))]

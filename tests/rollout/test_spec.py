@@ -25,3 +25,12 @@ def test_steps_that_begin_turns_beside_a_whole_batch_are_captured(seqs: int, mos
     assert theirs <= set(sizes)
     if most == 8192:
         assert sizes[-1] == 4 * own and len(sizes) <= len(theirs) + 10
+
+
+def test_an_engines_share_is_of_what_the_run_may_take_of_a_gpu() -> None:
+    """So that a recipe planned for 40 GiB (`run.gpu_gib`) takes no more on a larger GPU."""
+    config = quickstart(run={"gpu_gib": 40.0}, rollout={"gpu_memory_utilization": 0.5})
+    assert EngineSpec.of(config, "model").gpu_share(160.0) == 0.125
+    assert EngineSpec.of(config, "model").gpu_share(32.0) == 0.5
+    whole = replace(config, run=replace(config.run, gpu_gib=0.0))
+    assert EngineSpec.of(whole, "model").gpu_share(160.0) == 0.5

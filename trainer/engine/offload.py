@@ -173,6 +173,7 @@ def make_offload(
         moments = 0 if config.trainer.offload_optimizer else 8 * count / shards
         _, gpu = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_allocated(device) + moments
+        gpu = min(gpu, int(config.run.gpu_gib * GIB) or gpu)
         share = config.rollout.gpu_memory_utilization
         check_room(note, stays=held, gpu=gpu, engine_share=share)
     return None, note

@@ -29,7 +29,7 @@ from keel.trainer.planning.placement import Hardware, place
 from keel.trainer.planning.plan import Plan, make_plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
 
-TIE = 1.01
+TIE = 1.02
 CURES_TRIED = 400
 """Changes to a recipe that fits nowhere, each with all that it leaves open to be tried."""
 SPARE = 1.06
@@ -68,7 +68,11 @@ class Layout:
     def gib(self) -> float:
         """Of the GPU that has the most to hold."""
         engine, rank = self.plan.engine.total / GIB, self.plan.trainer.total / GIB
-        return engine + rank if self.shared and not self.config.rollout.sleep else max(engine, rank)
+        if not self.shared:
+            return max(engine, rank)
+        if self.config.rollout.sleep:
+            return max(engine + staying_gib(self.config, self.plan.trainer), rank)
+        return engine + rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     sampler = SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size
     layer = layer_elements(facts) + (expert_elements(facts) if facts.moe_layers else 0.0)
     layer *= width * rollout.max_num_batched_tokens / rollout.tensor_parallel
-    cache = kv_token_bytes(config, facts) * context_tokens(config) * engine_sequences(config)
+    cache = kv_token_bytes(config, facts) * cached_tokens(config, facts)
     return Memory(
         parts={
             "weights": weights,
@@ -104,6 +104,19 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
             "CUDA": ENGINE_CUDA_GIB * GIB,
         }
     )
+
+
+def cached_tokens(config: Config, facts: ModelFacts) -> int:
+    """Of an engine's completions at their limits. Those of a group have their prompt in common."""
+    sequences, longest = engine_sequences(config), context_tokens(config)
+    prompt = config.data.max_prompt_tokens
+    # A window may fill with turns, whatever the prompt's length.
+    shares = config.rollout.enable_prefix_caching and facts.full_attention
+    if not shares or longest > prompt + config.rollout.sampling.max_tokens:
+        return sequences * longest
+    # The last group of a batch may have to begin in another engine than the rest of it.
+    groups = min(sequences, -(-sequences // config.algorithm.group_size) + 1)
+    return sequences * (longest - prompt) + groups * prompt
 
 
 def cached_sequences(

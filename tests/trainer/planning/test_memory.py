@@ -131,9 +131,14 @@ def test_what_tokens_keep_at_their_experts(
     assert kept == pytest.approx(layers * 2 * (2 * 1000 + widths * 500) * 2 * 8000)
 
 
-def test_the_cache_is_for_every_sequence_at_full_length() -> None:
+def test_the_cache_is_for_every_completion_at_full_length_and_each_groups_prompt() -> None:
+    token = 10 * 512 * 2
     parts = plan(recipe()).engine.parts
-    assert parts["KV cache"] == 10 * 512 * 2 * 8000 * 16
+    assert parts["KV cache"] == token * (16 * 7000 + 3 * 1000)  # 16 may be of three groups
+    each = plan(recipe(rollout={"enable_prefix_caching": False})).engine.parts
+    assert each["KV cache"] == token * 16 * 8000
+    windows = plan(recipe(), replace(DENSE, full_attention=False)).engine.parts
+    assert windows["KV cache"] == each["KV cache"]
     two = plan(recipe(rollout={"tensor_parallel": 4})).engine.parts
     assert two["KV cache"] == parts["KV cache"] / 2  # only two heads to share out
     assert two["weights"] == parts["weights"] / 4
