@@ -53,7 +53,7 @@ SMALL_ORDER = "keel,keel-async,trl"
 DRAWN_ORDER = "keel-auto,trl-liger,trl"
 INSTEAD = {"trl-lean": "trl-lean-awake"}
 """What to try when an arm fails."""
-GUESS_S = {"trl": 120.0, "keel": 120.0}
+GUESS_S = {"trl": 120.0, "keel": 90.0}
 """How long an arm takes, by the start of its name, until one of that name has been timed."""
 MARK = "PEERS_ARM"
 """Environment variable that tells the processes of an arm from all others."""

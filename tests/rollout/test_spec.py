@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from keel.configs.schema import RolloutConfig
-from keel.rollout.spec import captured_sizes, parallel_args
+from keel.configs.schema import Config, DataConfig, RolloutConfig, RunConfig, SourceConfig
+from keel.rollout.spec import EngineSpec, captured_sizes, parallel_args
 
 
 def test_several_gpus_are_worked_by_the_engines_own_processes() -> None:
@@ -29,8 +31,13 @@ def test_steps_that_begin_turns_beside_a_whole_batch_are_captured(seqs: int, mos
 
 def test_an_engines_share_is_of_what_the_run_may_take_of_a_gpu() -> None:
     """So that a recipe planned for 40 GiB (`run.gpu_gib`) takes no more on a larger GPU."""
-    config = quickstart(run={"gpu_gib": 40.0}, rollout={"gpu_memory_utilization": 0.5})
+    source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
+    config = Config(
+        run=RunConfig(gpu_gib=40.0),
+        data=DataConfig(sources=(source,)),
+        rollout=RolloutConfig(gpu_memory_utilization=0.5),
+    )
     assert EngineSpec.of(config, "model").gpu_share(160.0) == 0.125
     assert EngineSpec.of(config, "model").gpu_share(32.0) == 0.5
-    whole = replace(config, run=replace(config.run, gpu_gib=0.0))
+    whole = replace(config, run=RunConfig())
     assert EngineSpec.of(whole, "model").gpu_share(160.0) == 0.5

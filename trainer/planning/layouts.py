@@ -203,7 +203,7 @@ class Search:
         needs, free = rank.total / GIB * self.way.spare, self.free_gib
         most = min(free, self.way.most_share * size)
         if shared and config.rollout.sleep:
-            most = min(most, free - staying_gib(config, rank))
+            most = min(most, free - staying_gib(config, rank) * self.way.spare)
         elif shared:
             most = min(most, free - needs)
         if knob not in self.left:

@@ -70,7 +70,7 @@ LONG = SamplingConfig(top_k=64, max_tokens=30_000)
                 rollout={"gpu_memory_utilization": 0.9, "sleep": True}, offload_while_sampling=False
             ),
             machine(1, 48),
-            {"rollout.gpu_memory_utilization": 0.69},
+            {"rollout.gpu_memory_utilization": 0.66},
         ),
     ],
 )

@@ -22,6 +22,7 @@ from keel.model.load import ModelFacts
 from keel.trainer.planning.memory import (
     GIB,
     TRAINER_CUDA_GIB,
+    TRAINER_UNUSED_GIB,
     DoesNotFit,
     held_bytes,
     support_head_bytes,
@@ -233,8 +234,9 @@ def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
     gpu_gib = need + 2
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0\.9: .* stay") as raised:
         plan(config, gpu_gib=gpu_gib, shared=True)
-    assert f"{held + TRAINER_CUDA_GIB + 0.25:.1f} GiB of" in str(raised.value)  # and a block
-    share = (need - held) / gpu_gib
+    beside = TRAINER_CUDA_GIB + TRAINER_UNUSED_GIB + 0.25  # and a block
+    assert f"{held + beside:.1f} GiB of" in str(raised.value)
+    share = (need - held - TRAINER_UNUSED_GIB) / gpu_gib
     modest = replace(config, rollout=replace(config.rollout, gpu_memory_utilization=share))
     plan(modest, gpu_gib=gpu_gib, shared=True)
 
