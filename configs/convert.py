@@ -14,8 +14,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from keel.configs.auto import AUTO, KNOBS
+from keel.configs.elsewhere.words import inside
 from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
-from keel.configs.suggest import knob_types, section_type, suggest
+from keel.configs.suggest import elsewhere, knob_types, section_type, suggest
 
 T = TypeVar("T")
 
@@ -104,9 +105,12 @@ class _Builder:
     def problem(self, at: _At, message: str) -> Any:
         """Note what is wrong with the knob at `at`, and where it was written."""
         key = at.key
-        while key and key not in self.where:
+        inside = (origin for known, origin in self.where.items() if known.startswith(f"{key}."))
+        found = self.where.get(key) or next(inside, "")  # an override of a knob in the section
+        while key and not found:
             key = key.rpartition(".")[0]
-        self.problems.append(f"{self.where.get(key, self.recipe)}: {at.knob}{message}")
+            found = self.where.get(key, "")
+        self.problems.append(f"{found or self.recipe}: {at.knob}{message}")
         return _INVALID
 
     def section(self, cls: type, tree: Any, at: _At) -> Any:
@@ -117,7 +121,7 @@ class _Builder:
         hints = knob_types(cls)
         for key in tree:
             if key not in hints:
-                self.unknown(cls, str(key), at)
+                self.unknown(cls, str(key), at, tree[key])
         values: dict[str, Any] = {}
         for field in fields(cls):
             here = at.child(field.name)
@@ -134,7 +138,7 @@ class _Builder:
             inside = knob.startswith(at.knob)
             return self.problem(_At("", at.key + knob[len(at.knob) :] * inside), str(error))
 
-    def unknown(self, cls: type, key: str, at: _At) -> None:
+    def unknown(self, cls: type, key: str, at: _At, value: Any) -> None:
         here = at.child(key)
         if key in UNRECORDED_SAMPLING and cls in (RolloutConfig, SamplingConfig, EvalConfig):
             self.problem(
@@ -142,9 +146,20 @@ class _Builder:
                 ": changes the distribution without being recorded: the probability ratios would "
                 "be wrong; remove it",
             )
+        elif isinstance(value, Mapping) and inside(here.knob):
+            self.foreign(cast(Mapping[Any, Any], value), here)
         else:
             prefix = f"{at.knob}." if at.knob else ""
             self.problem(here, f": no such knob; {suggest(key, cls, prefix, self.root)}")
+
+    def foreign(self, tree: Mapping[Any, Any], at: _At) -> None:
+        """A section of another framework's: what each of its words is here."""
+        for key, value in tree.items():
+            here = at.child(str(key))
+            if isinstance(value, Mapping) and inside(here.knob):
+                self.foreign(cast(Mapping[Any, Any], value), here)
+            else:
+                self.problem(here, f": no such knob; {elsewhere(here.knob, self.root)}")
 
     def value(self, hint: Any, value: Any, at: _At) -> Any:
         origin, args = get_origin(hint), get_args(hint)

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-OTHER_NAMES = {
-    "beta": "kl_coef",
-    "clip_ratio": "clip_low",
-    "epsilon": "clip_low",
+from keel.configs.elsewhere.words import Word, ending, meant
+
+COMMON = {
     "batch_size": "prompts_per_step",
-    "n": "group_size",
-    "num_generations": "group_size",
-    "num_samples": "group_size",
-    "learning_rate": "lr",
-    "max_grad_norm": "grad_clip",
-    "max_new_tokens": "max_tokens",
-    "max_prompt_length": "max_prompt_tokens",
+    "clip_ratio": "clip_low",
     "max_length": "max_context_tokens",
+    "max_new_tokens": "max_tokens",
     "max_seq_length": "max_context_tokens",
-    "max_steps": "steps",
+    "n": "group_size",
+    "num_samples": "group_size",
     "num_train_epochs": "epochs",
-    "output_dir": "dir",
-    "tensor_parallel_size": "tensor_parallel",
 }
-"""What other trainers call our knobs; too far apart for a spelling distance to find."""
+"""What trainers in general call our knobs, too far apart for a spelling distance to find; what one
+of them has is in `keel.configs.elsewhere.words`."""
 
 RENAMED = {
     "data.sources[].length.right": "correct_threshold",
@@ -81,14 +75,18 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     """
     if renamed := RENAMED.get(re.sub(r"\[[^]]*\]", "[]", prefix) + key):
         return f"renamed to {prefix}{renamed}"
-    known = OTHER_NAMES.get(key, key)
     everywhere = sorted(knobs(root), key=lambda path: path.count("."))  # the likeliest first
     here = [field.name for field in fields(section)]
+    known = COMMON.get(key, key)
     if known in here:
         return f"did you mean {prefix}{known}?"
-    elsewhere = [path for path in everywhere if path.rpartition(".")[2] == known]
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere)}?"
+    if said := _theirs(meant(f"{prefix}{key}"), everywhere):
+        return said
+    sections = {path.rpartition(".")[0]: None for path in everywhere}
+    if others := [path for path in (*everywhere, *sections) if path.rpartition(".")[2] == known]:
+        return f"did you mean {' or '.join(others)}?"
+    if said := _theirs(ending(key), everywhere):
+        return said
     if close := difflib.get_close_matches(key, here, n=1):
         return f"did you mean {prefix}{close[0]}?"
     names = {path.rpartition(".")[2] for path in everywhere}
@@ -96,3 +94,20 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
         paths = [path for path in everywhere if path.rpartition(".")[2] == close[0]]
         return f"did you mean {' or '.join(paths)}?"
     return f"{'this section' if prefix else 'a recipe'} has {', '.join(here)}"
+
+
+def elsewhere(path: str, root: type) -> str:
+    """A sentence for `path`, whose section is another framework's."""
+    words = tuple(word for word in meant(path) if word.name == path)
+    said = _theirs(words or ending(path.rpartition(".")[2]), sorted(knobs(root)))
+    return said or "docs/coming-from.md has what that framework's knobs are here"
+
+
+def _theirs(words: Sequence[Word], everywhere: Sequence[str]) -> str:
+    """What these words of other frameworks are, of knobs that there are; once where several say
+    the same."""
+    said: dict[tuple[str, ...], str] = {}
+    for word in words:
+        if all(any(path.startswith(knob) for path in everywhere) for knob in word.here):
+            said.setdefault(word.here, word.said())
+    return "; ".join(said.values())

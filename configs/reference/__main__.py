@@ -1,4 +1,4 @@
-"""Writes the pages of knobs and metrics: `python -m keel.configs.reference docs`."""
+"""Writes the pages of knobs, metrics and others' words: `python -m keel.configs.reference docs`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""docs/knobs.md and docs/metrics.md."""
+"""docs/knobs.md, docs/metrics.md and docs/coming-from.md."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 
+from keel.configs.elsewhere.words import frameworks, words
 from keel.configs.reference.knobs import Knob, Section, sections
 from keel.configs.reference.metric import Metric
 from keel.configs.reference.metrics import GROUPS
@@ -49,11 +50,46 @@ report` have them by the same names. `<set>`, `<domain>` and `<part>` stand for 
 task. **Otherwise** is what to look at and to change first; [troubleshooting](troubleshooting.md)
 begins with what one sees. The thresholds at which a run says so itself are in [alarms](alarms.md).
 """
+COMING_FROM = """# Coming from another framework
+
+What your knobs are called here; what has no counterpart says so. A recipe that uses another
+framework's word for a knob is told ours, and `keel knobs NAME` explains each knob on the right. The
+other side was read in their sources of August 2026 (TRL: July); names change, so check yours.
+
+Three differences matter more than names:
+
+- **A step is one batch.** `algorithm.prompts_per_step` × `algorithm.group_size` completions are
+  sampled, scored and trained on. Batch size per device and gradient accumulation follow from
+  `trainer.micro_batch_tokens`, and change no gradient.
+- **Engine and trainer must agree.** Where others correct the mismatch by importance sampling, Keel
+  records experts and sampling masks and replays them ([Keep Routing](concepts/keep-routing.md),
+  [Keep Sampling Mask](concepts/keep-sampling-mask.md)).
+- **β belongs to a source**, not to the run: `data.sources[].kl_coef`.
+
+The tables are written by `python -m keel.configs.reference docs` from
+`configs/elsewhere/words.toml`.
+"""
 
 
 def pages() -> Mapping[str, str]:
     """File in docs/ → its text."""
-    return {"knobs.md": _knobs_page(), "metrics.md": _metrics_page()}
+    return {
+        "knobs.md": _knobs_page(),
+        "metrics.md": _metrics_page(),
+        "coming-from.md": _coming_from_page(),
+    }
+
+
+def _coming_from_page() -> str:
+    parts = [COMING_FROM]
+    for framework, config in frameworks().items():
+        rows = [
+            (f"`{word.name}`", ", ".join(f"`{knob}`" for knob in word.here) or "–", word.note)
+            for word in words()
+            if word.framework == framework
+        ]
+        parts.append(f"## {framework} ({config})\n\n{_table((framework, 'Keel', ''), rows)}")
+    return "\n".join(parts)
 
 
 def _knobs_page() -> str:

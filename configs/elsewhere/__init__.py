@@ -1,0 +1,1 @@
+"""What the knobs of other frameworks are called here."""

@@ -1,0 +1,87 @@
+"""A recipe with another framework's word is told ours, or that there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from keel.configs.elsewhere.words import Word, frameworks, words
+from keel.configs.load import load_config
+from keel.configs.reference.knobs import flat, sections
+from keel.configs.schema import ConfigError
+
+
+def refused(*overrides: str, recipe: str | Path = "quickstart") -> Sequence[str]:
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe, overrides)
+    return str(error.value).splitlines()
+
+
+def of(framework: str) -> list[Word]:
+    return [word for word in words() if word.framework == framework]
+
+
+def holds_others(word: Word) -> bool:
+    return any(other.name.startswith(f"{word.name}.") for other in words())
+
+
+def test_ours_are_knobs_and_what_has_none_says_why() -> None:
+    known = {knob.name for knob in flat()} | {section.name for section in sections()}
+    known |= {name.removesuffix("[]") for name in known}
+    for word in words():
+        assert set(word.here) <= known, word
+        assert word.here or word.note, word
+
+
+@pytest.mark.parametrize("framework", frameworks())
+def test_every_word_is_answered_with_ours(framework: str) -> None:
+    asked = [word for word in of(framework) if word.name != "model" and not holds_others(word)]
+    assert len(asked) > 35
+    lines = refused(*(f"{word.name}=1" for word in asked))
+    for word in asked:
+        (said,) = [line for line in lines if f": {word.name}: no such knob; " in line]
+        if word.here:
+            assert f"did you mean {' and '.join(word.here)}?" in said
+        else:
+            assert f"{framework}'s {word.name} has no counterpart: " in said
+
+
+def test_words_that_are_sections_too() -> None:
+    assert [word.name for word in words() if holds_others(word)] == [
+        *("model", "orchestrator.train.source")
+    ]
+    assert "did you mean data.sources?" in refused("orchestrator.train.source=[{env: x}]")[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.save_steps=5", "did you mean run.checkpoint_every? (TRL's save_steps)"),
+        ("train_dataset=x", "did you mean data.sources? (TRL's train_dataset; or keel.train(p"),
+        ("algorithm.num_iterations=2", "TRL's num_iterations has no counterpart: one pass over"),
+        ("loss_agg_mode=x", "verl's actor_rollout_ref.actor.loss_agg_mode has no counterpart"),
+        ("n_samples_per_prompt=8", "algorithm.group_size? (OpenRLHF's rollout.n_samples_per_pro"),
+        ("reward_funcs=x", "docs/rewards.md"),
+    ],
+)
+def test_the_answer_names_the_framework_and_what_differs(override: str, said: str) -> None:
+    assert said in refused(override)[0]
+
+
+def test_a_section_of_theirs_is_answered_word_by_word_with_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: quickstart\n"
+        "actor_rollout_ref:\n"
+        "  rollout:\n"
+        "    n: 8\n"
+        "  actor:\n"
+        "    optim: {lr: 1e-6}\n"
+        "    fancy: 1\n"
+    )
+    lines = refused(recipe=tmp_path / "mine.yaml")
+    assert len(lines) == 3
+    assert "mine.yaml:4: actor_rollout_ref.rollout.n: no such knob; did you mean algor" in lines[0]
+    assert "mine.yaml:6: actor_rollout_ref.actor.optim.lr: no such knob; did you mean t" in lines[1]
+    assert "mine.yaml:7: actor_rollout_ref.actor.fancy: no such knob; docs/coming-from" in lines[2]
