@@ -263,8 +263,9 @@ def _text(path: Path, folder: str) -> str:
         else:
             what = "no such file" if there.is_dir() else f"no such folder as {there}"
         recipes = sorted(p.name for p in there.glob("*.y*ml")) if there.is_dir() else []
-        near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.5) or recipes[:8]
-        hint = f"; {there} has {', '.join(near)}" if near else ""
+        if near := difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6):
+            raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
+        hint = f"; {there} has {', '.join(recipes[:8])}" if recipes else ""
         raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -281,7 +281,7 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
 
 def _text(record: dict[str, Any], key: str, columns: Columns) -> str:
     if key not in record:
-        raise BadLine(f"no {columns.called(key)}{columns.near(key)}")
+        raise columns.missing(key)
     value = record[key]
     if not isinstance(value, str) or not value.strip():
         what = columns.called(key)

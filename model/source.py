@@ -202,9 +202,10 @@ def _beside(folder: Path) -> str:
     if not folder.parent.is_dir():
         return ""
     names = sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir())
-    near = difflib.get_close_matches(folder.name, names, n=3) or names[:8]
+    near = difflib.get_close_matches(folder.name, names, n=3)
+    near = near or names[:8] * ("/" in str(folder))
     at = "this folder" if str(folder.parent) == "." else f"{folder.parent}"
-    return f" ({at} has {', '.join(near)})" if near and "/" in str(folder) else ""
+    return f" ({at} has {', '.join(near)})" if near else ""
 
 
 def _listed(names: Iterable[str], most: int = 3) -> str:

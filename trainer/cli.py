@@ -7,12 +7,14 @@ has been read: a mistyped knob should not wait for torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 from keel.trainer.run.interrupt import PREEMPTED, preempted, watching
 from keel.trainer.run.waits import waiting
@@ -52,8 +54,25 @@ NEW = "write a short recipe from a few questions or flags, and check it"
 JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
+class Parser(argparse.ArgumentParser):
+    """Whose errors say what was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            known = re.findall(r"[a-z]+", wrong[2])
+            near = difflib.get_close_matches(wrong[1], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            message = f"{wrong[1]!r} is no command; {hint}"
+        elif given := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
+            message = f"a knob is changed without dashes: {given[1]}={given[2]}"
+        elif re.search(r"required: recipe\b", message):
+            message = "name a recipe: a YAML file, or one that comes along (keel recipes)"
+        message = message.replace(", key=value", "")  # of which there may be none
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="keel",
         description="RL post-training for language models (GRPO with exact replay).",
         epilog=EPILOG,

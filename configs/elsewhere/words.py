@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 TABLES = Path(__file__).with_name("words.toml")
 
@@ -54,7 +55,7 @@ def words() -> tuple[Word, ...]:
 
 
 @cache
-def _tables() -> Mapping[str, Mapping[str, Mapping[str, str | Mapping[str, str]]]]:
+def _tables() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(TABLES.read_text(encoding="utf-8"))
 
 

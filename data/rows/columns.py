@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.rows.lines import BadLine, kind_of
+from keel.data.rows.proposal import ANSWERS, PROMPTS
 from keel.data.rows.read import Row
 
 WRITTEN = frozenset(("pass_rate", "provenance"))
@@ -63,6 +64,9 @@ class Columns:
         self.only_prompt = _places(source.template_text) <= {"prompt", self._of["prompt"]}
         """Whether the source's template has nothing else of a row."""
         self._unseen = {key: name for key, name in source.columns.items() if name}
+        self._met: set[str] = set()
+        """Keys that a row had so far."""
+        self._rows = 0
         self._near: dict[str, str] = {}
         self.unread: dict[str, str] = {}
         """Column that nothing reads → where it was first met."""
@@ -82,6 +86,8 @@ class Columns:
             known = {key: _parsed(key, v) for key, v in known.items() if v != ""}
             as_text, record = _written(known), _written(row.record)
         further = {key: row.record[key] for key in row.record if key not in self._taken}
+        self._met |= known.keys()
+        self._rows += 1
         for key in [key for key in self._unseen if key in known]:
             del self._unseen[key]
         return Given(
@@ -115,12 +121,32 @@ class Columns:
                 "column"
             )
 
-    def near(self, key: str) -> str:
-        """Why a key is missing from the last row: another column may be meant."""
-        if self._of[key] in self._names:
-            return ": it is null, or empty"
-        found = get_close_matches(self._of[key], self._names, n=1)
-        return f"; did you mean `{found[0]}`?" if found else ""
+    def missing(self, key: str) -> BadLine:
+        """Why a key is missing from the last row. Raises ConfigError where the recipe is to blame,
+        and no row so far: `columns` names a column that is not there, or does not name the one."""
+        name, has = self._of[key], ", ".join(self._names)
+        if name in self._names:
+            return BadLine(f"no {self.called(key)}: it is null, or empty")
+        near = get_close_matches(name, self._names, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        if self._source.on_bad_line == "error" and key in self._unseen:
+            raise ConfigError(
+                f"{self._knob}.columns.{key} = {name!r}: {self._source.path} has no such column, "
+                f"it has {has}{hint}"
+            )
+        if self._source.on_bad_line == "error" and self._rows == 1 and has:
+            likely = {"prompt": PROMPTS, "answer": ANSWERS}
+            wanted = {
+                each: next((name for name in names if name in self._names), "COLUMN")
+                for each, names in likely.items()
+                if each not in self._met and self._of[each] == each
+            }
+            columns = ", ".join(f"{each}: {name}" for each, name in wanted.items())
+            raise ConfigError(
+                f"{self._source.path}: its first row has no `{key}`, it has {has}. Say which "
+                f"column that is: {self._knob}.columns: {{{columns}}}"
+            )
+        return BadLine(f"no {self.called(key)}{hint}")
 
     def called(self, key: str) -> str:
         """A key, for messages, with the column that it is looked for in."""

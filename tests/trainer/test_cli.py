@@ -50,3 +50,24 @@ def test_an_engine_for_cpus_is_promised_no_gpu(
     monkeypatch.setattr("keel.trainer.main.run", lambda *_: 0)
     main(["check", "quickstart"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if engine == "vllm-cpu" else "0,1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian", "x"], "keel: error: 'trian' is no command; did you mean train?"),
+        (["zzz"], "keel: error: 'zzz' is no command; there are train, sft, pretrain, check, "),
+        (["train"], "keel train: error: name a recipe: a YAML file, or one that comes along"),
+        (["replay"], "keel replay: error: the following arguments are required: run\n"),
+        (["check", "q", "--trainer.lr=3"], "error: a knob is changed without dashes: trainer.lr=3"),
+        (["check", "q", "--trainer.lr", "3"], "changed without dashes: trainer.lr=3"),
+        (["report", "--foo", "a"], "keel: error: unrecognized arguments: --foo"),
+    ],
+)
+def test_a_mistyped_command_line_says_what_was_meant(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -131,9 +131,19 @@ def test_a_prompt_that_was_kept_has_its_columns_still(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rows.jsonl:1: no `prompt` (data.sources[s].columns: 'questoin'); did you": (
+    "rows.jsonl has no such column, it has question, answer; did you mean `question`?": (
         {"question": "a", "answer": "b"},
         {"columns": {"prompt": "questoin"}},
+    ),
+    "rows.jsonl: its first row has no `answer`, it has question, solution. Say which column "
+    "that is: data.sources[s].columns: {prompt: question, answer: solution}": (
+        {"question": "a", "solution": "b"},
+        {},
+    ),
+    "its first row has no `answer`, it has prompt, x. Say which column that is: data.sources[s]."
+    "columns: {answer: COLUMN}": (
+        {"prompt": "a", "x": "b"},
+        {},
     ),
     "data.sources[s].columns.promt: there is no such key; did you mean prompt?": (
         {"question": "a", "answer": "b"},
@@ -170,6 +180,16 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_does_not_fit_is_named_with_place_and_cure(words: str, tmp_path: Path) -> None:
     row, knobs = WRONG[words]
     assert words in refused(tmp_path, row, **knobs)
+
+
+def test_a_column_that_other_rows_have_is_the_rows_mistake(tmp_path: Path) -> None:
+    """And so it is where such rows are left out."""
+    rows = [{"question": "a", "answer": "1"}, {"asked": "b", "answer": "1"}]
+    columns = {"prompt": "question"}
+    said = refused(tmp_path, *rows, columns=columns)
+    assert "rows.jsonl:2: no `prompt` (data.sources[s].columns: 'question')" in said
+    loaded = load(tmp_path, *reversed(rows), columns=columns, on_bad_line="skip")
+    assert len(loaded.items) == 1 and "rows.jsonl:1: no `prompt`" in loaded.skipped[0]
 
 
 def test_a_key_that_is_not_in_the_file_leaves_its_name_to_a_column(tmp_path: Path) -> None:
