@@ -37,6 +37,7 @@ $(DONE): requirements/install.py $(filter-out %/docs.txt,$(wildcard requirements
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python requirements/install.py
 	@touch $@
+	@echo "Installed. For the command: source $(BIN)/activate, and then keel --help"
 
 quickstart: install  ## Train the embedded model for real, end to end, in minutes
 	$(BIN)/keel train quickstart run.seed=$(SEED) run.dir=$(RUN) $(ARGS)
