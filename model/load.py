@@ -76,6 +76,8 @@ class ModelFacts:
     kv_heads: int
     """Parts that an engine's GPUs can share the cache out in; 1 for a latent cache, which each of
     them holds whole."""
+    head_size: int = 0
+    """Numbers of a key; 0: the cache is latent."""
     index_top_k: int = 0
     """Tokens that the indexer of sparse attention selects; 0: it has none."""
     full_attention: bool = True
@@ -273,6 +275,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         attention_parameters=attention,
         attention_width=heads * head_size,
         kv_width=kv_width,
+        head_size=0 if getattr(text, "kv_lora_rank", None) else head_size,
         kv_heads=kv_heads,
         index_top_k=getattr(text, "index_topk", None) or 0,
         full_attention=full_attention(text),

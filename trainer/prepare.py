@@ -18,6 +18,7 @@ from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.data.dataset import Dataset, load_dataset
 from keel.model.embedded.build import model_config
+from keel.model.embedded.cold_start import taught_sources
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import (
     ModelFacts,
@@ -40,7 +41,11 @@ from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
 from keel.trainer.cluster.nodes import hardware_here
 from keel.trainer.planning.choose import Choice, choose
-from keel.trainer.planning.families import check_engine_attention, check_engine_dtype
+from keel.trainer.planning.families import (
+    check_engine_attention,
+    check_engine_dtype,
+    check_engine_heads,
+)
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe
 from keel.trainer.planning.remembered import Remembered, remembered
@@ -131,6 +136,10 @@ def prepare(
         kv_width=facts.kv_width,
         gpu=found.hardware.gpu,
     )
+    if not config.endpoint.base_url:
+        check_engine_heads(config, head_size=facts.head_size, gpu=found.hardware.gpu)
+        if config.model.path == EMBEDDED and config.model.embedded.cold_start.steps:
+            taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)
     dataset = prompts_of(config, tokenizer, facts)
     task = Task(

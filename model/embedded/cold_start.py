@@ -62,6 +62,27 @@ class Example:
     hasty: Lesson
 
 
+def taught_sources(
+    sources: Sequence[SourceConfig], *, demonstrating: bool = True
+) -> list[SourceConfig]:
+    """Those that there is something to teach of. demonstrating: environments can be worked in.
+    Raises ConfigError where none is."""
+    taught = [
+        source
+        for source in sources
+        if source.weight > 0
+        and (source.source == "reasoning_gym" or (demonstrating and demonstrated(source)))
+    ]
+    if not taught:
+        raise ConfigError(
+            "data.sources: the embedded model learns from reasoning_gym tasks and demonstrations "
+            "of environments (data.sources[].environment.demonstrations), and none is given. Add "
+            "one, set model.embedded.cold_start.steps: 0 to begin with one that knows nothing, or "
+            "name a model (model.path)"
+        )
+    return taught
+
+
 def make_examples(
     sources: Sequence[SourceConfig],
     tokenizer: PreTrainedTokenizerFast,
@@ -79,16 +100,7 @@ def make_examples(
     Raises:
         ConfigError: no source to learn from, or every question of a source is held out.
     """
-    weighed = [source for source in sources if source.weight > 0]
-    taught = [
-        s for s in weighed if s.source == "reasoning_gym" or (demonstrate and demonstrated(s))
-    ]
-    if not taught:
-        raise ConfigError(
-            "data.sources: the embedded model learns from reasoning_gym tasks and demonstrations "
-            "of environments (data.sources[].environment.demonstrations), and none is given. Add "
-            "one, or set model.embedded.cold_start.steps: 0"
-        )
+    taught = taught_sources(sources, demonstrating=demonstrate is not None)
     heldout = frozenset(heldout_questions)
     total = sum(source.weight for source in taught)
     examples: list[Example] = []

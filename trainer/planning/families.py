@@ -19,6 +19,9 @@ SPARSE_ATTENTION = "DeepseekV32ForCausalLM"
 SERVED_LATENTS = (512, 576)
 """Numbers of a token's latent entry for which vLLM has kernels of sparse attention, on GPUs."""
 
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of a head for which vLLM's CPU backend has a kernel of attention."""
+
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM refuses to run in float16: their activations outgrow it."""
 
@@ -32,6 +35,23 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
             f"{knob} = 'float16': vLLM refuses it for models of type {model_type}, which are "
             "numerically unstable in it. Set it to bfloat16"
         )
+
+
+def check_engine_heads(config: Config, *, head_size: int, gpu: bool) -> None:
+    """Raise `ConfigError` for attention that vLLM's CPU backend has no kernel for, which it says
+    when the first prompt comes. `head_size`: 0 for a latent cache."""
+    if gpu or head_size in (0, *CPU_HEADS):
+        return
+    embedded = config.model.path == "embedded"
+    knob = "model.embedded.head_dim" if embedded else "model.path"
+    value = (
+        head_size if embedded else f"{config.model.path!r} (head_dim {head_size} in config.json)"
+    )
+    raise ConfigError(
+        f"{knob} = {value}: without a GPU, vLLM has attention for heads of "
+        f"{', '.join(map(str, CPU_HEADS))} numbers alone. "
+        + ("Set it to one of these" if embedded else "Take another model, or a machine with a GPU")
+    )
 
 
 def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:

@@ -20,9 +20,11 @@ from keel.configs.schema import (
 )
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.planning.families import (
+    CPU_HEADS,
     NOT_IN_FLOAT16,
     check_engine_attention,
     check_engine_dtype,
+    check_engine_heads,
     check_sequence_parallel,
 )
 from keel.trainer.prepare import prepare
@@ -111,3 +113,40 @@ def test_sparse_attention_is_refused_where_vllm_has_no_kernels_for_it() -> None:
     check_sequence_parallel(1, architecture=sparse, heads=4)
     with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 2: the sparse attention"):
         check_sequence_parallel(2, architecture=sparse, heads=4)
+
+
+def test_the_sizes_of_heads_are_those_of_vllms_cpu_backend() -> None:
+    """Read and not imported, as above."""
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    source = Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    (sizes,) = (
+        node.body[-1].value
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "get_supported_head_sizes"
+        and isinstance(node.body[-1], ast.Return)
+    )
+    assert sizes is not None and tuple(ast.literal_eval(sizes)) == CPU_HEADS
+
+
+def test_heads_without_a_kernel_are_refused_on_a_cpu() -> None:
+    for size in (0, 32, 128):
+        check_engine_heads(recipe("bfloat16"), head_size=size, gpu=False)
+    check_engine_heads(recipe("bfloat16"), head_size=16, gpu=True)
+    with pytest.raises(ConfigError, match=r"model\.path = 'some/model' \(head_dim 16 .* GPU"):
+        check_engine_heads(recipe("bfloat16"), head_size=16, gpu=False)
+
+
+def test_what_an_engine_cannot_serve_or_nobody_can_teach_is_refused_by_the_check(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.embedded\.head_dim = 16: .* Set it to one of"):
+        prepare("quickstart", ["model.embedded.head_dim=16"])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    source = f"{{name: rows, source: jsonl, path: {rows}, rewards: {{correct: 1}}}}"
+    given = [f"data.sources=[{source}]", "run.eval_every=0"]
+    with pytest.raises(ConfigError, match=r"learns from reasoning_gym .* none is given"):
+        prepare("quickstart", given)
+    prepare("quickstart", [*given, "model.embedded.cold_start.steps=0"])
