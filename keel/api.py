@@ -52,6 +52,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 returned something true, or raised."""
 PASSED = "passed"
 """In the run folder: what a recipe and prompts from Python were written into."""
+AGAIN = "make the same call of keel.train again"
 GOES_ON = "what was saved is there, and the same call goes on"
 
 
@@ -116,7 +117,7 @@ def train(
             for index in range(len(load_config(path, overrides).data.sources)):
                 overrides.append(f"data.sources.{index}.rewards={said}")
         try:
-            main.train(str(path), overrides, drive=partial(_driven, told=told))
+            main.train(str(path), overrides, drive=partial(_driven, told=told), again=AGAIN)
         except KeyboardInterrupt as error:
             if signal := preempted():  # of which Ray makes a mere KeyboardInterrupt
                 raise Preempted(f"stopped by {signal}; {GOES_ON}") from error

@@ -52,12 +52,16 @@ def check_spec(spec: Mapping[str, Any]) -> None:
             raise ValueError(f"reward spec of kind {kind!r}: {error}") from error
 
 
+WHATEVER = ("NameError", "ImportError", "ModuleNotFoundError")
+"""Errors that are not the completion's fault."""
+
+
 def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, str]:
     """Call each user's function of `weights` once, in a worker process, with the first prompt and a
     sample completion (with the right answer where the prompt knows it).
 
-    Returns what came of it, for people, by function. Nothing is raised: the sample may be what the
-    function never meets.
+    Returns what came of it, for people, by function: the sample may be what it never meets. Raises
+    ValueError where it fails whatever the completion: a name or a module that there is not.
     """
     names = [name for name in weights if is_function(name)]
     if not names or not prompts:
@@ -74,6 +78,8 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
                 spec, text = {**spec, "group": True}, json.dumps([text])
             (verdict,) = pool.submit(spec, [text]).result()
             at = f" ({verdict.at})" if verdict.at else ""
+            if verdict.error.partition(":")[0] in WHATEVER:
+                raise ValueError(f"reward {name}: {verdict.error}{at}. Mend the function")
             said[name] = (
                 f"WARNING: failed on a sample completion of {prompt.prompt_id}: {verdict.error}"
                 f"{at}. Mend it: in the run such completions get 0 for it, and too many stop the "

@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
     """What `keel train` would be asked; its run is two lines of metrics."""
     seen: list[Config] = []
 
-    def train(recipe: str, overrides: list[str], *, drive: Any) -> None:
+    def train(recipe: str, overrides: list[str], *, drive: Any, again: str) -> None:
         config = load_config(recipe, overrides)
         seen.append(config)
         folder = Path(config.run.dir)
@@ -292,7 +292,7 @@ def test_a_callback_that_raises_ends_the_run_once_it_is_saved(
                 return step
         return 2
 
-    def train(*_: Any, drive: Any) -> None:
+    def train(*_: Any, drive: Any, again: str) -> None:
         drive(None, None, SimpleNamespace(record=lambda *_: None), 0)
         done.append("said")
 
@@ -322,7 +322,7 @@ def test_a_run_that_a_signal_has_ended_does_not_pass_for_one_that_is_done(
     """Where the loop has noted it, and where it came before or after."""
     began: list[int] = []
 
-    def train(*_: Any, drive: Any) -> None:
+    def train(*_: Any, drive: Any, again: str) -> None:
         began.append(1)
         with Interrupt(lambda _: None) if within else nullcontext():
             signal.raise_signal(number)
@@ -335,6 +335,6 @@ def test_a_run_that_a_signal_has_ended_does_not_pass_for_one_that_is_done(
     assert began == [1] and type(caught.value) is kind and signal.getsignal(number) == before
     if within or number == signal.SIGTERM:
         assert re.search(words, str(caught.value))
-    monkeypatch.setattr(api.main, "train", lambda *_, drive: None)
+    monkeypatch.setattr(api.main, "train", lambda *_, drive, again: None)
     (tmp_path / "metrics.jsonl").touch()
     assert keel.train(knobs={"run.dir": tmp_path}).metrics == (), "and the next one is not told"

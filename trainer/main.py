@@ -59,8 +59,10 @@ def train(
     overrides: Sequence[str],
     *,
     drive: Callable[[System, RunFolder, View, int], int] | None = None,
+    again: str = "",
 ) -> None:
-    """`keel train`: run the recipe, or go on with it. drive: `run_loop`, or something around it."""
+    """`keel train`: run the recipe, or go on with it. drive: `run_loop`, or something around it.
+    again: how to go on, where it is not by this command."""
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
         task = prepare(recipe, overrides)
     lowering = Lowering(config=task.config, folder=Path(task.config.run.dir).expanduser())
@@ -73,6 +75,7 @@ def train(
         started=lambda folder: running(task, print, folder.rewards, lowering=lowering),
         lowered=lowering.after,
         drive=drive or run_loop,
+        again=again,
         chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
     )
 

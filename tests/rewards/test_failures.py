@@ -276,6 +276,19 @@ def test_each_function_is_tried_on_a_sample_before_the_run() -> None:
     assert try_functions([PROMPT], {"correct": 1.0}) == {}
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return answr", "NameError: name 'answr' is not defined"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_what_fails_whatever_the_completion_is_refused(folder: Path, body: str, said: str) -> None:
+    (folder / "slips.py").write_text(f"def mine(prompt, trajectory):\n    {body}\n")
+    with pytest.raises(ValueError, match=rf"reward slips\.mine: {said} \(slips\.py:2 in mine\)"):
+        try_functions([PROMPT], {"slips.mine": 1.0})
+
+
 def test_the_sample_is_an_answer_to_the_prompt() -> None:
     answer = sample_completion(PROMPT)
     assert (answer.answer, answer.finish_reason) == ("3", "stop")

@@ -58,6 +58,7 @@ def conduct(
     drive: Callable[[S, RunFolder, View, int], int],
     chosen: Callable[[Path], None] = lambda _: None,
     lowered: Callable[[OutOfMemory], str] | None = None,
+    again: str = "",
 ) -> None:
     """Begin the run of `config`, or go on with it.
 
@@ -66,7 +67,7 @@ def conduct(
     the last step done. chosen: keeps in the folder what was chosen for the run. When it has lost a
     process (`Lost`), all of it is started again from the newest checkpoint, `run.max_restarts`
     times; `lowered` is first called after a step that did not fit a GPU, and says what it has
-    changed.
+    changed. again: as `closing_words` has it.
     """
     check_trackers(config.run.trackers)  # again: from Python nobody has
     with ExitStack() as stack:
@@ -110,7 +111,7 @@ def conduct(
                 line = f"{error}\nThe run starts again from {where}"
                 note(folder.path, state.step if state else 0, "restart", line)
                 tell(f"warning: {line}")
-        tell(closing_words(folder, config, reached, command))
+        tell(closing_words(folder, config, reached, command, again=again))
 
 
 def once(

@@ -13,8 +13,11 @@ MEASURES = ("/pass@1", "/loss", "/indexer/held")
 """What is said of each held-out set."""
 
 
-def closing_words(folder: RunFolder, config: Config, reached: int, command: Sequence[str]) -> str:
-    """What came of it, and where to look or how to go on. command: the user's, without `keel`."""
+def closing_words(
+    folder: RunFolder, config: Config, reached: int, command: Sequence[str], *, again: str = ""
+) -> str:
+    """What came of it, and where to look or how to go on. command: the user's, without `keel`;
+    again: in place of it, how to go on."""
     path = folder.path
     lines = [""]
     evaluations = folder.evaluations()
@@ -28,7 +31,7 @@ def closing_words(folder: RunFolder, config: Config, reached: int, command: Sequ
         if unscored:
             lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
     if reached < config.run.steps or preempted():  # the model is exported when it goes on
-        again = shlex.join(["keel", *command])
+        again = again or shlex.join(["keel", *command])
         lines.append(f"stopped after step {reached} of {config.run.steps}; to go on: {again}")
     else:
         lines.append(f"trained model   {folder.model}")
