@@ -39,8 +39,8 @@ EPILOG = """examples:
                                             try a rubric before a run
   keel doctor                               what this machine lacks, and how to get it
 """
-REFUSED = 2
-"""Exit status: the recipe or the data cannot be run."""
+REFUSED, INTERRUPTED = 2, 130
+"""Exit statuses: the recipe or the data cannot be run; Ctrl-C."""
 LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
 CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
@@ -165,7 +165,8 @@ def add_judge(command: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed while running, 2 the recipe or the data cannot be run, 130
-    Ctrl-C twice, 143 ended by SIGTERM, SIGHUP or SIGUSR1: the same command goes on."""
+    Ctrl-C before anything began, or twice, 143 ended by SIGTERM, SIGHUP or SIGUSR1: the same
+    command goes on."""
     root = parser()
     arguments = root.parse_args(argv)
     if arguments.version:
@@ -174,18 +175,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         root.print_help()
         return REFUSED
-    if arguments.command in LIGHT:
-        return refused(arguments) or light(arguments)
-    with watching():
-        try:
+    try:
+        if arguments.command in LIGHT:
+            return refused(arguments) or light(arguments)
+        with watching():
             with waiting("reading the recipe", "recipe"):
                 status = refused(arguments)
             return status or heavy(arguments)
-        except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
-            if not preempted():
-                raise
-            print(f"keel {arguments.command}: stopped by {preempted()}", file=sys.stderr)
-            return PREEMPTED
+    except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
+        by = f" by {preempted()}" if preempted() else ""
+        print(f"keel {arguments.command}: stopped{by}", file=sys.stderr)
+        return PREEMPTED if preempted() else INTERRUPTED
 
 
 def heavy(arguments: argparse.Namespace) -> int:

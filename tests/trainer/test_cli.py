@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 
+from keel.trainer import cli
 from keel.trainer.cli import main
 
 
@@ -71,3 +73,20 @@ def test_a_mistyped_command_line_says_what_was_meant(
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [(signal.SIGINT, 130, "stopped\n"), (signal.SIGTERM, 143, "stopped by SIGTERM\n")],
+)
+def test_a_signal_before_anything_began_ends_it_in_one_line(
+    number: int,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """While libraries are loaded."""
+    monkeypatch.setattr(cli, "heavy", lambda arguments: os.kill(os.getpid(), number))
+    assert main(["check", "quickstart"]) == status
+    assert capsys.readouterr().err == f"keel check: {said}"
