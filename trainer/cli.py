@@ -179,13 +179,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command in LIGHT:
             return refused(arguments) or light(arguments)
         with watching():
-            with waiting("reading the recipe", "recipe"):
-                status = refused(arguments)
-            return status or heavy(arguments)
-    except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
-        by = f" by {preempted()}" if preempted() else ""
-        print(f"keel {arguments.command}: stopped{by}", file=sys.stderr)
-        return PREEMPTED if preempted() else INTERRUPTED
+            try:
+                with waiting("reading the recipe", "recipe"):
+                    status = refused(arguments)
+                return status or heavy(arguments)
+            except KeyboardInterrupt:  # while libraries are loaded: nothing has begun
+                if not preempted():
+                    raise
+                print(f"keel {arguments.command}: stopped by {preempted()}", file=sys.stderr)
+                return PREEMPTED
+    except KeyboardInterrupt:
+        print(f"keel {arguments.command}: stopped", file=sys.stderr)
+        return INTERRUPTED
 
 
 def heavy(arguments: argparse.Namespace) -> int:

@@ -36,6 +36,8 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
 from keel.trainer.system import Remote, System, episodes, running, scorer_of, with_episodes
 
+REWARDS = "rewards"
+"""In the folder of results: what reward functions print."""
 MOST_ANSWER = 200
 """Characters: what is longer, and not marked as the answer, is none to agree with."""
 
@@ -52,8 +54,8 @@ class Subject:
     """Fit for a folder."""
     text: str
     """What is planned."""
-    sampling: Callable[[], AbstractContextManager[System | Remote]]
-    """What samples and scores, started."""
+    sampling: Callable[[Path], AbstractContextManager[System | Remote]]
+    """What samples and scores, started. Rewards print into the folder `rewards` of that one."""
     tokenizer: str = ""
     """`Task.tokenizer_digest`; empty where nobody knows the tokens of an endpoint."""
 
@@ -87,7 +89,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     with EvaluationFolder(config, subject.policy, subject.name) as out:
         print(f"{subject.text}\nsampling with {subject.policy}", flush=True)
         with (
-            subject.sampling() as system,
+            subject.sampling(out.path) as system,
             Interrupt(print, STOPPING, preempted_first=GIVEN_UP) as stop,
         ):
             for variant in config.eval.each_variant:
@@ -110,7 +112,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
         if waiting := out.waiting:
             print(f"{subject.text}\n{len(waiting):,} prompts to sample, with {subject.policy}")
             with (
-                subject.sampling() as system,
+                subject.sampling(out.path) as system,
                 Interrupt(print, STOPPING, preempted_first=GIVEN_UP) as stop,
             ):
                 sample_prompts(
@@ -142,10 +144,10 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
     chosen = folder.chosen(knob, checkpoint)
 
     @contextmanager
-    def sampling() -> Iterator[System]:
+    def sampling(out: Path) -> Iterator[System]:
         say = partial(print, flush=True)
         # A checkpoint's weights are the ranks' to read; a model folder's, the engines'.
-        with running(task, say, learner=chosen is not None) as system:
+        with running(task, say, out / REWARDS, learner=chosen is not None) as system:
             if chosen:
                 system.learner.load(chosen)
                 system.wake()
@@ -199,13 +201,13 @@ def _remote(config: Config) -> Subject:
         raise ConfigError(str(error)) from error
 
     @contextmanager
-    def sampling() -> Iterator[Remote]:
+    def sampling(out: Path) -> Iterator[Remote]:
         with ExitStack() as stack:
             judge = None
             if judged:
                 judge = stack.enter_context(JudgeService(config.rewards.judge))
                 judge.check_reachable()
-            scorer = stack.enter_context(scorer_of(config, judge, print))
+            scorer = stack.enter_context(scorer_of(config, judge, print, out / REWARDS))
             stack.enter_context(completions)
             remote = Remote(config=config, completions=completions, scorer=scorer)
             yield stack.enter_context(with_episodes(remote)) if config.with_agents else remote

@@ -245,7 +245,10 @@ def test_a_runs_latest_policy_may_be_asked_about_other_data(
         ("filter.most_pass_rate=0", "filter.most_pass_rate = 0.0: must be above 0"),
         ("data.sources[spelling].rewards={}", "name at least one"),
         ("data.sources=[{name: a, source: jsonl, path: EMPTY}]", "it is empty"),
-        ("data.sources=[{name: a, source: jsonl, path: BARE}]", "bare.jsonl:1: no `answer`"),
+        (
+            "data.sources=[{name: a, source: jsonl, path: BARE}]",
+            "bare.jsonl: its first row has no `answer`",
+        ),
         ("filter.dir=TAKEN", "filter.samples: 3 → 4"),
     ],
 )

@@ -7,6 +7,7 @@ here loads torch: questions come at once, and the check that follows takes its s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from keel.configs.load import load_config
 from keel.configs.paths import data_path
@@ -97,9 +100,15 @@ def _drafted(given: argparse.Namespace, ask: Ask | None) -> Draft:
     if model != EMBEDDED and not is_hub_name(model):
         check_path(model)
     source, think = _source(given, ask, embedded=model == EMBEDDED)
+    room = context - source.max_prompt_tokens if (context := context_of(model)) else TOKENS[True]
     tokens = given.max_tokens
     if tokens is None:
-        tokens = 48 if model == EMBEDDED else TOKENS[think]
+        tokens = 48 if model == EMBEDDED else min(TOKENS[think], max(1, room))
+    if context and tokens > room:
+        raise ConfigError(
+            f"--max-tokens {tokens}: {model} has a context of {context:,} tokens, and prompts take "
+            f"up to {source.max_prompt_tokens:,} of it; at most {max(1, room):,}"
+        )
     file = given.file or (ask or _default)("File to write", f"{source.name}.yaml")
     return Draft(
         path=file,
@@ -211,6 +220,19 @@ def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
         about_prompts=f"the longest seen has {found.longest:,} bytes",
         drop_long=not found.whole,
     )
+
+
+def context_of(model: str) -> int:
+    """Tokens, by the config.json of a folder or of what was downloaded; 0 where nobody knows."""
+    path: object = Path(model, "config.json")
+    if not Path(model).is_dir():
+        path = try_to_load_from_cache(model, "config.json") if is_hub_name(model) else None
+    try:
+        config = json.loads(Path(path).read_text("utf-8")) if isinstance(path, str | Path) else {}
+        text = config.get("text_config", config)
+        return int(text.get("max_position_embeddings") or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
 
 
 def gpus_here() -> tuple[int, float]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from keel.configs.load import load_config
-from keel.configs.schema import Config
+from keel.configs.schema import Config, ConfigError
 from keel.trainer.cli import main, parser
 from keel.trainer.recipes import new as module
 from keel.trainer.recipes.draft import scalar
-from keel.trainer.recipes.new import gpus_here, new
+from keel.trainer.recipes.new import context_of, gpus_here, new
 
 HARDWARE = (
     *("colocated", "ranks", "gpu_memory_utilization", "sleep"),
@@ -75,6 +75,22 @@ def test_more_machines_rewards_of_ones_own_and_thinking(capsys: pytest.CaptureFi
     assert config.data.sources[0].thinking and config.rollout.sampling.max_tokens == 4096
     said = capsys.readouterr()
     assert "next:" not in said.out and "keel check my.yaml" in said.err
+
+
+@pytest.mark.parametrize("config", [{}, {"text_config": {}}], ids=["text", "several kinds"])
+def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -> None:
+    Path("small").mkdir()
+    config.get("text_config", config)["max_position_embeddings"] = 768  # type: ignore[assignment]
+    Path("small", "config.json").write_text(json.dumps(config))
+    flags = ("--model", "./small", "--data", "school.jsonl", "--gpus", "0")
+    assert written(*flags).rollout.sampling.max_tokens == 768 - 256
+    with pytest.raises(ConfigError, match=r"--max-tokens 600: ./small has a context of 768 .* 512"):
+        written(*flags, "other.yaml", "--max-tokens", "600")
+    assert not Path("other.yaml").exists()
+    for text in ("{}", "[]", "x", '{"max_position_embeddings": "much"}'):
+        Path("small", "config.json").write_text(text)
+        assert context_of("./small") == 0
+    assert context_of("nobody/nothing") == context_of("embedded") == 0
 
 
 def test_names_may_have_anything_in_them(here: Path) -> None:
