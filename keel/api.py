@@ -24,8 +24,9 @@ import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -52,6 +53,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 returned something true, or raised."""
 PASSED = "passed"
 """In the run folder: what a recipe and prompts from Python were written into."""
+PROMPTS, SOURCES = "keel.train(prompts=…)", "data.sources"
 AGAIN = "make the same call of keel.train again"
 GOES_ON = "what was saved is there, and the same call goes on"
 
@@ -84,10 +86,10 @@ def train(
     either of the two). prompts: in place of the recipe's, rows as the lines of a JSONL source have
     them (docs/rewards.md): a list, a generator, a `datasets.Dataset`, a pandas table, or a text a
     row; further columns reach reward functions as `prompt.reward["columns"]`, and None and NaN are
-    no columns. holdout: how many of them are set aside for evaluation. rewards: a function of a
-    prompt and a trajectory (or all of a group's: docs/rewards.md), several, or weights of functions
-    and of Keel's own parts; for all sources. knobs: as on the command line, `{"run.steps": 20}` or
-    `["run.steps=20"]`.
+    no columns; which column is what, the knob `data.sources[prompts].columns` says. holdout: how
+    many of them are set aside for evaluation. rewards: a function of a prompt and a trajectory (or
+    all of a group's: docs/rewards.md), several, or weights of functions and of Keel's own parts;
+    for all sources. knobs: as on the command line, `{"run.steps": 20}` or `["run.steps=20"]`.
 
     Raises ConfigError for what cannot be run, before anything starts; RuntimeError, ValueError or
     OSError where the run fails; and what a callback raised. It does not return from a run that
@@ -100,10 +102,17 @@ def train(
     overrides, told = _overrides(knobs), _Telling(callbacks)
     with ExitStack() as stack:
         stack.enter_context(watching())
-        path = recipe if not isinstance(recipe, Mapping) else _written(recipe, overrides)
-        folder = Path(load_config(path, overrides).run.dir).expanduser()
+        # Knobs of sources may be of `prompts`, which are kept in the run folder.
+        others = [one for one in overrides if prompts is None or not one.startswith(SOURCES)]
+        path = recipe if not isinstance(recipe, Mapping) else _written(recipe, others)
+        folder = Path(load_config(path, others).run.dir).expanduser()
         if prompts is not None:
-            overrides.append(_sources(prompts, folder, holdout))
+            if any(one.startswith(f"{SOURCES}=") for one in overrides):
+                raise ConfigError(f"keel.train(prompts=…, knobs={SOURCES}): keep one")
+            file = _passed(prompts, folder)
+            source = {"name": "prompts", "source": "jsonl", "path": str(file), "holdout": holdout}
+            overrides.insert(0, f"{SOURCES}={_value([source], 'holdout=…')}")
+            stack.enter_context(_by_row(file))
         elif holdout:
             raise ConfigError("keel.train(holdout=…): is for prompts=…; a recipe's sources say it")
         if rewards is not None:
@@ -198,8 +207,20 @@ def _base(path: Path) -> Path:
     return shipped if alone else path.absolute()
 
 
-def _sources(prompts: Any, folder: Path, holdout: int) -> str:
-    """An override: the rows of `prompts`, as a file, are the recipe's one source."""
+@contextmanager
+def _by_row(file: Path) -> Iterator[None]:
+    """What is said of lines of `file` is said of the rows that were passed."""
+    try:
+        yield
+    except ConfigError as error:
+        said = re.sub(rf"{re.escape(str(file))}:(\d+)", rf"{PROMPTS}: row \1", str(error))
+        if said == str(error) and str(file) not in said:
+            raise
+        raise ConfigError(said.replace(str(file), PROMPTS)) from error
+
+
+def _passed(prompts: Any, folder: Path) -> Path:
+    """The rows of `prompts`, as a file."""
     lines: list[str] = []
     for number, row in enumerate(_rows(prompts), start=1):
         try:
@@ -214,9 +235,7 @@ def _sources(prompts: Any, folder: Path, holdout: int) -> str:
             raise ConfigError(f"keel.train(prompts=…): row {number}: {error}") from error
     if not lines:
         raise ConfigError("keel.train(prompts=…): there is none")
-    path = _kept(folder / PASSED, "".join(lines), "prompts.jsonl")
-    source = {"name": "prompts", "source": "jsonl", "path": str(path), "holdout": holdout}
-    return f"data.sources={_value([source], 'holdout=…')}"
+    return _kept(folder / PASSED, "".join(lines), "prompts.jsonl")
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:

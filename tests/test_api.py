@@ -63,6 +63,46 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
     return seen
 
 
+@pytest.mark.parametrize(
+    ("rows", "knobs", "said"),
+    [
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], {}, "row 2: no `answer`"),
+        ([{"question": "a", "answer": "1"}], {}, " its first row has no `prompt`, it has quest"),
+        (
+            [{"question": "a", "answer": "1"}],
+            {"data.sources[prompts].columns": {"prompt": "asked"}},
+            "data.sources[prompts].columns.prompt = 'asked': keel.train(prompts=…) has no such col",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_of_the_row_that_was_passed(
+    rows: list[dict[str, str]],
+    knobs: dict[str, Any],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def train(recipe: str, overrides: list[str], **_: Any) -> None:
+        load_jsonl(load_config(recipe, overrides).data.sources[0])
+
+    monkeypatch.setattr(api.main, "train", train)
+    with pytest.raises(ConfigError) as refused:
+        keel.train("quickstart", prompts=rows, knobs={"run.dir": tmp_path / "run", **knobs})
+    assert said in str(refused.value) and "keel.train(prompts=…)" in str(refused.value)
+    assert "prompts.jsonl" not in str(refused.value)
+
+
+def test_columns_of_the_rows_that_are_passed_are_a_knob(
+    asked: list[Config], tmp_path: Path
+) -> None:
+    knobs = {"run.dir": tmp_path / "run", "data.sources[prompts].columns": {"prompt": "question"}}
+    rows = [{"question": "a", "answer": "1"}]
+    keel.train({"defaults": "quickstart"}, prompts=rows, knobs=knobs)
+    assert asked[0].data.sources[0].columns == {"prompt": "question"}
+    with pytest.raises(ConfigError, match=r"knobs=data\.sources\): keep one"):
+        keel.train("quickstart", prompts=rows, knobs=[f"run.dir={tmp_path}", "data.sources=[]"])
+
+
 class Table:
     """What is used of a pandas table: iterating over one gives its columns."""
 

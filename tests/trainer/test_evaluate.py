@@ -113,7 +113,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     system = Fake()
 
     @contextmanager
-    def running(*_: object, learner: bool) -> Iterator[Any]:
+    def running(task: object, say: object, log: Path, *, learner: bool) -> Iterator[Any]:
+        assert log.name == "rewards" and log.parent.is_dir(), "what functions print has a place"
         before = len(system.loaded)
         yield system
         # A checkpoint's weights are the ranks' to read; a model folder's the engines'.
