@@ -54,6 +54,11 @@ from keel.trainer.run.folder import check_exported
 from keel.trainer.run.manifest import MANIFEST
 
 EMBEDDED = "embedded"
+UNKNOWN_GIB = (
+    "run.gpu_gib is not given and no GPU is here, so nothing was chosen for them and nothing "
+    "compared with their memory: what the recipe leaves open is as for a CPU. Say what a GPU has, "
+    "for example run.gpu_gib=80"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,8 +310,10 @@ def warning_lines(config: Config, found: Found) -> list[str]:
     path, lacking = config.model.path, found.lacking
     where = f"model.path = {path!r}: {lacking}; `keel train` needs them where it runs"
     taken = found.hardware.taken_said
+    unknown = found.hardware.gpu and not found.hardware.gpu_gib
     return [
         *([taken] if taken else []),
+        *([UNKNOWN_GIB] if unknown else []),
         *([found.before.changed] if found.before.changed else []),
         *unusual(config, found.facts),
         *([where] if lacking else []),

@@ -35,6 +35,7 @@ def recipe(folder: Path) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(
         f"run: {{dir: {folder / 'run'}}}\n"
+        "model: {embedded: {cold_start: {steps: 0}}}\n"
         f"data: {{sources: [{{name: sums, source: jsonl, path: {folder / 'sums.jsonl'}}}]}}\n"
     )
     return path

@@ -155,6 +155,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
         num_experts_per_tok=4,
         moe_intermediate_size=32,
         max_position_embeddings=300,
+        head_dim=32,
     ).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
