@@ -13,7 +13,9 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str) -> None:
         # It quotes what a file holds, which may be orders to a terminal.
-        super().__init__("".join(c if c.isprintable() or c in "\n\t" else "�" for c in message))
+        if not message.isprintable():
+            message = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in message)
+        super().__init__(message)
 
 
 def require(ok: bool, knob: str, value: object, rule: str) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
-from keel.configs.schema import Config
+from keel.configs.schema import Config, RolloutConfig, TrainerConfig
 from keel.model.load import ModelFacts
 from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes
 from keel.trainer.planning.placement import Hardware
 
+Section = TypeVar("Section", RolloutConfig, TrainerConfig)
 Values = Mapping[str, Any]
 """Knob → value."""
 MOST_TOKENS, LEAST_TOKENS = 65_536, 4_096
@@ -33,14 +34,20 @@ STAYING_GIB = 2.0
 def with_values(config: Config, values: Values) -> Config:
     """Raises ConfigError where that breaks a rule."""
     rollout, trainer = (
-        {knob.partition(".")[2]: v for knob, v in values.items() if knob.startswith(section)}
+        tuple((knob.partition(".")[2], v) for knob, v in values.items() if knob.startswith(section))
         for section in ("rollout.", "trainer.")
     )
     return replace(
         config,
-        rollout=replace(config.rollout, **rollout),
-        trainer=replace(config.trainer, **trainer),
+        rollout=_changed(config.rollout, rollout),
+        trainer=_changed(config.trainer, trainer),
     )
+
+
+# A search tries tens of thousands of pairs of a few hundred sections.
+@lru_cache(maxsize=4096)
+def _changed(section: Section, values: tuple[tuple[str, Any], ...]) -> Section:
+    return replace(section, **dict(values)) if values else section
 
 
 @dataclass(frozen=True, kw_only=True)
