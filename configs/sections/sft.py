@@ -20,14 +20,24 @@ class ConversationsConfig:
 
     name: str
     """Name of the source; its held-out loss appears as `eval/<name>/loss`."""
-    source: Literal["jsonl", "trajectories", "solutions", "text", "retrieval"]
-    """jsonl: chats, a line each (docs/sft.md has the forms). trajectories: what a run of Keel has
-    sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the embedded
-    model's cold start teaches. text: documents, cut into windows (docs/pretrain.md). retrieval:
-    synthetic text in which digits have to be found again; those are learned."""
+    source: Literal["jsonl", "file", "hub", "trajectories", "solutions", "text", "retrieval"]
+    """jsonl: chats, a line each (docs/sft.md has the forms). file: a file of any kind, or a folder
+    of them; hub: a dataset of the Hugging Face hub (docs/data.md). trajectories: what a run of Keel
+    has sampled. solutions: worked answers to questions of reasoning_gym, of the tasks that the
+    embedded model's cold start teaches. text: documents, cut into windows (docs/pretrain.md).
+    retrieval: synthetic text in which digits have to be found again; those are learned."""
     path: str = ""
-    """jsonl: the file. trajectories: a run folder, the folder of a `keel eval`, or a file of
-    either. text: a `.txt` file, a file of JSON lines with `text`, or a folder of both."""
+    """jsonl: the file. file: a `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` or `.arrow` file, or a
+    folder as the hub has it or `save_to_disk` writes it. hub: owner/name. trajectories: a run
+    folder, the folder of a `keel eval`, or a file of either. text: a `.txt` file, a file of JSON
+    lines with `text`, or a folder of both."""
+    split: str = ""
+    """file, hub: the split of a folder or dataset; empty: train."""
+    subset: str = ""
+    """file, hub: the subset of a folder or dataset that has several."""
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    """jsonl, file, hub: key → column, such as `{prompt: instruction, completion: output}`; a dot
+    looks into an object. '': the key is not in the file, whatever a column is called."""
     task: str = ""
     """solutions: a task of reasoning_gym."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -67,6 +77,9 @@ class ConversationsConfig:
             ("task", ("solutions",)),
             ("params", ("solutions", "retrieval")),
             ("length", ("retrieval",)),
+            ("split", ("file", "hub")),
+            ("subset", ("file", "hub")),
+            ("columns", ("jsonl", "file", "hub")),
         ):
             require(
                 self.source in of or not getattr(self, name),

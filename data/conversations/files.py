@@ -1,11 +1,12 @@
-"""Conversations from files of JSON lines: chats, and what runs of Keel have sampled."""
+"""Conversations from files: chats, and what runs of Keel have sampled."""
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
@@ -17,7 +18,10 @@ from keel.data.conversations.forms import (
     unread_of,
 )
 from keel.data.conversations.types import Example, Read
+from keel.data.rows.columns import MISSING, looked_up, parsed_json, without_nulls
 from keel.data.rows.lines import BadLine, lines_of, object_of
+from keel.data.rows.places import files_of
+from keel.data.rows.read import Row, rows_of_files, rows_of_lines
 from keel.rl.supervised.records import segments_of
 
 WRITTEN = KNOWN | {
@@ -25,13 +29,55 @@ WRITTEN = KNOWN | {
     *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
 }
 """Keys of what runs and evaluations write."""
+PARSED = frozenset({"messages", "conversations", "tools"})
+"""Keys that a table may have as JSON."""
+NEEDED = frozenset({"messages", "conversations", "prompt", "completion"})
+R = TypeVar("R")
 Line = tuple[str, dict[str, Any]]
 """`file:line`, and the object that stands there."""
 
 
-def read_jsonl(source: ConversationsConfig) -> Read:
-    """Raises ConfigError naming file:line, unless `on_bad_line: skip`."""
-    return _read(source, [data_path(source.path)], lambda at, record: [(at, record)])
+def read_rows(source: ConversationsConfig, hub_answers: Callable[[], bool] = lambda: True) -> Read:
+    """The chats of a file of JSON lines, of files of other kinds, or of a dataset of the hub, which
+    is downloaded if it is not here yet. Raises ConfigError naming file:line, or row, unless
+    `on_bad_line: skip`."""
+    knob = f"sft.sources[{source.name}]"
+    for key in source.columns:
+        if key not in KNOWN:
+            near = difflib.get_close_matches(key, KNOWN, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(sorted(KNOWN))}"
+            raise ConfigError(f"{knob}.columns.{key}: there is no such key; {hint}")
+    if source.source == "jsonl":
+        rows = rows_of_lines(data_path(source.path), f"{knob}.path")
+    else:
+        rows = rows_of_files(files_of(source, hub_answers, "sft.sources"), f"{knob}.path")
+    return _read(
+        source, ((row.at, row) for row in rows), lambda at, row: [(at, _keyed(row, source))]
+    )
+
+
+def _keyed(row: Row, source: ConversationsConfig) -> dict[str, Any]:
+    """By the keys of conversations. Raises BadLine."""
+    if isinstance(row.record, BadLine):
+        raise row.record
+    record = dict(row.record)
+    if row.written is None:  # of a table
+        record = {
+            key: parsed_json(key, value) if key in PARSED and isinstance(value, str) else value
+            for key, value in without_nulls(record).items()
+            if value != ""
+        }
+    found = {key: looked_up(record, name) for key, name in source.columns.items() if name}
+    for key, name in found.items():
+        if name is MISSING and key in NEEDED:
+            has = ", ".join(record)
+            raise BadLine(
+                f"no `{key}` (sft.sources[{source.name}].columns: {source.columns[key]!r}); it has "
+                f"{has}"
+            )
+    taken = {*source.columns, *source.columns.values()}
+    kept = {key: value for key, value in record.items() if key not in taken}
+    return kept | {key: value for key, value in found.items() if value is not MISSING}
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
@@ -39,7 +85,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
     that the source asks for. tokenizer: digest of the one that learns: what was sampled with
     another is written again by its messages.
 
-    Raises ConfigError as `read_jsonl`, and where there is nothing to read.
+    Raises ConfigError as `read_rows`, and where there is nothing to read.
     """
     path = data_path(source.path)
     files = [path] if path.is_file() else _files(path)
@@ -51,7 +97,8 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
     left: Counter[str] = Counter()
     each: Counter[str] = Counter()
 
-    def selected(at: str, line: Mapping[str, Any]) -> Iterator[Line]:
+    def selected(at: str, text: bytes) -> Iterator[Line]:
+        line = object_of(text, halves=True)[0]
         for record in _of_evaluation(line) if "samples" in line else [dict(line)]:
             if why := _why_not(record, source, each):
                 left[why] += 1
@@ -60,39 +107,34 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
                 record.pop("segments", None)
             yield at, record
 
-    read = _read(source, files, selected, halves=True)
+    knob = f"sft.sources[{source.name}].path"
+    lines = ((f"{path}:{number}", line) for path in files for number, line in lines_of(path, knob))
+    read = _read(source, lines, selected)
     return Read(examples=read.examples, skipped=read.skipped, unselected=left)
 
 
 def _read(
     source: ConversationsConfig,
-    files: Sequence[Path],
-    records: Callable[[str, dict[str, Any]], Any],
-    *,
-    halves: bool = False,
+    rows: Iterable[tuple[str, R]],
+    records: Callable[[str, R], Iterable[Line]],
 ) -> Read:
-    knob = f"sft.sources[{source.name}]"
+    """rows: each with its place. records: what is to be learned of one; raises BadLine."""
     examples: list[Example] = []
     skipped: list[str] = []
-    for path in files:
-        for number, line in lines_of(path, f"{knob}.path"):
-            if source.size and len(examples) >= source.size:
-                break
-            at = f"{path}:{number}"
-            try:
-                found = [
-                    _example(place, record, source)
-                    for place, record in records(at, object_of(line, halves=halves)[0])
-                ]
-            except BadLine as error:
-                if source.on_bad_line == "error":
-                    raise ConfigError(
-                        f"{at}: {error} ({knob}; repair the line, or set on_bad_line: skip to "
-                        "leave such lines out)"
-                    ) from error
-                skipped.append(f"{at}: {error}")
-                continue
-            examples += found
+    for at, row in rows:
+        if source.size and len(examples) >= source.size:
+            break
+        try:
+            found = [_example(place, record, source) for place, record in records(at, row)]
+        except BadLine as error:
+            if source.on_bad_line == "error":
+                raise ConfigError(
+                    f"{at}: {error} (sft.sources[{source.name}]; repair the line, or set "
+                    "on_bad_line: skip to leave such lines out)"
+                ) from error
+            skipped.append(f"{at}: {error}")
+            continue
+        examples += found
     return Read(examples=tuple(examples[: source.size or None]), skipped=tuple(skipped))
 
 

@@ -4,11 +4,11 @@ and those that are held out."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
-from keel.data.conversations.files import read_jsonl, read_trajectories
+from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.conversations.solutions import Solve, worked_solutions
 from keel.data.conversations.text import Encoded, made_texts, read_text
 from keel.data.conversations.types import Example, Read, Render
@@ -54,6 +54,7 @@ def load_lessons(
     solve: Solve,
     tokenizer: str,
     encoded: Encoded | None = None,
+    hub_answers: Callable[[], bool] = lambda: True,
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
 ) -> Lessons:
@@ -64,15 +65,19 @@ def load_lessons(
     that are held out. reserved_ids: names of these prompts: an environment opens its conversations
     in its own words, and trajectories are known by the prompt that they answer. tokenizer: digest
     of the model's. solve: see `solutions`. encoded: how text becomes tokens, for sources of text.
+    hub_answers: whether a hub can be asked; else what was downloaded before is read.
 
     Raises ConfigError for sources that cannot be read, conversations that are too long (under
     `long_conversations: error`) or cannot be shown by the model's template, and sources of which
     nothing is left.
     """
-    parts = [
-        _part(source, config, _read(source, config, seed, solve, tokenizer, encoded), seed, render)
-        for source in config.sources
-    ]
+
+    def read(source: ConversationsConfig) -> Read:
+        if source.source in ("jsonl", "file", "hub"):
+            return read_rows(source, hub_answers)
+        return _read(source, config, seed, solve, tokenizer, encoded)
+
+    parts = [_part(source, config, read(source), seed, render) for source in config.sources]
     held = {question for part in parts for question in part.held}
     train: dict[str, list[Lesson]] = {}
     report: dict[str, Report] = {}
@@ -160,8 +165,6 @@ def _read(
     tokenizer: str,
     encoded: Encoded | None,
 ) -> Read:
-    if source.source == "jsonl":
-        return read_jsonl(source)
     if source.source == "trajectories":
         return read_trajectories(source, tokenizer=tokenizer)
     if source.source == "solutions":

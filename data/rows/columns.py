@@ -31,7 +31,8 @@ PARSED = frozenset(
 NEAR = 0.85
 """Likeness, of 1, from which on a column's name is taken for a key misspelt."""
 _PLACE = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
-_MISSING = object()
+MISSING: Any = object()
+"""What a row has where it has no such column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +162,12 @@ class Columns:
             if match[1]:
                 return f"{{{match[1]}}}"
             name = match[2]
-            value = _looked_up(given.record, name)
+            value = looked_up(given.record, name)
             if name == "prompt" and prompt is not None:
                 value = prompt
-            elif value is _MISSING:
-                value = given.as_text.get(name, _MISSING)
-            if value is _MISSING or value is None:
+            elif value is MISSING:
+                value = given.as_text.get(name, MISSING)
+            if value is MISSING or value is None:
                 has = ", ".join(given.record)
                 raise BadLine(
                     f"has no column {name!r}, which {self._knob}.template asks for; it has {has} "
@@ -178,8 +179,8 @@ class Columns:
 
     def _picked(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Without nulls, which programs write where a row lacks what others have."""
-        found = {key: _looked_up(record, name) for key, name in self._of.items() if name}
-        return {k: v for k, v in found.items() if v is not None and v is not _MISSING}
+        found = {key: looked_up(record, name) for key, name in self._of.items() if name}
+        return {k: v for k, v in found.items() if v is not None and v is not MISSING}
 
     def _near_key(self, name: str) -> str:
         if name not in self._near:
@@ -193,13 +194,14 @@ def _places(template: str) -> set[str]:
     return {match[2].partition(".")[0] for match in _PLACE.finditer(template) if match[2]}
 
 
-def _looked_up(record: Mapping[str, Any], name: str) -> Any:
+def looked_up(record: Mapping[str, Any], name: str) -> Any:
+    """A column, by its own name or into an object by dots; `MISSING` where there is none."""
     if name in record or "." not in name:
-        return record.get(name, _MISSING)
+        return record.get(name, MISSING)
     value: Any = record
     for step in name.split("."):
         if not isinstance(value, Mapping) or step not in value:
-            return _MISSING
+            return MISSING
         value = cast(Mapping[str, Any], value)[step]
     return value
 
@@ -209,7 +211,7 @@ def _parsed(key: str, value: Any) -> Any:
     objects up with. Raises BadLine."""
     if key in PARSED and isinstance(value, str):
         value = parsed_json(key, value.lower() if value in ("True", "False") else value)
-    return _without_nulls(value)
+    return without_nulls(value)
 
 
 def parsed_json(key: str, text: str) -> Any:
@@ -220,11 +222,12 @@ def parsed_json(key: str, text: str) -> Any:
         raise BadLine(f"`{key}` must be JSON, is {kind_of(text)}: {error}") from error
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """With which a table fills up what others of its rows have."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
-        return {key: _without_nulls(each) for key, each in pairs if each is not None}
-    return [_without_nulls(v) for v in cast(list[Any], value)] if isinstance(value, list) else value
+        return {key: without_nulls(each) for key, each in pairs if each is not None}
+    return [without_nulls(v) for v in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _written(value: Any) -> Any:

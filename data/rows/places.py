@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
@@ -28,7 +28,7 @@ from huggingface_hub.utils import (
 )
 
 from keel.configs.paths import data_path
-from keel.configs.schema import ConfigError, SourceConfig
+from keel.configs.schema import ConfigError
 from keel.data.rows.read import kind_of_file
 
 HUB_S = 30.0
@@ -51,9 +51,27 @@ class NotFound(ValueError):
     """No files of the split or subset, or of several subsets."""
 
 
-def files_of(source: SourceConfig, hub_answers: Callable[[], bool]) -> list[Path]:
-    """In their order. Raises ConfigError naming the knob, and what there is instead."""
-    knob = f"data.sources[{source.name}]"
+class Placed(Protocol):
+    """What a source's files are found by: of prompts, or of conversations."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def subset(self) -> str: ...
+
+
+def files_of(
+    source: Placed, hub_answers: Callable[[], bool], sources: str = "data.sources"
+) -> list[Path]:
+    """In their order. sources: the knob that has such as it. Raises ConfigError naming the knob,
+    and what there is instead."""
+    knob = f"{sources}[{source.name}]"
     try:
         if source.source == "hub":
             return _of_hub(source, hub_answers)
@@ -167,7 +185,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise NotFound(f"{path}: cannot be read: {error}") from error
 
 
-def _of_hub(source: SourceConfig, hub_answers: Callable[[], bool]) -> list[Path]:
+def _of_hub(source: Placed, hub_answers: Callable[[], bool]) -> list[Path]:
     """Downloaded if they are not here yet. Raises NotFound, ConfigError."""
     where: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
     try:
@@ -215,7 +233,7 @@ def _names(repo: str, revision: str | None) -> list[str]:
     return [each.rfilename for each in found]
 
 
-def _downloaded_before(source: SourceConfig, where: dict[str, Any]) -> list[Path]:
+def _downloaded_before(source: Placed, where: dict[str, Any]) -> list[Path]:
     """Of the newest state that any run has asked for."""
     said = "it was not downloaded before"
     cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"

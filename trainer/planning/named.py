@@ -6,7 +6,7 @@ from pathlib import Path
 
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError
-from keel.data.conversations.files import read_jsonl, read_trajectories
+from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.source import check_path, is_hub_name
 from keel.rewards.compose import check_weights
@@ -28,8 +28,8 @@ def check_named(config: Config, command: str) -> None:
         if source.source == "jsonl" and _soon_read(data_path(source.path)):
             load_jsonl(source)
     for source in learned:
-        if source.source == "jsonl" and not data_path(source.path).is_file():
-            read_jsonl(source)
+        if source.source == "jsonl" and _soon_read(data_path(source.path)):
+            read_rows(source)
         if source.source == "trajectories" and not data_path(source.path).exists():
             read_trajectories(source, tokenizer="")
     parts = {

@@ -25,6 +25,7 @@ from keel.data.items import Item
 from keel.model.embedded.cache import ensure_embedded
 from keel.model.embedded.solutions import TAUGHT
 from keel.model.load import ModelFacts, digest_of_tokenizer
+from keel.model.source import hub_answers
 from keel.model.trainable import check_ids
 from keel.rl.supervised.lessons import shown
 from keel.rl.turns import ToolSpec
@@ -168,6 +169,7 @@ def prepare_sft(
         solve=solved,
         tokenizer=digest,
         encoded=encoded,
+        hub_answers=hub_answers,
         reserved=reserved_questions(prompts),
         reserved_ids=reserved_ids(prompts),
     )

@@ -7,13 +7,17 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.types import Example
 from keel.rl.supervised.lessons import shown
 from keel.rl.types import Segment
+from tests.data.rows.hub import MAIN, NAME, serving
 
 
 def chat(asked: str, said: str, **more: Any) -> dict[str, Any]:
@@ -258,3 +262,67 @@ def test_worked_solutions_are_made_from_the_seed(tmp_path: Path) -> None:
     report = found.report["s"]
     assert 0 < report.learned < 20 and report.left_out["not taught"] + report.learned <= 20
     assert not any("a" in answer for answer in said(found.train.sources["s"]))
+
+
+COLUMNS = {"prompt": "instruction", "completion": "out.text"}
+
+
+def told(path: str, kind: Any = "file", **knobs: Any) -> Lessons:
+    return load(ConversationsConfig(name="told", source=kind, path=path, **knobs))
+
+
+def texts(lessons: Lessons) -> list[str]:
+    streamed = lessons.train.sources["told"]
+    return sorted("".join(map(chr, one.segments[0].token_ids_T)) for one in streamed)
+
+
+def test_tables_and_other_columns_are_conversations_too(tmp_path: Path) -> None:
+    """Parquet fills rows up with nulls, and may have messages as objects or as JSON."""
+    rows = [chat("1+1?", "2"), chat("2+2?", "4")]
+    rows[0]["messages"][0]["name"] = None
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "objects.parquet")
+    as_json = [{"messages": json.dumps(row["messages"]), "id": None} for row in rows]
+    pq.write_table(pa.Table.from_pylist(as_json), tmp_path / "json.parquet")
+    (tmp_path / "pairs.csv").write_text("prompt,completion\n1+1?,2\n2+2?,4\n")
+    named = [
+        {"instruction": "1+1?", "out": {"text": "2"}},
+        {"instruction": "2+2?", "out": {"text": "4"}},
+    ]
+    write(tmp_path / "named.jsonl", *named)
+    for name in ("objects.parquet", "json.parquet", "pairs.csv"):
+        assert texts(told(str(tmp_path / name))) == ["1+1?2", "2+2?4"], name
+    for kind in ("file", "jsonl"):
+        found = told(str(tmp_path / "named.jsonl"), kind, columns=COLUMNS)
+        assert texts(found) == ["1+1?2", "2+2?4"]
+        assert found.report["told"].unread == {"out"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"promt": "instruction"}, r"sft.sources\[told\].columns.promt: .*did you mean prompt\?"),
+        (
+            {"prompt": "instruction", "completion": "output"},
+            r"named.jsonl:1: no `completion` \(sft.sources\[told\].columns: 'output'\); it has",
+        ),
+    ],
+)
+def test_a_column_that_is_not_there_is_named(
+    columns: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "named.jsonl", {"instruction": "1+1?", "out": "2"})
+    with pytest.raises(ConfigError, match=said):
+        told(path, columns=columns)
+    with pytest.raises(ConfigError, match=r"sft.sources\[told\].path = .*no such file"):
+        told(str(tmp_path / "names.jsonl"))
+
+
+def test_a_dataset_of_the_hub_is_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b'{"prompt": "1+1?", "completion": "2"}\n'
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with serving(monkeypatch, {MAIN: {"train.jsonl": content}}):
+        assert texts(told(NAME, "hub")) == ["1+1?2"]
+        with pytest.raises(ConfigError, match=r"sft.sources\[told\].path = .*owner/sums"):
+            told(NAME, "hub", split="test")

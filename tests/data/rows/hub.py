@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
+import pytest
+from huggingface_hub import constants
+
 NAME = "owner/sums"
 MAIN, CONVERTED = "main", "refs/convert/parquet"
 
@@ -76,3 +79,18 @@ def hub(revisions: Mapping[str, Mapping[str, bytes]]) -> Iterator[tuple[str, lis
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serving(
+    monkeypatch: pytest.MonkeyPatch, revisions: Mapping[str, Mapping[str, bytes]]
+) -> Iterator[list[str]]:
+    """It is the one that is asked; and what it was asked for."""
+    with hub(revisions) as (address, asked):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        yield asked

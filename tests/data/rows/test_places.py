@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.data.rows import places
 from keel.data.rows.places import NotFound, cached_places, chosen, files_of
-from tests.data.rows.hub import CONVERTED, MAIN, NAME, hub
+from tests.data.rows.hub import CONVERTED, MAIN, NAME, serving
 
 LINES = b'{"question": "1+1?", "answer": "so #### 2"}\n{"question": "1+2?", "answer": "#### 3"}\n'
 GSM8K: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
@@ -126,20 +124,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     return tmp_path / "cache"
-
-
-@contextmanager
-def serving(
-    monkeypatch: pytest.MonkeyPatch, revisions: Mapping[str, Mapping[str, bytes]]
-) -> Iterator[list[str]]:
-    with hub(revisions) as (address, asked):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            address + "/{repo_id}/resolve/{revision}/{filename}",
-        )
-        yield asked
 
 
 def of_hub(**knobs: Any) -> SourceConfig:

@@ -17,7 +17,7 @@ from keel.agents.host.client import Hosted, Program
 from keel.agents.types import Transcript
 from keel.configs.load import load_config
 from keel.configs.schema import ConversationsConfig
-from keel.data.conversations.files import read_jsonl
+from keel.data.conversations.files import read_rows
 from keel.model.embedded.conversations import conversation_ids
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.rl.turns import ToolCall
@@ -140,7 +140,7 @@ def test_lessons_are_worked_or_hasty_as_is_thought_first(tmp_path: Path) -> None
     for name in files:
         path = tmp_path / "lessons" / f"{name}.jsonl"
         source = ConversationsConfig(name=name, source="jsonl", path=str(path))
-        read = read_jsonl(source).examples
+        read = read_rows(source).examples
         assert len(read) == 40 and all(one.thinking == ("direct" not in name) for one in read)
         thoughts = [one.messages[one.trained[0]].get("reasoning_content") for one in read]
         if "direct" in name:
