@@ -35,6 +35,7 @@ RESUMABLE_KNOBS = frozenset(
         "model.embedded.cache_dir",
         "rewards.workers",
         "rewards.deadline_s",
+        "rewards.max_failure_fraction",
         # … the judge is who its model is, wherever it runs …
         "rewards.judge.base_url",
         "rewards.judge.serve",
@@ -56,6 +57,7 @@ RESUMABLE_KNOBS = frozenset(
         "rollout.sleep",
         "rollout.recorder",
         "rollout.weight_transfer",
+        "rollout.copy_weights",
         "rollout.max_num_seqs",
         "rollout.max_num_batched_tokens",
         "rollout.enable_prefix_caching",
@@ -78,7 +80,10 @@ RESUMABLE_KNOBS = frozenset(
         "trainer.publish_bucket_mib",
         "trainer.deadline_s",
         # measured, never trained on
+        "eval.prompts",
+        "eval.size",
         "eval.samples",
+        "eval.submissions",
         "eval.temperature",
         "eval.top_p",
         "eval.top_k",

@@ -197,6 +197,8 @@ def heavy(arguments: argparse.Namespace) -> int:
     """Commands that load torch and Ray."""
     # Before torch is loaded: threads that spin while they wait starve whatever shares the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not os.environ.get("XDG_CACHE_HOME", "x"):  # empty, which vLLM takes for the working folder
+        del os.environ["XDG_CACHE_HOME"]
     # What is judged another machine may serve, and what is only learned nobody samples.
     needed = LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
     absent = [name for name in needed if find_spec(name) is None]
