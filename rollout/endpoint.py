@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
-import openai
-from openai import AsyncOpenAI, Timeout
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
@@ -43,6 +41,8 @@ class EndpointCompletions:
         self._config, self._key = config, key
 
     def __enter__(self) -> Self:
+        from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  half a second, for few commands
+
         config = self._config
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(config.max_concurrent)
@@ -113,6 +113,8 @@ class EndpointCompletions:
         thinking: bool,
     ) -> Mapping[str, Any] | str:
         """What the endpoint says, or why it says nothing. Raises as `submit`'s future fails."""
+        import openai  # noqa: PLC0415  as above
+
         config = self._config
         extra = dict(config.extra)
         if sampling.top_k:

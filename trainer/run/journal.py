@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from keel.rl.metrics import Metric, values
 from keel.rl.supervised.records import records_of
 from keel.rl.types import ScoredGroup, Trajectory
@@ -68,6 +66,9 @@ class Journal:
         drop_after(folder, resumed_at)
         if resumed_at:
             self.note("resume", f"resumed after step {resumed_at}")
+        # A third of a second, which a check need not wait for.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
 
     def begin(self, activity: str) -> None:
