@@ -51,6 +51,7 @@ RESUMABLE_KNOBS = frozenset(
         "rewards.judge.max_calls",
         "rewards.judge.max_failure_fraction",
         "rewards.judge.cache_dir",
+        "rewards.judge.chats",
         "rollout.engines",
         "rollout.tensor_parallel",
         "rollout.colocated",

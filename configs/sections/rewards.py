@@ -119,6 +119,9 @@ class JudgeConfig:
     (at the start: of 20). 0: stop at the first; 1: never."""
     cache_dir: str = ""
     """Folder of the cache of replies, on a local disk; empty: they are kept in memory."""
+    chats: str = ""
+    """JSONL file to which each valid reply is added with its request, as a chat that `keel sft`
+    learns from: how a judge of one's own gets its first skill. Empty: they are not kept."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sent along with each request, for example `chat_template_kwargs`."""
 

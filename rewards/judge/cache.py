@@ -1,9 +1,12 @@
-"""Replies of the judge by what was asked, so that nothing is asked twice."""
+"""Replies of the judge by what was asked, so that nothing is asked twice; and as chats to learn
+from."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FILE = "judge.sqlite"
@@ -70,3 +73,41 @@ class Cache:
         if not self._warned:
             log.warning("the judge's cache does not work, and is done without: %s", error)
         self._warned = True
+
+
+class Chats:
+    """A file of JSON lines to which each reply is added with what was asked, as a chat that `keel
+    sft` learns from (docs/sft.md). Lines are written whole, so several runs may share it; one that
+    cannot be written is no reason to stop: it warns once."""
+
+    def __init__(self, path: str) -> None:
+        """path: "": no file. Raises ValueError if it cannot be written."""
+        self._file = None
+        self._warned = False
+        try:
+            if path:
+                place = Path(path).expanduser()
+                place.parent.mkdir(parents=True, exist_ok=True)
+                self._file = place.open("ab", buffering=0)
+        except OSError as error:
+            raise ValueError(
+                f"rewards.judge.chats = {path!r}: cannot be written ({error}); name another file"
+            ) from error
+
+    def add(self, asked: Sequence[Mapping[str, str]], reply: str) -> None:
+        """asked: the messages of the request."""
+        if self._file is None:
+            return
+        messages = [*asked, {"role": "assistant", "content": reply}]
+        line = json.dumps({"messages": messages}, ensure_ascii=False)
+        try:
+            self._file.write(f"{line}\n".encode())
+        except OSError as error:
+            if not self._warned:
+                log.warning("replies of the judge are not kept as chats: %s", error)
+            self._warned = True
+
+    def close(self) -> None:
+        """Nothing may be added afterwards."""
+        if self._file is not None:
+            self._file.close()

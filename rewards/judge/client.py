@@ -14,7 +14,7 @@ import openai
 from openai import AsyncOpenAI, Timeout
 
 from keel.rewards.judge.bounded import TooLarge, bounded_http
-from keel.rewards.judge.cache import Cache
+from keel.rewards.judge.cache import Cache, Chats
 from keel.rewards.judge.prompts import Question
 from keel.rewards.judge.replies import BadReply
 from keel.rewards.judge.results import Counts, JudgeSettings, JudgeStopped, Server, Unjudged
@@ -47,7 +47,7 @@ class Endpoint:
         first call and whenever it does not answer; backoff_s: the first pause before another
         attempt, which doubles each time.
 
-        Raises ValueError without an endpoint, without its key, or for an unusable cache.
+        Raises ValueError without an endpoint, without its key, or for an unusable cache or file.
         """
         if not (settings.base_url or server) or not settings.model:
             raise ValueError(
@@ -62,6 +62,7 @@ class Endpoint:
         self._client = None if server else self._connected(settings.base_url)
         self._finding = asyncio.Lock()
         self._cache = Cache(settings.cache_dir)
+        self._chats = Chats(settings.chats)
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._under_way: dict[str, asyncio.Task[str]] = {}
         self._stopped = ""
@@ -117,6 +118,7 @@ class Endpoint:
         if self._client:
             await self._client.close()
         self._cache.close()
+        self._chats.close()
 
     def _connected(self, url: str) -> AsyncOpenAI:
         deadline_s = self._settings.deadline_s
@@ -152,8 +154,10 @@ class Endpoint:
         async with self._slots:
             while True:
                 try:
-                    content = await self._once(question)
+                    asked = question.messages(new_fence())
+                    content = await self._once(question, asked)
                     self._cache.put(key, content)
+                    self._chats.add(asked, content)
                     return content
                 except Unjudged as error:
                     attempt += 1
@@ -163,7 +167,7 @@ class Endpoint:
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), LONGEST_PAUSE_S))
 
-    async def _once(self, question: Question[Any]) -> str:
+    async def _once(self, question: Question[Any], asked: list[dict[str, str]]) -> str:
         settings = self._settings
         if self._stopped:
             raise JudgeStopped(self._stopped)
@@ -181,7 +185,7 @@ class Endpoint:
             async with asyncio.timeout(settings.deadline_s):
                 response = await client.chat.completions.with_raw_response.create(
                     model=settings.model,
-                    messages=cast(Any, question.messages(new_fence())),
+                    messages=cast(Any, asked),
                     temperature=settings.temperature,
                     max_tokens=settings.max_reply_tokens,
                     response_format={

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from keel.configs.schema import JudgeConfig
+from keel.configs.schema import ConversationsConfig, JudgeConfig
+from keel.data.conversations.files import read_rows
 from keel.rewards.judge.judge import Judge
 from keel.rewards.judge.results import Failed, Judged
 from keel.rewards.judge.service import JudgeService
@@ -143,6 +144,23 @@ def test_equal_questions_are_asked_once(server: Server, tmp_path: Path) -> None:
     judge(chosen, ["blue"], replace(PROMPT, messages=({"role": "user", "content": "?"},)))
     judge(chosen, ["blue"], replace(PROMPT, reward={**PROMPT.reward, "reference": "x"}))
     assert len(server.requests) == 5
+
+
+def test_replies_become_chats_that_can_be_learned(server: Server, tmp_path: Path) -> None:
+    """Each sample of them once, the failed ones and those from the cache not at all."""
+    path = tmp_path / "new" / "chats.jsonl"
+    chosen = settings(server.url, samples=2, chats=str(path))
+    server.behave = scripted(says("no"))
+    judge(chosen, ["blue", "blue", "red"])
+    source = ConversationsConfig(name="judge", source="jsonl", path=str(path))
+    chats = [example.messages for example in read_rows(source).examples]
+    assert len(chats) == 4 and len(server.requests) == 5
+    answered = [request["messages"] for request in server.requests]
+    for asked, (said,) in ((chat[:2], chat[2:]) for chat in chats):
+        assert [dict(message) for message in asked] in answered
+        assert said["role"] == "assistant" and "verdict" in str(said["content"])
+    with pytest.raises(ValueError, match=r"rewards.judge.chats = .*cannot be written"):
+        judge(settings(server.url, chats=str(tmp_path)), [])
 
 
 def test_failures_are_not_cached(server: Server, tmp_path: Path) -> None:
