@@ -105,8 +105,8 @@ class _Builder:
     def problem(self, at: _At, message: str) -> Any:
         """Note what is wrong with the knob at `at`, and where it was written."""
         key = at.key
-        inside = (origin for known, origin in self.where.items() if known.startswith(f"{key}."))
-        found = self.where.get(key) or next(inside, "")  # an override of a knob in the section
+        below = (origin for known, origin in self.where.items() if known.startswith(f"{key}."))
+        found = self.where.get(key) or next(below, "")  # an override of a knob in the section
         while key and not found:
             key = key.rpartition(".")[0]
             found = self.where.get(key, "")

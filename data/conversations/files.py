@@ -60,24 +60,24 @@ def _keyed(row: Row, source: ConversationsConfig) -> dict[str, Any]:
     """By the keys of conversations. Raises BadLine."""
     if isinstance(row.record, BadLine):
         raise row.record
-    record = dict(row.record)
-    if row.written is None:  # of a table
-        record = {
-            key: parsed_json(key, value) if key in PARSED and isinstance(value, str) else value
-            for key, value in without_nulls(record).items()
-            if value != ""
-        }
+    record = row.record
     found = {key: looked_up(record, name) for key, name in source.columns.items() if name}
-    for key, name in found.items():
-        if name is MISSING and key in NEEDED:
-            has = ", ".join(record)
+    for key, value in found.items():
+        if value is MISSING and key in NEEDED:
             raise BadLine(
                 f"no `{key}` (sft.sources[{source.name}].columns: {source.columns[key]!r}); it has "
-                f"{has}"
+                f"{', '.join(record)}"
             )
     taken = {*source.columns, *source.columns.values()}
-    kept = {key: value for key, value in record.items() if key not in taken}
-    return kept | {key: value for key, value in found.items() if value is not MISSING}
+    keyed = {key: value for key, value in record.items() if key not in taken}
+    keyed |= {key: value for key, value in found.items() if value is not MISSING}
+    if row.written is not None:
+        return keyed
+    return {  # of a table
+        key: parsed_json(key, value) if key in PARSED and isinstance(value, str) else value
+        for key, value in without_nulls(keyed).items()
+        if value != ""
+    }
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:

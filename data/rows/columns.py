@@ -123,8 +123,9 @@ class Columns:
             )
 
     def missing(self, key: str) -> BadLine:
-        """Why a key is missing from the last row. Raises ConfigError where the recipe is to blame,
-        and no row so far: `columns` names a column that is not there, or does not name the one."""
+        """Why a key is missing from the last row. Raises ConfigError where the recipe is to blame:
+        `columns` names a column that no row so far has, or nothing says which of the first row's
+        it is."""
         name, has = self._of[key], ", ".join(self._names)
         if name in self._names:
             return BadLine(f"no {self.called(key)}: it is null, or empty")

@@ -291,6 +291,10 @@ def test_tables_and_other_columns_are_conversations_too(tmp_path: Path) -> None:
     write(tmp_path / "named.jsonl", *named)
     for name in ("objects.parquet", "json.parquet", "pairs.csv"):
         assert texts(told(str(tmp_path / name))) == ["1+1?2", "2+2?4"], name
+    dialogues = [{"dialogue": row["messages"]} for row in as_json]
+    pq.write_table(pa.Table.from_pylist(dialogues), tmp_path / "other.parquet")
+    other = told(str(tmp_path / "other.parquet"), columns={"messages": "dialogue"})
+    assert texts(other) == ["1+1?2", "2+2?4"]
     for kind in ("file", "jsonl"):
         found = told(str(tmp_path / "named.jsonl"), kind, columns=COLUMNS)
         assert texts(found) == ["1+1?2", "2+2?4"]
