@@ -11,7 +11,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Set
+from collections.abc import Iterable, Set
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import ray
@@ -54,6 +56,11 @@ END_S = 20.0
 """Longest wait for Ray to end, which takes a second."""
 
 
+MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where a container's control group, of version 2 or 1, says what memory it may have."""
 SMI_S = 10.0
 """Longest wait for the driver's own program."""
 NOTICED_GIB = 1.0
@@ -195,7 +202,24 @@ def this_machine() -> list[Node]:
     """The node that Ray would start here; none without GPUs."""
     gpus, cores = visible_gpus(), os.cpu_count() or 1
     name = socket.gethostname()
-    return [Node(name=name, gpus=gpus, cpus=cores, free_gpus=gpus, free_cpus=cores)] if gpus else []
+    node = Node(
+        name=name,
+        gpus=gpus,
+        cpus=cores,
+        free_gpus=gpus,
+        free_cpus=cores,
+        memory_gib=memory_gib(),
+    )
+    return [node] if gpus else []
+
+
+def memory_gib(limits: Iterable[Path] = MEMORY_LIMITS) -> float:
+    """Of this machine, or as much of it as its control group may have, in GiB."""
+    sizes = [psutil.virtual_memory().total]
+    for path in limits:
+        with suppress(OSError, ValueError):  # there is none, or it says "max"
+            sizes.append(int(path.read_text()))
+    return min(sizes) / GIB
 
 
 def gpu_gib() -> float:

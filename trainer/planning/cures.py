@@ -79,7 +79,7 @@ def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[C
     yield [] if trainer.activation_checkpointing else [{"trainer.activation_checkpointing": True}]
     tokens = [trainer.micro_batch_tokens >> halved for halved in range(1, 8)]
     yield [{"trainer.micro_batch_tokens": n} for n in tokens if n >= longest]
-    yield [] if trainer.offload_while_sampling else [{"trainer.offload_while_sampling": True}]
+    yield [{"trainer.offload_while_sampling": not trainer.offload_while_sampling}]
     yield [] if rollout.sleep else [{"rollout.sleep": True}]
     yield [{"trainer.expert_parallel": n} for n in (2, 4, 8) if n > trainer.expert_parallel]
     yield [{"rollout.engines": n} for n in range(rollout.engines - 1, 0, -1)]
@@ -91,9 +91,14 @@ def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[C
         for n in (2, 4, 8)
         if n > rollout.tensor_parallel and heads % n == 0
     ]
-    # What leaves the GPU costs time, and memory of the host that nobody has counted.
+    # What leaves the GPU costs time, and memory of its machine.
     stage = {"trainer.zero_stage": 1} if trainer.zero_stage == 0 else {}
-    yield [] if trainer.offload_optimizer else [{**stage, "trainer.offload_optimizer": True}]
+    away = trainer.offload_optimizer
+    yield [
+        {"trainer.offload_optimizer": False}
+        if away
+        else {**stage, "trainer.offload_optimizer": True}
+    ]
     yield [{"model.dtype": "bfloat16"}] if config.model.dtype == "float32" else []
     shorter = [rollout.sampling.max_tokens >> halved for halved in range(1, 6)]
     yield [{"rollout.sampling.max_tokens": n} for n in shorter if n >= 64]

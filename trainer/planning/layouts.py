@@ -26,7 +26,7 @@ from keel.trainer.planning.memory import (
 )
 from keel.trainer.planning.options import Options, Values, with_values
 from keel.trainer.planning.placement import Hardware, place
-from keel.trainer.planning.plan import Plan, make_plan, plan_on
+from keel.trainer.planning.plan import Plan, check_machines, make_plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
 
 TIE = 1.02
@@ -158,9 +158,11 @@ class Search:
         fit."""
         try:
             config = with_values(self.config, values)
-            shared = place(config, self.hardware.idle).shared
+            placement = place(config, self.hardware.idle)
+            shared = placement.shared
+            rank = trainer_memory(config, self.facts, gpu=True)
+            check_machines(config, self.facts, rank, placement)
             if self.config.data.sources:
-                rank = trainer_memory(config, self.facts, gpu=True)
                 share = self.share(config, rank, shared=shared)
                 if share is None:
                     return None

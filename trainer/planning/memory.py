@@ -41,7 +41,7 @@ HEAD_CHUNK_BYTES = 2048 * 4 * 1.2
 
 
 class DoesNotFit(ConfigError):
-    """A GPU is too small for what the recipe puts on it. What would help:
+    """A GPU, or its machine's memory, is too small for what the recipe puts there. What would help:
     `keel.trainer.planning.cures`."""
 
 
@@ -259,6 +259,15 @@ def held_bytes(config: Config, memory: Memory) -> float:
     if not summed_apart(config.model.dtype, config.trainer):
         names.append("gradients")
     return sum(memory.parts[name] for name in names)
+
+
+def host_bytes(config: Config, facts: ModelFacts, memory: Memory, *, turns: bool) -> float:
+    """What a rank keeps in its machine's memory, at least: master weights and moments of an
+    offloaded optimizer, and what waits there while an engine has its turn (`turns`)."""
+    trainer = config.trainer
+    optimizer = 12 * facts.parameters / trainer.ranks if trainer.offload_optimizer else 0.0
+    waits = turns and trainer.offload_while_sampling
+    return optimizer + (held_bytes(config, memory) if waits else 0.0)
 
 
 def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:

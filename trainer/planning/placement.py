@@ -8,6 +8,7 @@ to find a node; among equals the trainer's ranks do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -81,6 +82,8 @@ class Node:
     free_cpus: int
     in_use: bool = False
     """Others have some of its GPUs, and Ray alone knows which."""
+    memory_gib: float = 0.0
+    """Of the machine, beside its GPUs; 0: nobody knows."""
 
     def room(self, kind: Kind) -> int:
         """Actors of this kind that find a place here now."""
@@ -184,6 +187,13 @@ class Placement:
     def shared(self) -> bool:
         """Whether engines and ranks have the same GPUs."""
         return any(seat.shared for seat in self.seats)
+
+    @property
+    def ranks_by_node(self) -> list[tuple[Node, int]]:
+        """Nodes, and how many trainer ranks each has."""
+        nodes = {id(seat.node): seat.node for seat in self.seats if seat.kind == RANK}
+        count = Counter(id(seat.node) for seat in self.seats if seat.kind == RANK)
+        return [(node, count[key]) for key, node in nodes.items()]
 
     def owner(self, kind: str, index: int) -> Seat:
         """Who a seat's GPUs were reserved for: itself, or the rank whose guest it is."""

@@ -25,11 +25,12 @@ from keel.trainer.planning.memory import (
     engine_sequences,
     gib,
     held_bytes,
+    host_bytes,
     stage_in_use,
     trainer_memory,
     within,
 )
-from keel.trainer.planning.placement import Hardware, place
+from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.step_time import Machine, StepTime, step_time
 
 
@@ -63,22 +64,38 @@ def plan_on(
     """
 
     def planned(config: Config) -> Plan:
-        shared = hardware.gpu and place(config, hardware.idle).shared
-        size = hardware.gpu_gib if hardware.gpu else 0.0
-        return make_plan(
+        if not hardware.gpu:
+            return make_plan(config, facts, gpu=False)
+        placement = place(config, hardware.idle)
+        plan = make_plan(
             config,
             facts,
-            gpu=hardware.gpu,
-            gpu_gib=size,
-            shared=shared,
+            gpu=True,
+            gpu_gib=hardware.gpu_gib,
+            shared=placement.shared,
             taken_gib=hardware.taken_gib,
         )
+        check_machines(config, facts, plan.trainer, placement)
+        return plan
 
     try:
         return planned(config)
     except DoesNotFit as error:
         found = (cured or cures)(config, facts, planned)
         raise ConfigError(f"{error}. {found}. ({hardware})") from error
+
+
+def check_machines(config: Config, facts: ModelFacts, rank: Memory, placement: Placement) -> None:
+    """Raises DoesNotFit where a machine's memory is too small for what its ranks keep there."""
+    turns = placement.shared and config.rollout.sleep
+    each = host_bytes(config, facts, rank, turns=turns)
+    for node, ranks in placement.ranks_by_node:
+        if 0 < node.memory_gib * GIB < ranks * each:
+            raise DoesNotFit(
+                f"{ranks} trainer rank(s) keep at least {gib(ranks * each)} in the memory of "
+                f"{node.name} (trainer.offload_optimizer, trainer.offload_while_sampling), which "
+                f"has {gib(node.memory_gib * GIB)}"
+            )
 
 
 def make_plan(

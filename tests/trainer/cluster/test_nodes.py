@@ -9,9 +9,11 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import AuthenticationError
@@ -25,9 +27,10 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.model import ray_calls
-from keel.trainer.cluster import reservation
+from keel.trainer.cluster import nodes, reservation
 from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
 from keel.trainer.cluster.ray_internals import NODE, UNUSED, without_unused_processes
+from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware
 from tests.waiting import PATIENCE_S
 
@@ -237,3 +240,12 @@ def test_a_ray_that_starts_its_processes_elsewhere_starts_them(
     monkeypatch.setattr(importlib.import_module(NODE), "Node", None)
     with without_unused_processes():
         pass
+
+
+def test_memory_is_what_the_machine_has_or_a_container_may_have(tmp_path: Path) -> None:
+    most, none, limit = tmp_path / "max", tmp_path / "absent", tmp_path / "memory.max"
+    most.write_text("max\n")
+    limit.write_text(f"{GIB // 2}\n")
+    whole = nodes.memory_gib((most, none))
+    assert whole == psutil.virtual_memory().total / GIB
+    assert nodes.memory_gib((most, none, limit)) == 0.5

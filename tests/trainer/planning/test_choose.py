@@ -253,3 +253,30 @@ def test_a_supervised_run_chooses_how_it_trains_and_nothing_else(
         machine(4, 79.0),
     )
     assert lone.config.trainer.ranks == 2
+
+
+def test_what_waits_in_a_machines_memory_has_to_fit_there(shapes: dict[str, ModelFacts]) -> None:
+    """98 GB of an 8B model's optimizer on one GPU of 79 GiB."""
+
+    def on(memory_gib: float, gpus: int = 1) -> Hardware:
+        (node,) = idle_nodes(1, gpus)
+        nodes = (replace(node, memory_gib=memory_gib),)
+        return Hardware(gpu=True, nodes=nodes, gpu_gib=79.0, note="x")
+
+    for roomy in (0.0, 256.0):  # nobody knows; enough
+        chosen = choose(recipe(), KNOBS, shapes["8b"], on(roomy)).values
+        assert chosen["trainer.offload_optimizer"]
+    with pytest.raises(ConfigError, match=r"keep at least \d+\.\d GiB in the memory of node 0"):
+        choose(recipe(), KNOBS, shapes["8b"], on(64.0))
+    said = with_values(
+        recipe(),
+        {
+            "trainer.offload_optimizer": True,
+            "trainer.zero_stage": 1,
+            "trainer.activation_checkpointing": True,
+            "trainer.micro_batch_tokens": 4096,
+        },
+    )
+    wanted = r"1 trainer rank\(s\) keep at least 91\.\d GiB in .* \(trainer.off.* has 64\.0 GiB"
+    with pytest.raises(ConfigError, match=wanted):
+        choose(said, frozenset(), shapes["8b"], on(64.0, gpus=2))
