@@ -46,7 +46,7 @@ from benchmarks.chaos import disk, preload, second_node
 from benchmarks.chaos.faults import Fault, Kind, Means, chosen, suffer
 from benchmarks.chaos.memory import keep, memory, plot
 from benchmarks.chaos.outcome import compared, summary
-from benchmarks.chaos.run import OURS, Run, until, words_of
+from benchmarks.chaos.run import Run, marked, until, words_of
 
 FROZEN_S = 10
 """`run.frozen_after_s`"""
@@ -81,7 +81,6 @@ def chaos(
     nodes: int = 1,
     only: Sequence[str] = (),
 ) -> dict[str, Any]:
-    before = {process.pid for process in psutil.process_iter()}
     with ExitStack() as stack:
         means = prepared(stack, out)
         kinds = chosen(only, means.kinds(nodes)) if every else []
@@ -93,9 +92,8 @@ def chaos(
         stack.callback(killed, run)
         faults, sizes, late = suffered(run, means, kinds, random.Random(seed), every, out)
         found = summary(run, faults, sizes)
-    time.sleep(5)  # for what ends by itself
-    new = [words_of(one) for one in psutil.process_iter() if one.pid not in before]
-    left = [words for words in new if any(part in words for part in OURS)]
+        time.sleep(5)  # for what ends by itself
+        left = [words_of(process) for process in [*marked(folder), *run.own_on_second()]]
     keep(sizes, out / "memory.jsonl")
     plot(sizes, [fault.step for fault in faults], out / "memory.png")
     return found | {"ended late": late, "left at the end": left}

@@ -61,6 +61,8 @@ class Fault:
     """Until the run's next line that is no step's; None: it said nothing until it trained."""
     again_s: float | None = None
     """Until a step was trained again."""
+    away_s: float | None = None
+    """Until nothing of the run was left on a node that was cut off."""
     status: int | None = None
     """Exit status where the run ended of it; negative: a signal."""
     left: int = 0
@@ -189,6 +191,7 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
     if (struck := strike(run, fault, draw, means)) is None:
         return False
     undo = struck.undo
+    there = run.own_on_second() if fault.kind == "node" else []
     trained: list[float] = []
     """When new steps were seen since the run was last struck or started."""
 
@@ -205,6 +208,8 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
         if fault.said_s is None and run.said(since):
             fault.said_s = now - began
         own = run.own() or own
+        if there and fault.away_s is None and all(map(gone, there)):
+            fault.away_s = now - began
         ended = run.ended()
         if undo and (ended or now - began > struck.lasts_s):
             with suppress(psutil.NoSuchProcess):

@@ -25,7 +25,8 @@ ROLES = {
     "gcs": "gcs_server",
 }
 """Role of a process → what stands in its command line."""
-OURS = ("keel", "ray::", *ROLES.values())
+MARK = "KEEL_CHAOS_RUN"
+"""Environment variable of all that belongs to a run, with its folder."""
 DEADLINE_S = 600.0
 
 
@@ -47,6 +48,7 @@ class Run:
         self._command = [sys.executable, "-m", "keel.trainer.cli", "train", *knobs]
         self._command += [f"run.dir={folder}", f"run.steps={steps}"]
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+        self._environment[MARK] = str(folder)
         if cluster:
             self._environment |= cluster.environment
         self._log, self.starts = log, 0
@@ -104,6 +106,9 @@ class Run:
         cluster = self.cluster
         return [one for one in self.all() if not cluster or one == self.process or actor(one)]
 
+    def own_on_second(self) -> list[psutil.Process]:
+        return [one for one in self.cluster.on_second() if actor(one)] if self.cluster else []
+
     def of(self, role: str) -> list[psutil.Process]:
         if role == "driver":
             return [self.process]
@@ -122,6 +127,16 @@ def actor(process: psutil.Process) -> bool:
     with suppress(psutil.Error, OSError):
         return NAME in process.environ()
     return False
+
+
+def marked(folder: Path) -> list[psutil.Process]:
+    """What belongs to the run in `folder`, or has."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == str(folder):
+                found.append(process)
+    return found
 
 
 def words_of(process: psutil.Process) -> str:
