@@ -8,6 +8,7 @@ not come back.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -41,6 +42,11 @@ LOOK_S = 0.2
 TURN_S = 1.0
 """Longest single call of a wait that is made in turns."""
 
+_NODE_GONE = re.compile(
+    r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
+    re.DOTALL,
+)
+
 T = TypeVar("T")
 
 
@@ -67,6 +73,14 @@ def of_a_loss(error: BaseException) -> bool:
 def cause(error: BaseException) -> BaseException:
     """What was raised where a call was carried out; any other error itself."""
     return error.cause if isinstance(error, RayTaskError) else error
+
+
+def of_death(error: RayError) -> str:
+    """Why an actor died, as far as Ray knows; "" where all it says is guesses."""
+    text = str(error)
+    if node := _NODE_GONE.search(text):
+        return f"its node ({node['address']}) is gone: {node['why'].strip()}"
+    return "" if "worker process has died" in text else text
 
 
 class _State:

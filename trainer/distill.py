@@ -118,7 +118,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
             if link.name in known:
                 continue
             print(f"{number} of {len(links)}, {link.name}: {link}", flush=True)
-            began = time.time()
+            began = time.monotonic()
             if not link.command:
                 sampled = {each.name: _sampled(root, each.name) for each in config.specialists}
                 print("\n".join(select(sampled, config.select, link.result)), flush=True)
@@ -127,7 +127,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
                 if status or not link.result.exists():
                     print(f"{link.name} is not done; the same command resumes it")
                     return status or commands.status or INTERRUPTED
-            took = round(time.time() - began, 3)
+            took = round(time.monotonic() - began, 3)
             done.add({"name": link.name, "command": str(link), "seconds": took})
             if commands.status:
                 return commands.status

@@ -359,8 +359,8 @@ class Learner:
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._whereabouts):
             place = self._whereabouts[rank]
-            if "worker process has died" in text:  # all the rest is Ray's guesses
-                text = f"trainer rank {rank} died during {what}"
+            why = ray_calls.of_death(error)
+            text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
         short = what == STEP and type(cause).__name__ == "OutOfMemoryError"  # torch's
         failure = OutOfMemory(text) if short else Lost(text) if lost else RuntimeError(text)

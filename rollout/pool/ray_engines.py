@@ -178,6 +178,6 @@ def _as_engine_error(error: BaseException) -> BaseException:
 
 def _reason(error: RayError) -> str:
     """Why an actor died, without the traceback of its constructor."""
-    text = str(error)
+    text = (isinstance(error, RayActorError) and ray_calls.of_death(error)) or str(error)
     raised = [found.start() for found in _RAISED.finditer(text)]
     return " ".join(text[raised[-1] :].split()) if raised else " ".join(text.split())

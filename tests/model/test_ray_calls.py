@@ -26,6 +26,7 @@ from keel.model.ray_calls import (
     lost,
     name_of,
     of_a_loss,
+    of_death,
     start,
     wait,
 )
@@ -173,3 +174,27 @@ def test_what_says_that_a_process_is_gone() -> None:
     for there in (*away, RuntimeError("it is well")):
         raised = RayTaskError("step", "traceback", there).as_instanceof_cause()
         assert of_a_loss(raised) == (there in away), there
+
+
+class Died(ActorDiedError):
+    """As Ray words it."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __str__(self) -> str:
+        return self._words
+
+
+def test_of_a_node_that_is_gone_its_address_is_said_and_not_all_of_rays_ids() -> None:
+    said = of_death(
+        Died(
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainerWorker\n"
+            "\tactor_id: 19fb148bbfe210f178e5d07601000000\n\tpid: 4382\n\tip: 10.77.0.2\nThe actor "
+            "died because its node has died. Node Id: 5ee846073a025916c1abeacdf7c3fc\n\tthe "
+            "actor's node was terminated unexpectedly: health check failed due to no heartbeats"
+        )
+    )
+    assert said == "its node (10.77.0.2) is gone: health check failed due to no heartbeats"
+    assert of_death(Died("its worker process has died. Perhaps of: …")) == "", "guesses"
+    assert of_death(Died("no memory")) == "no memory"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,25 +16,68 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.model import ray_calls
 from keel.trainer.cluster.looks import RAYLET, Looker, Sight
+from keel.trainer.cluster.ray_internals import leave
 
 NAME = "lookout"
 ANSWER_S = 5.0
 """Longest wait for the nodes of a cluster to say what they see."""
-SILENT_S = 20.0
-"""A node that has not answered for so long is spoken of."""
+SILENT_S = 15.0
+"""A node that has not answered for so long is spoken of: up to two looks later, when the silent one
+has kept others waiting."""
+CUT_OFF_S = 90.0
+"""A node that has not reached Ray's control service (GCS) for so long ends what the run has there:
+Ray has given it up after 65 s, and what ran there is running elsewhere, or is to."""
+TRY_S = 5.0
+"""Between two tries to reach it, and for one."""
 NODES_EVERY = 10
 """Looks between two questions to Ray which nodes it takes for dead."""
 
 
 class Lookout:
-    """A node's own `Looker`: a Ray actor."""
+    """A node's own `Looker`: a Ray actor. It ends with all of the run there once the node is cut
+    off: Ray leaves alone what runs on a node whose network is gone, with all its memory."""
 
     def __init__(self, start: str, frozen_after_s: float) -> None:
         raylet = os.getppid()
         self._looker = Looker(raylet, {RAYLET: raylet}, start=start, frozen_after_s=frozen_after_s)
+        if frozen_after_s:
+            address: str = ray.get_runtime_context().gcs_address
+            away = Away(lambda: reached(address))
+            threading.Thread(target=self._leave, args=(away,), daemon=True).start()
 
     def look(self) -> Sight:
         return self._looker.look()
+
+    def _leave(self, away: Away) -> None:
+        while not away.cut_off():
+            time.sleep(TRY_S)
+        self._looker.end_all()
+        leave(1)
+
+
+class Away:
+    """For how long a node has not reached Ray's control service."""
+
+    def __init__(
+        self, reaches: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._reaches, self._turns, self._lost_s = reaches, ray_calls.Turns(2 * TRY_S, clock), 0.0
+
+    def cut_off(self) -> bool:
+        """To be called every few seconds."""
+        reached, passed = self._reaches(), self._turns.passed()
+        self._lost_s = 0.0 if reached else self._lost_s + passed
+        return self._lost_s >= CUT_OFF_S
+
+
+def reached(address: str) -> bool:
+    """Whether somebody listens at `host:port`, `[host]:port` included."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=TRY_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -68,9 +113,8 @@ class Lookouts:
         """frozen_after_s: the knob of `run`."""
         self._nodes: dict[str, _Node] = {}
         self._looks, self._turns = 0, ray_calls.Turns(ANSWER_S, clock)
-        for node, host in self._hosts().items():
-            actor = _lookout(node, frozen_after_s)
-            self._nodes[node] = _Node(host, actor, Sight(here={}, host=host))
+        self._frozen_after_s = frozen_after_s
+        self._place(self._hosts())
 
     def look(self) -> Sight:
         passed, end = self._turns.passed(), time.monotonic() + ANSWER_S
@@ -86,7 +130,8 @@ class Lookouts:
         return Sight(here=here, said=tuple(said), lost=lost)
 
     def _ask_ray(self, here: dict[str, int]) -> str:
-        """Forget what was on nodes that Ray takes for dead; why Ray is lost, if it does not say."""
+        """Forget what was on nodes that Ray takes for dead, and look at new ones, too; why Ray is
+        lost, if it does not say."""
         try:
             alive = self._hosts()
         except TimeoutError as error:
@@ -94,7 +139,15 @@ class Lookouts:
         for node in self._nodes.keys() - alive.keys():
             for name in self._nodes.pop(node).last.here:
                 here.pop(name, None)
+        self._place(alive)
         return ""
+
+    def _place(self, nodes: Mapping[str, str]) -> None:
+        """Have somebody look at each of them."""
+        for node, host in nodes.items():
+            if node not in self._nodes:
+                actor = _lookout(node, self._frozen_after_s)
+                self._nodes[node] = _Node(host, actor, Sight(here={}, host=host))
 
     def _hosts(self) -> Mapping[str, str]:
         """Nodes that are alive, by id, with their hosts."""
@@ -109,7 +162,10 @@ def _heard(there: _Node, silence: str, passed: float) -> list[str]:
         if not before < SILENT_S <= there.silent_s:
             return []
         names = ", ".join(sorted(there.last.here.keys() - {NAME})) or "nothing of this run"
-        return [f"node {there.host} does not answer ({silence}); on it: {names}"]
+        return [
+            f"node {there.host} does not answer ({silence}); on it: {names}. Ray gives a node up "
+            "after about 65 s; what was on it starts again elsewhere then"
+        ]
     there.silent_s = 0.0
     said = list(there.last.said)
     if there.last.lost and not there.lost:  # Ray gives the node up, in time

@@ -10,6 +10,7 @@ too, together with all the rest, and have gone on with it.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -129,6 +130,14 @@ class Looker:
                 self._look_at(seen, passed, said)
         why = next(filter(None, lost), "")
         return Sight(host=self._host, here=here, said=tuple(said), lost=why)
+
+    def end_all(self) -> None:
+        """Every actor of the run here, with all below them, but for this process."""
+        for pid in children(self._raylet):
+            with suppress(*GONE):
+                root = psutil.Process(pid)
+                if pid != os.getpid() and name_of(_mark(root), self._start):
+                    end([root, *map(psutil.Process, below(pid))])
 
     def _look_at_ray(self, name: str, seen: Seen, passed: float, said: list[str]) -> str:
         """Why nothing goes on without it; "" while it does."""

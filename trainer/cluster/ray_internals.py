@@ -21,6 +21,8 @@ CONSTANTS = "ray._private.ray_constants"
 NETWORK, NETWORK_VARIABLE = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Whether Ray's processes may talk to other machines: a constant, and what it is read from."""
 NODE = "ray._private.node"
+DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
+"""How what Ray prints of a process or a node that has died begins."""
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Of Ray's class of a node: what starts its autoscaler's process, which has nothing to scale; the
 one that sends lines of logs to the driver, which asks for none (`log_to_driver`); and the head of
@@ -44,7 +46,7 @@ def quieten_deaths() -> None:
 
     def brief(data: Mapping[str, Any], *rest: Any, **named: Any) -> None:
         said = "".join(map(str, data.get("lines", ())))
-        if not said.startswith(("Raylet is terminated", "A worker died or was killed")):
+        if not said.startswith(DEATHS):
             printed(data, *rest, **named)
 
     brief.of_keel = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from keel.model import ray_calls
 from keel.trainer.cluster import lookouts
-from keel.trainer.cluster.lookouts import ANSWER_S, NODES_EVERY, SILENT_S, Lookouts
-from keel.trainer.cluster.looks import Sight
+from keel.trainer.cluster.lookouts import (
+    ANSWER_S,
+    CUT_OFF_S,
+    NODES_EVERY,
+    SILENT_S,
+    TRY_S,
+    Away,
+    Lookouts,
+    reached,
+)
+from keel.trainer.cluster.looks import LOOK_S, Sight
 
 
 class Node:
@@ -72,10 +83,13 @@ def test_a_node_that_is_silent_is_said_and_one_that_is_dead_takes_its_ranks_with
     assert ranks(cluster.look()) == ["trainer rank 0", "trainer rank 1"]
     cluster.nodes["b"].error = error
     assert cluster.look(3600.0).said == (), "while nobody asked, nobody was silent"
-    said = [line for _ in range(NODES_EVERY) for line in cluster.look().said]
-    assert len(said) == 1 and NODES_EVERY * ANSWER_S > 2 * SILENT_S
-    assert said[0].startswith("node host-b does not answer (")
-    assert said[0].endswith("; on it: trainer rank 1")
+    looks = [cluster.look(ANSWER_S + LOOK_S).said for _ in range(NODES_EVERY)]
+    (said,) = [line for look in looks for line in look]
+    assert NODES_EVERY * ANSWER_S > 2 * SILENT_S
+    first = next(number for number, look in enumerate(looks) if look)
+    assert (first + 1) * (ANSWER_S + LOOK_S) < 30 - ANSWER_S, "and a look was under way"
+    assert said.startswith("node host-b does not answer (")
+    assert "; on it: trainer rank 1. Ray gives a node up after" in said
     assert "trainer rank 1" in cluster.look().here, "Ray has the last word on who is dead"
     del cluster.alive["b"]
     sights = [cluster.look() for _ in range(NODES_EVERY)]
@@ -93,3 +107,38 @@ def test_a_raylet_that_stands_still_is_said_once_and_not_the_end_of_all(cluster:
         assert not any(sight.lost for sight in sights), "it is another node's, and Ray's business"
         there.sight = well
         assert cluster.look().said == ()
+
+
+def test_a_node_that_joins_later_is_looked_at_too(cluster: Cluster) -> None:
+    cluster.nodes["c"], cluster.alive["c"] = Node("host-c", 2), "host-c"
+    sights = [cluster.look() for _ in range(NODES_EVERY + 1)]
+    assert "trainer rank 2" not in ranks(sights[0]) and "trainer rank 2" in ranks(sights[-1])
+
+
+def test_a_node_is_cut_off_when_no_try_in_a_row_has_come_through() -> None:
+    now, reaches = 0.0, False
+    away = Away(lambda: reaches, lambda: now)
+
+    def tries(seconds: float) -> bool:
+        nonlocal now
+        cut_off = False
+        for _ in range(int(seconds / TRY_S)):
+            now += TRY_S
+            cut_off = away.cut_off()
+        return cut_off
+
+    assert not tries(CUT_OFF_S - TRY_S), "Ray may have it yet"
+    reaches = True
+    assert not tries(TRY_S)
+    reaches = False
+    assert not tries(CUT_OFF_S - TRY_S), "counted anew"
+    now += 3600.0  # its machine slept: one try has failed, and no hour of them
+    assert not Away(lambda: False, lambda: now).cut_off()
+    assert tries(TRY_S)
+
+
+def test_whether_rays_control_service_can_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert reached(f"127.0.0.1:{port}")
+    assert not reached(f"127.0.0.1:{port}")

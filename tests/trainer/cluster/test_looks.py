@@ -249,3 +249,22 @@ def test_real_processes_stopped_still_and_at_work(begin: Begin) -> None:
     if more:
         assert f"still (process {still.pid}" in more[1] and more[1].endswith("60 s, and was ended")
         assert still.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_a_node_that_is_cut_off_ends_all_of_the_run_and_nothing_else() -> None:
+    sleeps = ["sh", "-c", "sleep 1000 & wait"]
+    ours = subprocess.Popen(sleeps, env={**os.environ, NAME: f"{START}/engine 0"})
+    others = subprocess.Popen(sleeps, env={**os.environ, NAME: "other/engine 0"})
+    try:
+        below = wait_for(psutil.Process(ours.pid).children)
+        wait_for(psutil.Process(others.pid).children)
+        Looker(os.getpid(), {}, start=START, frozen_after_s=LONG_S).end_all()
+        assert ours.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+        psutil.wait_procs(below, timeout=PATIENCE_S)
+        assert not any(process.is_running() for process in below) and others.poll() is None
+    finally:
+        for process in (ours, others):
+            if process.poll() is None:
+                for each in (*psutil.Process(process.pid).children(), process):
+                    each.kill()
+            process.wait()

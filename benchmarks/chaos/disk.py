@@ -1,0 +1,68 @@
+"""A disk of its own for a run folder, which can be full: a file system in memory. Needs root."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MIB = 512
+"""Many times what the run writes."""
+MOUNT_S = 20.0
+BALLAST = "ballast"
+
+
+def lacking() -> str:
+    """Why there can be none here; "" if there can."""
+    if os.geteuid() or not shutil.which("mount"):
+        return "a full disk needs root, to mount a small one"
+    return ""
+
+
+class Disk:
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def fill(self) -> None:
+        """To the last byte; again, if something has been deleted since."""
+        with (self.place / BALLAST).open("ab", buffering=0) as file:
+            block = bytes(2**20)
+            while block:
+                try:
+                    file.write(block)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    block = block[: len(block) // 2]
+
+    def free(self) -> None:
+        (self.place / BALLAST).unlink(missing_ok=True)
+
+    @property
+    def full(self) -> bool:
+        return (self.place / BALLAST).exists()
+
+
+@contextmanager
+def small_disk(place: Path) -> Iterator[Disk]:
+    """What is on it is copied below `place` when it goes."""
+    place.mkdir(parents=True)
+    _call("mount", "-t", "tmpfs", "-o", f"size={MIB}m", "keel-chaos", str(place))
+    disk = Disk(place)
+    try:
+        yield disk
+    finally:
+        disk.free()
+        kept = place.with_name(f"{place.name}.kept")
+        shutil.copytree(place, kept, symlinks=True)
+        _call("umount", "--lazy", str(place))
+        place.rmdir()
+        kept.rename(place)
+
+
+def _call(*words: str) -> None:
+    subprocess.run(words, check=True, timeout=MOUNT_S)

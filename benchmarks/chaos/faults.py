@@ -1,0 +1,246 @@
+"""The faults: what each does to a run, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from benchmarks.chaos.disk import Disk
+from benchmarks.chaos.preload import Preload
+from benchmarks.chaos.run import DEADLINE_S, ROLES, Run, words_of
+from keel.trainer.cluster.processes import gone
+
+# fmt: off
+Action = Literal[
+    "kill", "freeze", "moment", "end", "flip", "unwritable",
+    "slow", "full", "jump ahead", "jump back", "cut", "cut for long",
+]
+# fmt: on
+Kind = tuple[Action, str]
+PROCESSES: tuple[Kind, ...] = (
+    *(("kill", role) for role in (*ROLES, "driver")),
+    *(("freeze", role) for role in ROLES),
+    *(("moment", role) for role in (*ROLES, "driver")),
+    ("end", "driver"),
+    ("flip", "driver"),
+    ("unwritable", "rank"),
+)
+PRELOADED: tuple[Kind, ...] = (("slow", "disk"), ("jump ahead", "clock"), ("jump back", "clock"))
+ON_DISK: tuple[Kind, ...] = (("full", "disk"),)
+OF_NODES: tuple[Kind, ...] = (("cut", "node"), ("cut for long", "node"))
+EVERY: tuple[Kind, ...] = (*PROCESSES, *PRELOADED, *ON_DISK, *OF_NODES)
+
+GONE_S, MOMENT_S, SETTLED_S = 90.0, 8.0, 4.0
+"""Longest wait for a run to be gone; longest moment; until all is well."""
+DISK_S, CUT_S, LONG_S = 20.0, 40.0, 200.0
+"""How long a disk is full or slow; how long a network is cut, at most so that Ray does not give up
+the node, and so that it has."""
+SLOW_WRITE_S, SLOW_SYNC_S = 0.02, 2.0
+JUMP_S = 3600.0
+
+
+@dataclass(slots=True)
+class Fault:
+    action: Action
+    kind: str
+    step: int
+    """The last one that was trained before it."""
+    lasted_s: float = 0.0
+    """Until it was taken back, if it was."""
+    said_s: float | None = None
+    """Until the run's next line that is no step's; None: it said nothing until it trained."""
+    again_s: float | None = None
+    """Until a step was trained again."""
+    away_s: float | None = None
+    """Until nothing of the run was left on a node that was cut off."""
+    status: int | None = None
+    """Exit status where the run ended of it; negative: a signal."""
+    left: int = 0
+    """Processes that were still there `GONE_S` after the run had ended."""
+    words: list[str] = field(default_factory=list[str])
+
+    @property
+    def name(self) -> str:
+        return f"{self.action} {self.kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a run has been given so that faults can be done to it."""
+
+    preload: Preload | None = None
+    disk: Disk | None = None
+
+    def kinds(self, nodes: int) -> tuple[Kind, ...]:
+        """Those that are possible with it, on so many nodes."""
+        more = PRELOADED if self.preload else ()
+        more += ON_DISK if self.disk else ()
+        # A first node that stands still or is gone is the end of all, and no start brings it back.
+        without = {("freeze", "gcs"), ("kill", "gcs"), ("moment", "gcs")} if nodes > 1 else set()
+        more += OF_NODES if nodes > 1 else ()
+        return tuple(kind for kind in (*PROCESSES, *more) if kind not in without)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Struck:
+    victim: psutil.Process | None = None
+    lasts_s: float = 0.0
+    undo: Callable[[], None] | None = None
+    """What takes it back after `lasts_s`, or when the run has ended of it."""
+
+
+def chosen(words: Sequence[str], there: Sequence[Kind]) -> list[Kind]:
+    """Kinds that an action, what it is done to, or both together name. Raises ValueError for a word
+    that names none."""
+    if not words:
+        return list(there)
+    names: dict[Kind, set[str]] = {kind: {kind[0], kind[1], " ".join(kind)} for kind in EVERY}
+    for word in words:
+        if not any(word in some for some in names.values()):
+            known = ", ".join(" ".join(kind) for kind in EVERY)
+            raise ValueError(f"--only {word!r}: there are {known}")
+    found = [kind for kind in there if names[kind] & set(words)]
+    if not found:
+        raise ValueError(f"--only {' '.join(words)}: none of them is possible here")
+    return found
+
+
+def strike(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck | None:
+    """None: there is no process of the kind."""
+    if fault.kind in ("disk", "clock", "node"):
+        return _around(run, fault, draw, means)
+    found = run.of(fault.kind)
+    if not found:
+        return None
+    victim = draw.choice(found)
+    try:
+        if fault.action in ("kill", "flip"):
+            victim.kill()
+        elif fault.action == "freeze":
+            victim.suspend()
+        elif fault.action == "moment":
+            victim.suspend()
+            lasts = draw.uniform(0.5, MOMENT_S)
+            return Struck(victim=victim, lasts_s=lasts, undo=victim.resume)
+        elif fault.action == "end":
+            victim.send_signal(draw.choice([signal.SIGTERM, signal.SIGUSR1]))
+        else:  # what it writes past this many bytes fails
+            before = victim.rlimit(resource.RLIMIT_FSIZE)
+            victim.rlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+
+            def back() -> None:
+                victim.rlimit(resource.RLIMIT_FSIZE, before)
+
+            return Struck(victim=victim, lasts_s=2 * MOMENT_S, undo=back)
+    except psutil.NoSuchProcess:
+        return None
+    return Struck(victim=victim)
+
+
+def _around(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck:
+    """What is done to what a run stands on."""
+    preload, disk, cluster = means.preload, means.disk, run.cluster
+    if fault.action == "slow":
+        assert preload
+        preload.slow(write_s=SLOW_WRITE_S, sync_s=SLOW_SYNC_S)
+        return Struck(lasts_s=DISK_S, undo=lambda: preload.slow(write_s=0, sync_s=0))
+    if fault.kind == "clock":
+        assert preload
+        preload.jump(JUMP_S if fault.action == "jump ahead" else -JUMP_S)
+        return Struck()
+    if fault.action == "full":
+        assert disk
+        disk.fill()
+        return Struck(lasts_s=DISK_S, undo=disk.free)
+    assert cluster
+    cluster.cut()
+    lasts = draw.uniform(1, CUT_S) if fault.action == "cut" else LONG_S
+    return Struck(lasts_s=lasts, undo=cluster.mend)
+
+
+def flip(folder: Path, draw: random.Random) -> str:
+    """A bit of the newest checkpoint; the file's name."""
+    steps = sorted((folder / "checkpoints").glob("step_*"))
+    files = [path for path in steps[-1].rglob("*") if path.is_file()] if steps else []
+    if not files:
+        return ""
+    path = draw.choice(files)
+    data = bytearray(path.read_bytes())
+    if data:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+    return str(path.relative_to(folder))
+
+
+def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
+    """One fault, until it is over and a step is trained after it, or the run is done. False: there
+    is nothing here to do it to."""
+    since, own = run.position(), run.own()
+    run.fresh()
+    began = time.monotonic()
+    if (struck := strike(run, fault, draw, means)) is None:
+        return False
+    undo = struck.undo
+    there = run.own_on_second() if fault.kind == "node" else []
+    trained: list[float] = []
+    """When new steps were seen since the run was last struck or started."""
+
+    def over() -> bool:
+        return undo is None and not (
+            fault.action == "freeze" and struck.victim and not gone(struck.victim)
+        )
+
+    while True:
+        now = time.monotonic()
+        trained += [now] * bool(run.fresh())
+        if over() and trained and trained[-1] >= trained[0] + SETTLED_S:
+            break
+        if fault.said_s is None and run.said(since):
+            fault.said_s = now - began
+        own = run.own() or own
+        if there and fault.away_s is None and all(map(gone, there)):
+            fault.away_s = now - began
+        ended = run.ended()
+        if undo and (ended or now - began > struck.lasts_s):
+            with suppress(psutil.NoSuchProcess):
+                undo()
+            fault.lasted_s, undo = time.monotonic() - began, None
+            if fault.kind == "node":
+                trained.clear()
+        if ended:
+            fault.status = run.process.returncode
+            if fault.status == 0:
+                break
+            if fault.action == "flip":
+                fault.words.append(f"flipped: {flip(run.folder, draw)}")
+            again(run, fault, own)
+            trained.clear()
+        if now - began > DEADLINE_S:
+            raise TimeoutError(f"no step in {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}")
+        if run.cluster and over() and not run.of("raylet"):
+            run.cluster.start_second()  # as whoever looks after its machine does
+        time.sleep(0.05)
+    fault.again_s = trained[0] - began if trained else None
+    fault.words += run.said(since)[:8]
+    return True
+
+
+def again(run: Run, fault: Fault, own: Sequence[psutil.Process]) -> None:
+    """Start a run that has ended, once nothing of it is there. own: what it had."""
+    _, alive = psutil.wait_procs([one for one in own if one.pid != os.getpid()], timeout=GONE_S)
+    fault.left += len(alive)
+    for process in alive:  # or the next start would have less of the machine
+        print(f"left: {words_of(process)}", flush=True)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.start()
