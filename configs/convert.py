@@ -115,7 +115,8 @@ class _Builder:
 
     def section(self, cls: type, tree: Any, at: _At) -> Any:
         if not isinstance(tree, Mapping):
-            return self.problem(at, f" = {tree!r}: must be a section (`key: value` lines)")
+            hint = f"; did you mean {at.knob}.path?" if "path" in knob_types(cls) else ""
+            return self.problem(at, f" = {tree!r}: must be a section (`key: value` lines){hint}")
         tree = cast(Mapping[Any, Any], tree)
         before = len(self.problems)
         hints = knob_types(cls)
@@ -176,7 +177,9 @@ class _Builder:
             return self.problem(at, f" = {value!r}: must be one of {', '.join(choices)}")
         if origin is tuple:
             if not isinstance(value, list):
-                return self.problem(at, f" = {value!r}: must be a list")
+                plain = isinstance(value, str | int | float) and section_type(hint) is None
+                cure = f"; write [{value}]" if plain else ""
+                return self.problem(at, f" = {value!r}: must be a list{cure}")
             items = cast(list[Any], value)
             return tuple(self.value(args[0], v, at.item(i, v)) for i, v in enumerate(items))
         if origin is not None and issubclass(origin, Mapping):

@@ -46,9 +46,11 @@ def hint_of(path: Path, folder: str) -> str:
         return ""
     names = sorted(shipped(folder))
     name = path.name.removesuffix(path.suffix if path.suffix in (".yaml", ".yml") else "")
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    near = near or [each for each in names if len(name) > 2 and name in each][:4]
     if near:
-        return f"; did you mean {near[0]}, which comes with Keel?"
+        come = "which comes" if len(near) == 1 else "which come"
+        return f"; did you mean {' or '.join(near)}, {come} with Keel?"
     top = sorted(file.stem for file in HERE.glob(f"{folder}*.yaml"))
     return "" if path.suffix or not top else f"; Keel comes with {', '.join(top)} (keel recipes)"
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from huggingface_hub import try_to_load_from_cache
 from keel.configs.load import load_config
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError
+from keel.configs.sections.model import EmbeddedConfig
 from keel.model.source import check_path, hub_answers, is_hub_name
 from keel.trainer.recipes.draft import EMBEDDED, Draft, Source, text_of
 
@@ -100,10 +102,14 @@ def _drafted(given: argparse.Namespace, ask: Ask | None) -> Draft:
     if model != EMBEDDED and not is_hub_name(model):
         check_path(model)
     source, think = _source(given, ask, embedded=model == EMBEDDED)
-    room = context - source.max_prompt_tokens if (context := context_of(model)) else TOKENS[True]
-    tokens = given.max_tokens
+    context, tokens = context_of(model), given.max_tokens
+    if model == EMBEDDED:  # its completions are short, and so is its context
+        tokens = tokens or 48
+        asked = max(1, min(source.max_prompt_tokens, context - tokens))
+        source = replace(source, max_prompt_tokens=asked)
+    room = context - source.max_prompt_tokens if context else TOKENS[True]
     if tokens is None:
-        tokens = 48 if model == EMBEDDED else min(TOKENS[think], max(1, room))
+        tokens = min(TOKENS[think], max(1, room))
     if context and tokens > room:
         raise ConfigError(
             f"--max-tokens {tokens}: {model} has a context of {context:,} tokens, and prompts take "
@@ -224,6 +230,8 @@ def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
 
 def context_of(model: str) -> int:
     """Tokens, by the config.json of a folder or of what was downloaded; 0 where nobody knows."""
+    if model == EMBEDDED:
+        return EmbeddedConfig().max_context
     path: object = Path(model, "config.json")
     if not Path(model).is_dir():
         path = try_to_load_from_cache(model, "config.json") if is_hub_name(model) else None

@@ -90,7 +90,13 @@ def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -
     for text in ("{}", "[]", "x", '{"max_position_embeddings": "much"}'):
         Path("small", "config.json").write_text(text)
         assert context_of("./small") == 0
-    assert context_of("nobody/nothing") == context_of("embedded") == 0
+    assert context_of("nobody/nothing") == 0
+
+
+def test_the_embedded_model_may_have_any_task() -> None:
+    config = written("--task", "chain_sum", "--yes", "--gpus", "0")
+    assert config.max_context == config.model.embedded.max_context == 512
+    assert config.rollout.sampling.max_tokens == 48
 
 
 def test_names_may_have_anything_in_them(here: Path) -> None:
