@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -155,10 +156,19 @@ def check_resumable(
     differing = diff_configs(saved, wanted)
     changed = [knob for knob in differing if not resumable(knob) and knob.startswith(of)]
     if changed:
-        listed = "\n".join(
-            f"  {k}: {old.get(k, ABSENT)!r} → {new.get(k, ABSENT)!r}" for k in changed
-        )
+        # `sources` itself, where there were none, says no more than the new ones do.
+        said = [_change(knob, old, new) for knob in changed if not knob.endswith(".sources")]
+        listed = "\n".join(dict.fromkeys(said))
         raise ConfigError(
             f"{folder} holds a run with another config:\n{listed}\n"
             "Choose another run.dir, or set these knobs back to continue it"
         )
+
+
+def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """A line for it; of a source that only one of the two has, the same for all its knobs."""
+    if source := re.match(r".*?\[[^]]+\](?=\.)", knob):
+        for has, lacks, words in ((new, old, "is new"), (old, new, "is gone")):
+            if knob in has and not any(other.startswith(f"{source[0]}.") for other in lacks):
+                return f"  {source[0]} {words}"
+    return f"  {knob}: {old.get(knob, ABSENT)!r} → {new.get(knob, ABSENT)!r}"

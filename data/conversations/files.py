@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.forms import (
+    FORMS,
     KNOWN,
     conversation_of,
     thinking_of,
@@ -21,6 +22,7 @@ from keel.data.conversations.types import Example, Read
 from keel.data.rows.columns import MISSING, looked_up, parsed_json, without_nulls
 from keel.data.rows.lines import BadLine, lines_of, object_of
 from keel.data.rows.places import files_of
+from keel.data.rows.proposal import ANSWERS, PROMPTS
 from keel.data.rows.read import Row, rows_of_files, rows_of_lines
 from keel.rl.supervised.records import segments_of
 
@@ -51,23 +53,36 @@ def read_rows(source: ConversationsConfig, hub_answers: Callable[[], bool] = lam
         rows = rows_of_lines(data_path(source.path), f"{knob}.path")
     else:
         rows = rows_of_files(files_of(source, hub_answers, "sft.sources"), f"{knob}.path")
-    return _read(
-        source, ((row.at, row) for row in rows), lambda at, row: [(at, _keyed(row, source))]
-    )
+    placed = ((row.at, (row, not index)) for index, row in enumerate(rows))
+    return _read(source, placed, lambda at, one: [(at, _keyed(*one, source))])
 
 
-def _keyed(row: Row, source: ConversationsConfig) -> dict[str, Any]:
-    """By the keys of conversations. Raises BadLine."""
+def _keyed(row: Row, first: bool, source: ConversationsConfig) -> dict[str, Any]:
+    """By the keys of conversations. Raises BadLine, or of the first row ConfigError, where what is
+    wrong is `columns`."""
     if isinstance(row.record, BadLine):
         raise row.record
-    record = row.record
+    record, knob = row.record, f"sft.sources[{source.name}].columns"
+    has, names = ", ".join(record), list(record)
+    blamed = first and source.on_bad_line == "error"
     found = {key: looked_up(record, name) for key, name in source.columns.items() if name}
     for key, value in found.items():
+        name = source.columns[key]
         if value is MISSING and key in NEEDED:
-            raise BadLine(
-                f"no `{key}` (sft.sources[{source.name}].columns: {source.columns[key]!r}); it has "
-                f"{', '.join(record)}"
-            )
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            if blamed:
+                raise ConfigError(
+                    f"{knob}.{key} = {name!r}: {source.path} has no such column, it has {has}{hint}"
+                )
+            raise BadLine(f"no `{key}` ({knob}: {name!r}); it has {has}{hint}")
+    if blamed and not {*FORMS} & {*names, *found}:
+        asked = next((name for name in PROMPTS if name in names), "COLUMN")
+        said = next((name for name in ANSWERS if name in names), "COLUMN")
+        raise ConfigError(
+            f"{source.path}: its first row has none of {', '.join(FORMS)}, it has {has}. Say which "
+            f"column is what: {knob}: {{prompt: {asked}, completion: {said}}}, or {{messages: …}}"
+        )
     taken = {*source.columns, *source.columns.values()}
     keyed = {key: value for key, value in record.items() if key not in taken}
     keyed |= {key: value for key, value in found.items() if value is not MISSING}

@@ -24,7 +24,7 @@ PROMPTS = (
 """Columns that may be the prompt, the likeliest first."""
 ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "expected_answer"),
-    *("target", "label", "solution", "gold", "output", "response", "completion"),
+    *("target", "label", "solution", "gold", "output", "response", "completion", "reply"),
 )
 """Columns that may be the answer."""
 JUDGED: tuple[Judged, ...] = ("tests", "criteria", "refuse", "reward")

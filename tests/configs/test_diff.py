@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
+from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 
 
@@ -41,3 +42,22 @@ def test_a_resumed_run_may_last_longer_and_nothing_more() -> None:
         check_resumable(old, replace(longer, trainer=replace(old.trainer, lr=1e-3)), "runs/x")
     assert "trainer.lr: 1e-06 → 0.001" in str(caught.value)
     assert "run.steps" not in str(caught.value)
+
+
+def test_a_source_that_is_new_or_gone_is_one_line() -> None:
+    old = load_config("quickstart")
+    spelling, spiral = old.data.sources
+    other = replace(old.data, sources=(replace(spelling, name="words"), spiral))
+    with pytest.raises(ConfigError) as refused:
+        check_resumable(old, replace(old, data=other), "runs/x")
+    assert str(refused.value).splitlines()[1:-1] == [
+        "  data.sources[spelling] is gone",
+        "  data.sources[words] is new",
+    ]
+    none = replace(old.data, sources=())
+    with pytest.raises(ConfigError) as refused:
+        check_resumable(replace(old, data=none), old, "runs/x")
+    assert str(refused.value).splitlines()[1:-1] == [
+        "  data.sources[spelling] is new",
+        "  data.sources[spiral] is new",
+    ]

@@ -307,7 +307,12 @@ def test_tables_and_other_columns_are_conversations_too(tmp_path: Path) -> None:
         ({"promt": "instruction"}, r"sft.sources\[told\].columns.promt: .*did you mean prompt\?"),
         (
             {"prompt": "instruction", "completion": "output"},
-            r"named.jsonl:1: no `completion` \(sft.sources\[told\].columns: 'output'\); it has",
+            r"told\].columns.completion = 'output': .*named.jsonl has no such column, it has instr",
+        ),
+        (
+            {},
+            r"its first row has none of messages, .*instruction, out\. Say .*: sft.sources\[told\]"
+            r".columns: \{prompt: instruction, completion: COLUMN\}",
         ),
     ],
 )
