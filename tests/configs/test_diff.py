@@ -54,9 +54,10 @@ def test_a_source_that_is_new_or_gone_is_one_line() -> None:
         "  data.sources[spelling] is gone",
         "  data.sources[words] is new",
     ]
-    none = replace(old.data, sources=())
     with pytest.raises(ConfigError) as refused:
-        check_resumable(replace(old, data=none), old, "runs/x")
+        taught = load_config("sft-quickstart")
+        taught = replace(taught, data=replace(taught.data, sources=()))
+        check_resumable(taught, old, "runs/x", of=("data.sources",))
     assert str(refused.value).splitlines()[1:-1] == [
         "  data.sources[spelling] is new",
         "  data.sources[spiral] is new",
