@@ -65,6 +65,8 @@ class Fault:
     """Until nothing of the run was left on a node that was cut off."""
     status: int | None = None
     """Exit status where the run ended of it; negative: a signal."""
+    gone_s: float | None = None
+    """From there until all its processes were gone."""
     left: int = 0
     """Processes that were still there `GONE_S` after the run had ended."""
     words: list[str] = field(default_factory=list[str])
@@ -237,8 +239,10 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
 
 def again(run: Run, fault: Fault, own: Sequence[psutil.Process]) -> None:
     """Start a run that has ended, once nothing of it is there. own: what it had."""
+    began = time.monotonic()
     _, alive = psutil.wait_procs([one for one in own if one.pid != os.getpid()], timeout=GONE_S)
     fault.left += len(alive)
+    fault.gone_s = time.monotonic() - began
     for process in alive:  # or the next start would have less of the machine
         print(f"left: {words_of(process)}", flush=True)
         with suppress(psutil.NoSuchProcess):
