@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import (
+    ActorUnavailableError,
     GetTimeoutError,
     LocalRayletDiedError,
     NodeDiedError,
@@ -78,6 +79,9 @@ def cause(error: BaseException) -> BaseException:
 def of_death(error: RayError) -> str:
     """Why an actor died, as far as Ray knows; "" where all it says is guesses."""
     text = str(error)
+    if isinstance(error, ActorUnavailableError):
+        how = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
+        return f"the connection to it is lost{how and f' ({how})'}"
     if node := _NODE_GONE.search(text):
         return f"its node ({node['address']}) is gone: {node['why'].strip()}"
     return "" if "worker process has died" in text else text

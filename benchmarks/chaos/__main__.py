@@ -167,16 +167,16 @@ def main() -> int:
     options.add_argument("--only", nargs="+", default=(), metavar="KIND", help="of faults")
     options.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     options.add_argument("--no-reference", action="store_true")
-    options.add_argument("--knob", nargs="*", default=(), help="after --only, whose words they end")
-    options.add_argument("knobs", nargs="*")
+    options.add_argument("knob", nargs="*")
     given = options.parse_args()
     if given.nodes > 1 and (why := second_node.lacking()):
         options.error(f"--nodes 2: {why}")
     (out := given.out.resolve()).mkdir(parents=True)
-    own = [*given.knob, *given.knobs]
+    own = [word for word in (*given.knob, *given.only) if "=" in word]
+    only = [word for word in given.only if "=" not in word]
     knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *own]
-    how = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes", "only")}
-    found = chaos(out, knobs, **how)
+    how = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes")}
+    found = chaos(out, knobs, only=only, **how)
     if not given.no_reference:
         log = out / "reference.txt"
         whole = Run(out / "reference", knobs, given.steps, log, environment={})

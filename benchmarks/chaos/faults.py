@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import signal
@@ -65,6 +64,8 @@ class Fault:
     """Until nothing of the run was left on a node that was cut off."""
     status: int | None = None
     """Exit status where the run ended of it; negative: a signal."""
+    gone_s: float | None = None
+    """From there until all its processes were gone."""
     left: int = 0
     """Processes that were still there `GONE_S` after the run had ended."""
     words: list[str] = field(default_factory=list[str])
@@ -185,7 +186,7 @@ def flip(folder: Path, draw: random.Random) -> str:
 def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
     """One fault, until it is over and a step is trained after it, or the run is done. False: there
     is nothing here to do it to."""
-    since, own = run.position(), run.own()
+    since = run.position()
     run.fresh()
     began = time.monotonic()
     if (struck := strike(run, fault, draw, means)) is None:
@@ -207,7 +208,6 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
             break
         if fault.said_s is None and run.said(since):
             fault.said_s = now - began
-        own = run.own() or own
         if there and fault.away_s is None and all(map(gone, there)):
             fault.away_s = now - began
         ended = run.ended()
@@ -223,7 +223,7 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
                 break
             if fault.action == "flip":
                 fault.words.append(f"flipped: {flip(run.folder, draw)}")
-            again(run, fault, own)
+            again(run, fault)
             trained.clear()
         if now - began > DEADLINE_S:
             raise TimeoutError(f"no step in {DEADLINE_S:g} s of {fault}: {run.said(since)[-5:]}")
@@ -235,10 +235,12 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
     return True
 
 
-def again(run: Run, fault: Fault, own: Sequence[psutil.Process]) -> None:
-    """Start a run that has ended, once nothing of it is there. own: what it had."""
-    _, alive = psutil.wait_procs([one for one in own if one.pid != os.getpid()], timeout=GONE_S)
+def again(run: Run, fault: Fault) -> None:
+    """Start a run that has ended, once nothing of it is there."""
+    began = time.monotonic()
+    _, alive = psutil.wait_procs(run.own(), timeout=GONE_S)
     fault.left += len(alive)
+    fault.gone_s = time.monotonic() - began
     for process in alive:  # or the next start would have less of the machine
         print(f"left: {words_of(process)}", flush=True)
         with suppress(psutil.NoSuchProcess):

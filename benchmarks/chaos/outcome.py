@@ -35,7 +35,8 @@ def summary(run: Run, faults: Sequence[Fault], sizes: Sequence[dict[str, float]]
                 "number": len(some),
                 "said_s": most([one.said_s for one in some]),
                 "trains_s": most([one.again_s for one in some]),
-                **({"away_s": away} if (away := most([one.away_s for one in some])) else {}),
+                "gone_s": most([one.gone_s for one in some]),
+                "away_s": most([one.away_s for one in some]),
                 "statuses": dict(Counter(str(one.status) for one in some)),
                 "processes left": sum(one.left for one in some),
             }

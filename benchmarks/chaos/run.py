@@ -102,9 +102,10 @@ class Run:
         return []
 
     def own(self) -> list[psutil.Process]:
-        """What must not outlive it: of a cluster that it has joined, its actors alone."""
-        cluster = self.cluster
-        return [one for one in self.all() if not cluster or one == self.process or actor(one)]
+        """What must not outlive it, whoever is its parent by now: of a cluster that it has joined,
+        its actors alone."""
+        joined = [one for one in self.all() if actor(one)] if self.cluster else []
+        return list(dict.fromkeys([*marked(self.folder), *joined]))
 
     def own_on_second(self) -> list[psutil.Process]:
         return [one for one in self.cluster.on_second() if actor(one)] if self.cluster else []

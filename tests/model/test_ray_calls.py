@@ -10,7 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    RayTaskError,
+)
 
 from keel.model import ray_calls
 from keel.model.ray_calls import (
@@ -198,3 +204,10 @@ def test_of_a_node_that_is_gone_its_address_is_said_and_not_all_of_rays_ids() ->
     assert said == "its node (10.77.0.2) is gone: health check failed due to no heartbeats"
     assert of_death(Died("its worker process has died. Perhaps of: …")) == "", "guesses"
     assert of_death(Died("no memory")) == "no memory"
+    reset = (
+        "RpcError: RPC error: recvmsg:Connection reset by peer rpc_code: 14. The task may or may"
+    )
+    broken = of_death(
+        ActorUnavailableError(f"temporarily unavailable: {reset} not have been", None)
+    )
+    assert broken == "the connection to it is lost (recvmsg:Connection reset by peer)"

@@ -101,7 +101,8 @@ class _Node:
             return "no answer"
         except RayError as error:  # Ray starts the actor again
             self.asked = None
-            return (str(error).strip() or type(error).__name__).splitlines()[-1]
+            said = ray_calls.of_death(error).strip() or type(error).__name__
+            return said.splitlines()[-1]
         self.asked = None
         return ""
 

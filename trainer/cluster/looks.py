@@ -13,14 +13,24 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
 
 from keel.model.ray_calls import NAME, Turns, name_of
-from keel.trainer.cluster.processes import GONE, Thread, below, children, end, gone, thread, threads
+from keel.trainer.cluster.processes import (
+    GONE,
+    Thread,
+    below,
+    children,
+    end,
+    gone,
+    gone_by,
+    thread,
+    threads,
+)
 
 RAYLET = "Ray's node process (raylet)"
 RAYS = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
@@ -129,15 +139,20 @@ class Looker:
                 here[seen.name] = pid
                 self._look_at(seen, passed, said)
         why = next(filter(None, lost), "")
+        if why and gone_by(self._raylet):
+            self.end_all()
         return Sight(host=self._host, here=here, said=tuple(said), lost=why)
 
     def end_all(self) -> None:
-        """Every actor of the run here, with all below them, but for this process."""
-        for pid in children(self._raylet):
-            with suppress(*GONE):
-                root = psutil.Process(pid)
-                if pid != os.getpid() and name_of(_mark(root), self._start):
-                    end([root, *map(psutil.Process, below(pid))])
+        """Every actor of the run here, with all below them, but for this process; those whose
+        raylet is gone, too, which a frozen one would outlive."""
+        self._children = living(self._children, children(self._raylet))
+        own = [pid for pid, seen in self._children.items() if self._is_actor(seen)]
+        trees = [[pid, *below(pid)] for pid in own if pid != os.getpid()]
+        end(list(_there(pid for tree in trees for pid in tree)))
+
+    def _is_actor(self, seen: Seen) -> bool:
+        return bool(seen.name or name_of(_mark(seen.process), self._start))
 
     def _look_at_ray(self, name: str, seen: Seen, passed: float, said: list[str]) -> str:
         """Why nothing goes on without it; "" while it does."""
@@ -195,6 +210,12 @@ def living(known: Mapping[int, Seen], pids: Iterable[int]) -> dict[int, Seen]:
             with suppress(psutil.NoSuchProcess):
                 found[pid] = Seen(psutil.Process(pid))
     return {pid: seen for pid, seen in found.items() if not gone(seen.process)}
+
+
+def _there(pids: Iterable[int]) -> Iterator[psutil.Process]:
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
 
 
 def _mark(process: psutil.Process) -> str:

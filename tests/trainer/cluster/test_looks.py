@@ -190,7 +190,8 @@ def test_rays_own_processes_are_not_ended_but_told_of(machine: Machine) -> None:
     assert sight.lost.startswith(f"the raylet (process {RAYLET} on ") and "stopped" in sight.lost
     assert sight.here == {"engine 0": ENGINE}, "it is no less here"
     machine.remove(RAYLET)
-    assert machine.look(looker).lost.endswith(" is gone") and machine.ended == []
+    assert machine.look(looker).lost.endswith(" is gone")
+    assert machine.ended == [ENGINE, WORKER], "which nobody else would end, were they frozen"
 
 
 Begin = Callable[..., subprocess.Popen[bytes]]
@@ -268,3 +269,22 @@ def test_a_node_that_is_cut_off_ends_all_of_the_run_and_nothing_else() -> None:
                 for each in (*psutil.Process(process.pid).children(), process):
                     each.kill()
             process.wait()
+
+
+def test_a_frozen_actor_does_not_outlive_its_raylet() -> None:
+    # As Ray's, which gives up its raylet when it runs: this one does not.
+    raylet = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & wait"], env={**os.environ, NAME: f"{START}/engine 0"}
+    )
+    (actor,) = wait_for(psutil.Process(raylet.pid).children)
+    try:
+        looker = Looker(raylet.pid, {"Ray's node": raylet.pid}, start=START, frozen_after_s=LONG_S)
+        assert wait_for(lambda: looker.look().here) == {"engine 0": actor.pid}
+        actor.suspend()
+        raylet.kill()
+        assert "is gone" in wait_for(lambda: looker.look().lost)
+        wait_for(lambda: not actor.is_running() or actor.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        raylet.kill()
+        if actor.is_running():
+            actor.kill()

@@ -1,0 +1,84 @@
+"""What faults are made of, without a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import preload
+from benchmarks.chaos.faults import EVERY, PROCESSES, Means, chosen
+from benchmarks.chaos.memory import course
+from benchmarks.chaos.preload import Preload
+
+HOUR_S = 3600.0
+CLOCKS = """
+import os, threading, time
+wall, since, timer = time.time(), time.monotonic(), threading.Event()
+print("ready", flush=True)
+input()
+print(time.time() - wall - (time.monotonic() - since))
+before = time.monotonic()
+timer.wait(0.3)
+print(time.monotonic() - before)
+before = time.monotonic()
+with open(PATH, "w") as file:
+    os.fsync(file.fileno())
+print(time.monotonic() - before)
+"""
+
+
+@pytest.mark.skipif(bool(preload.lacking()), reason=preload.lacking())
+def test_the_wall_clock_alone_jumps_and_syncs_below_the_folder_alone_are_slow(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    faults = Preload(tmp_path, folder)
+    for path, slow in ((folder / "file", True), (tmp_path / "other", False)):
+        faults.slow(write_s=0, sync_s=0)
+        with subprocess.Popen(
+            [sys.executable, "-c", CLOCKS.replace("PATH", repr(str(path)))],
+            env={**os.environ, **faults.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout and process.stdin
+            assert process.stdout.readline() == "ready\n"
+            faults.jump(-HOUR_S)
+            faults.slow(write_s=0, sync_s=0.5)
+            said, _ = process.communicate("\n", timeout=60)
+        jumped, waited, synced = map(float, said.split())
+        assert jumped == pytest.approx(-HOUR_S, abs=1)
+        assert 0.3 <= waited < HOUR_S / 2
+        assert (synced >= 0.5) is slow
+    assert faults.ahead_s == -2 * HOUR_S
+
+
+def test_only_what_is_named_is_drawn() -> None:
+    there = Means().kinds(nodes=1)
+    assert chosen((), there) == list(PROCESSES)
+    assert chosen(["kill engine", "raylet"], there) == [
+        ("kill", "engine"),
+        ("kill", "raylet"),
+        ("freeze", "raylet"),
+        ("moment", "raylet"),
+    ]
+    with pytest.raises(ValueError, match="--only 'engines': there are kill engine, "):
+        chosen(["engines"], there)
+    with pytest.raises(ValueError, match="none of them is possible here"):
+        chosen(["disk"], there)
+    assert len(set(EVERY)) == len(EVERY)
+
+
+def test_growth_is_that_of_the_later_steps() -> None:
+    sizes = [{"step": float(step), "engine": 700.0 + max(0, 25 - step)} for step in range(101)]
+    sizes += [{"step": 101.0}]
+    of = course(sizes)["engine"]
+    assert (of["first"], of["last"]) == (725.0, 700.0) and of["per 100 steps"] == 0
+    growing = [{"step": float(step), "engine": 0.5 * step} for step in range(10)]
+    assert course(growing)["engine"]["per 100 steps"] == 50
