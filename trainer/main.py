@@ -179,8 +179,14 @@ def judge(options: argparse.Namespace) -> None:
             stack.enter_context(watched(print, frozen_after_s))
             server = JudgeServer(settings, gpu=gpu)
             stack.callback(server.stop)
-            print(f"starting the judge {settings.model}", flush=True)
-        failed = judge_answers(items, settings, out, Console(), server=server)
+        failed = judge_answers(
+            items,
+            settings,
+            out,
+            Console(),
+            server=server,
+            show=lambda what, total: waiting(what, total=total, unit="answers"),
+        )
     if failed:
         raise RuntimeError(f"{failed} of {len(items)} answers could not be judged")
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import yaml
 from rich.console import Console
@@ -89,6 +90,24 @@ def read_rubric(path: Path) -> Mapping[str, Any]:
     return spec
 
 
+class Shown(Protocol):
+    """A wait that is shown."""
+
+    done: float
+
+
+Show = Callable[[str, int], AbstractContextManager[Shown]]
+
+
+@dataclass(slots=True)
+class _Unseen:
+    done: float = 0.0
+
+
+def _unseen(what: str, total: int) -> AbstractContextManager[Shown]:
+    return nullcontext(_Unseen())
+
+
 def judge_answers(
     items: Sequence[Item],
     settings: JudgeSettings,
@@ -96,14 +115,17 @@ def judge_answers(
     console: Console,
     *,
     server: Server | None = None,
+    show: Show = _unseen,
 ) -> int:
     """Judge `items`, write a line of JSON for each to `out` in their order, and print a table.
+    show: what is waited for, and of how many answers (0: none); what it gives has `done` of them.
 
     Returns how many could not be judged. Raises ValueError for a judge that cannot be used, and
     JudgeStopped when it gives out; what was judged by then is in `out`.
     """
     with JudgeService(settings, server=server) as judge:
-        judge.check_reachable()
+        with show("starting the judge" if server else "asking the judge whether it is there", 0):
+            judge.check_reachable()
         most = sum(item.calls for item in items) * settings.samples
         console.print(
             f"{len(items)} answers, judged by {settings.model}: at most {most} calls",
@@ -113,7 +135,8 @@ def judge_answers(
         pending = [
             judge.submit_text(item.prompt, item.answer, thinking=item.thinking) for item in items
         ]
-        done = _written(items, pending, out)
+        with show("judging", len(items)) as shown:
+            done = _written(items, pending, out, shown)
         counts = judge.counts()
     console.print(_table(done))
     judged = [result for _, result in done if isinstance(result, Judged)]
@@ -133,7 +156,7 @@ def judge_answers(
 
 
 def _written(
-    items: Sequence[Item], pending: Sequence[Future[Judged | Failed]], out: Path
+    items: Sequence[Item], pending: Sequence[Future[Judged | Failed]], out: Path, shown: Shown
 ) -> list[tuple[Item, Judged | Failed]]:
     """The results, each written down as it comes."""
     done: list[tuple[Item, Judged | Failed]] = []
@@ -153,6 +176,7 @@ def _written(
             file.write(json.dumps(line) + "\n")
             file.flush()
             done.append((item, result))
+            shown.done = len(done)
     return done
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.file import judge_answers, read_answers, read_rubric
 from keel.trainer.cli import parser
+from keel.trainer.run.waits import Wait
 from tests.rewards.judge.judge_server import Reply, Server, good, material_of
 
 BLUE = {"name": "blue", "text": "says blue", "weight": 1}
@@ -32,7 +35,15 @@ def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     console = Console(file=io.StringIO(), width=100)
     config = JudgeConfig(base_url=server.url, model="m")
-    assert judge_answers(read_answers(answers), config, out, console) == 0
+    waits: list[tuple[str, int, Wait]] = []
+
+    @contextmanager
+    def show(what: str, total: int) -> Iterator[Wait]:
+        waits.append((what, total, Wait(what)))
+        yield waits[-1][2]
+
+    assert judge_answers(read_answers(answers), config, out, console, show=show) == 0
+    assert [(total, wait.done) for _, total, wait in waits] == [(0, 0), (3, 3)]
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["id"], r["score"]) for r in results] == [("1", 1.0), ("h", 1.0), ("3", 0.0)]
     assert results[0]["verdicts"] == [{"name": "blue", "score": 1.0, "reason": "looked for blue"}]
