@@ -24,7 +24,8 @@ from tests.agents.sandboxes import MINE, attacker, attackers, parent_for, sleepi
 from tests.waiting import PATIENCE_S, wait_for
 
 PROCESSES, FILES_MIB = 24, 8
-GIVEN = ["HOME", "LANG", "LC_ALL", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
+# LC_CTYPE Python itself sets, where no locale is said.
+GIVEN = ["HOME", "LANG", "LC_ALL", "LC_CTYPE", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
 GIVEN += ["OMP_NUM_THREADS", *(f"PYTHON{name}" for name in ["HASHSEED", "NOUSERSITE", "UTF8"])]
 GIVEN += ["PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "MINE"]
 WAYS = pytest.mark.parametrize("way", ["started", "forked"])

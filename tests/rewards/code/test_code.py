@@ -197,7 +197,8 @@ def test_a_program_ends_with_the_worker_that_runs_it(
 
 
 def test_what_does_not_load_fails_every_call(settings: CodeSettings) -> None:
-    for source, why in (("def add(", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("\0", "S")):
+    nulls = "SyntaxError" if sys.version_info >= (3, 11, 4) else "ValueError"
+    for source, why in (("def add(", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("\0", nulls)):
         verdict = verify_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
         assert verdict.score == 0.0
         assert verdict.reason.startswith(f"does not load: {why}")
