@@ -210,7 +210,7 @@ def begin() -> Iterator[Begin]:
     yield start
     for process in begun:
         process.kill()
-        process.wait()
+        process.wait(timeout=PATIENCE_S)
         assert process.stdin
         process.stdin.close()
 
@@ -268,7 +268,7 @@ def test_a_node_that_is_cut_off_ends_all_of_the_run_and_nothing_else() -> None:
             if process.poll() is None:
                 for each in (*psutil.Process(process.pid).children(), process):
                     each.kill()
-            process.wait()
+            process.wait(timeout=PATIENCE_S)
 
 
 def test_a_frozen_actor_does_not_outlive_its_raylet() -> None:
