@@ -2,16 +2,20 @@
 
     python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
     python -m benchmarks.agents --out OUT --model 5b       # whose steps wait for the GPU
+    python -m benchmarks.agents --out OUT --model 8b       # as wide and deep as a common 8 B model
     python -m benchmarks.agents --out OUT --model 100m     # a driver has the least time for a turn
     python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
 
 The engine is a Ray actor, and the episodes run in this process, as in a run. An episode has 8 turns
-of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 tokens. A plain
-completion has as many sampled tokens after the same opening. Both record routes and sampling masks.
-Weights are random: what a turn says is no call, so that the chat format's reading of it is replaced
-by a call once it has been read. In each round the two alternate; the ratio is the median of the
-rounds'. With several numbers of `--episodes` there is a ratio for each. `--processes`: each
-environment in a process of its own, which calls the same tool.
+of 200 sampled tokens, each but the last answered by a tool after 50 ms with 20 tokens. Beside it
+stand two kinds of plain prompts. A *whole* one has the episode's opening and as many sampled
+tokens in one completion: nothing begins or ends in between. A *turn* has the context of one turn as
+its prompt and 200 sampled tokens: as many requests of the same lengths, without tools, waits, or a
+prefix that is there already. All record routes and sampling masks. Weights are random: what a turn
+says is no call, so that the chat format reads it, and a call is put in place of what it found.
+In each round the three alternate; a ratio is the median of the rounds'. With several numbers of
+`--episodes` there is a ratio for each. `--processes`: each environment in a process of its own,
+which calls the same tool.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import argparse
 import asyncio
 import json
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -28,6 +33,7 @@ from collections.abc import Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import ray
@@ -51,9 +57,23 @@ from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 
 TURNS, TURN_TOKENS = 8, 200
+RESULT_TOKENS = 30
+"""What a tool says, with the marks around it."""
 ROUND_S = 300.0
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 MODELS = {
+    "8b": EmbeddedConfig(
+        hidden_size=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        experts=16,
+        experts_per_token=4,
+        expert_size=1024,
+        initializer_range=0.02,
+        max_context=2560,
+    ),
     "5b": EmbeddedConfig(
         hidden_size=2048,
         layers=16,
@@ -182,13 +202,49 @@ def prompts(count: int, salt: str) -> list[Prompt]:
     ]
 
 
+def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
+    """A prompt as long as the context of each turn of `count` episodes, by text of its own: of what
+    an earlier one had, nothing can be used again."""
+    draw = random.Random(salt)
+    made: list[Prompt] = []
+    for turn in range(turns):
+        for prompt in prompts(count, f"{salt}turn{turn} "):
+            # A letter is a token. What a tool says comes with its marks.
+            more = "".join(draw.choices(ascii_lowercase, k=turn * (TURN_TOKENS + RESULT_TOKENS)))
+            said = {"role": "user", "content": more + str(prompt.messages[0]["content"])}
+            made.append(replace(prompt, messages=(said,), environment=""))
+    return made
+
+
+def plainly(
+    pool: Any, asked: Sequence[Prompt], sampling: SamplingConfig | None = None
+) -> dict[str, float]:
+    """Tokens per second of plain prompts, and what the engine did for them."""
+    before, began = stats(pool), time.monotonic()
+    groups = list(pool.generate(asked, group_size=1, sampling=sampling))
+    seconds, after = time.monotonic() - began, stats(pool)
+    did = {name: after[name] - before[name] for name in ("steps", "fast_steps", "busy_s")}
+    completions = [t for group in groups for t in group.trajectories]
+    tokens = sum(t.sampled_tokens for t in completions)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "ms_per_step": 1e3 * did["busy_s"] / did["steps"],
+        "fast_fraction": did["fast_steps"] / did["steps"],
+        "completions": len(completions),
+        "sampled_mean": tokens / len(completions),
+        "context_mean": statistics.mean(len(t.segments[0].token_ids_T) for t in completions),
+    }
+
+
 def stats(pool: Any) -> dict[str, float]:
     (slot,) = pool._fleet.slots
     return slot.engine.stats().result(ROUND_S)
 
 
-def measure(pool: Any, runner: EpisodeRunner, count: int, salt: str) -> dict[str, Any]:
-    """One round: episodes, then plain completions."""
+def measure(
+    pool: Any, runner: EpisodeRunner, sampling: SamplingConfig, count: int, salt: str
+) -> dict[str, Any]:
+    """One round: episodes, then plain prompts of both kinds."""
     before, began = stats(pool), time.monotonic()
     futures = [runner.submit(p, group_size=1, purpose="train") for p in prompts(count, salt)]
     groups = [future.result() for future in as_completed(futures, timeout=ROUND_S)]
@@ -197,29 +253,25 @@ def measure(pool: Any, runner: EpisodeRunner, count: int, salt: str) -> dict[str
     trajectories = [t for group in groups for t in group.trajectories]
     usages = [t.usage for t in trajectories if t.usage is not None]
     tokens = sum(t.sampled_tokens for t in trajectories)
-    plain = [replace(p, environment="") for p in prompts(count, f"{salt}plain")]
-    began = time.monotonic()
-    whole = list(pool.generate(plain, group_size=1))
-    plain_s = time.monotonic() - began
-    last = stats(pool)
-    others = sum(t.sampled_tokens for group in whole for t in group.trajectories)
+    speed = tokens / agents_s
+    whole = plainly(pool, [replace(p, environment="") for p in prompts(count, f"{salt}plain")])
+    turns = max(usage.turns for usage in usages)
+    each = replace(sampling, max_tokens=TURN_TOKENS)
+    by_turn = plainly(pool, turn_prompts(count, turns, salt), each)
     return {
-        "agents_tokens_per_second": tokens / agents_s,
-        "plain_tokens_per_second": others / plain_s,
-        "ratio": tokens / agents_s * plain_s / others,
+        "agents_tokens_per_second": speed,
+        "ratio": speed / whole["tokens_per_second"],
+        "ratio_by_turn": speed / by_turn["tokens_per_second"],
+        "whole": whole,
+        "by_turn": by_turn,
         "agents_busy_fraction": did["busy_s"] / agents_s,
         "agents_ms_per_step": 1e3 * did["busy_s"] / did["steps"],
         "agents_fast_fraction": did["fast_steps"] / did["steps"],
-        "plain_ms_per_step": 1e3
-        * (last["busy_s"] - after["busy_s"])
-        / (last["steps"] - after["steps"]),
-        "plain_fast_fraction": (last["fast_steps"] - after["fast_steps"])
-        / (last["steps"] - after["steps"]),
         "episodes": len(trajectories),
         "dropped": sorted({reason for group in groups for reason in group.dropped}),
         "turns_mean": statistics.mean(usage.turns for usage in usages),
         "sampled_mean": tokens / len(trajectories),
-        "plain_sampled_mean": others / count,
+        "context_mean": statistics.mean(len(t.segments[-1].token_ids_T) for t in trajectories),
         "prefix_hit_fraction": sum(u.cached_tokens for u in usages)
         / sum(u.repeated_tokens for u in usages),
         "sampling_s_mean": statistics.mean(usage.sampling_s for usage in usages),
@@ -292,22 +344,24 @@ def main() -> None:
         rounds: list[dict[str, Any]] = []
         try:
             pool.start()
-            measure(pool, runner, 16, "warm")
+            measure(pool, runner, sampling, 16, "warm")
             for index in range(options.rounds):
                 for episodes in options.episodes:
-                    rounds.append(measure(pool, runner, episodes, f"{episodes}.{index} "))
-                    write(options.out, report | {"ratio": ratios(rounds), "rounds": rounds})
+                    salt = f"{episodes}.{index} "
+                    rounds.append(measure(pool, runner, sampling, episodes, salt))
+                    found = {kind: ratios(rounds, kind) for kind in ("ratio", "ratio_by_turn")}
+                    write(options.out, report | found | {"rounds": rounds})
         finally:
             runner.close()
             pool.shutdown()
             ray.shutdown()
 
 
-def ratios(rounds: Sequence[dict[str, Any]]) -> dict[int, float]:
+def ratios(rounds: Sequence[dict[str, Any]], kind: str) -> dict[int, float]:
     """The median for each number of episodes."""
     of: dict[int, list[float]] = {}
     for row in rounds:
-        of.setdefault(row["episodes"], []).append(row["ratio"])
+        of.setdefault(row["episodes"], []).append(row[kind])
     return {episodes: statistics.median(found) for episodes, found in of.items()}
 
 
@@ -315,7 +369,7 @@ def write(folder: Path, report: dict[str, Any]) -> None:
     """What there is after each round: the last may not come."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agents.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps({"ratio": report["ratio"], **report["rounds"][-1]}, indent=1), flush=True)
+    print(json.dumps(report["rounds"][-1], indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -91,13 +91,14 @@ JOBS = (
     Job(
         name="rollout",
         module="benchmarks.rollout",
-        arguments="--out {out} --profile packed",
+        arguments="--out {out} --profile packed --rounds 2 "
+        "--arms stock packed-plain packed packed-head-rounded",
         seconds=280,
     ),
     Job(
         name="peers",
         module="benchmarks.peers.compare",
-        arguments=f"{PEERS} --arms trl,keel-turns,keel-turns,trl",
+        arguments=f"{PEERS} --arms keel-turns,trl",
         seconds=580,
     ),
     Job(
@@ -148,21 +149,21 @@ JOBS = (
     Job(
         name="transfer-ipc",
         module="benchmarks.transfer",
-        arguments="--json {out}.json",
-        seconds=300,
+        arguments="--direct --rounds 9 --json {out}.json",
+        seconds=120,
     ),
     Job(
         name="transfer-nccl",
         module="benchmarks.transfer",
-        arguments="--gpus 2 --json {out}.json",
+        arguments="--direct --rounds 9 --gpus 2 --json {out}.json",
         gpus=2,
-        seconds=300,
+        seconds=120,
     ),
     Job(
         name="transfer-experts",
         module="benchmarks.transfer",
-        arguments="--experts 256 --width 128 --rounds 3 --json {out}.json",
-        seconds=300,
+        arguments="--direct --rounds 9 --experts 256 --width 128 --json {out}.json",
+        seconds=120,
     ),
     Job(
         name="two-gpus-async",
@@ -199,6 +200,24 @@ JOBS = (
         name="peers-more",
         module="benchmarks.peers.compare",
         arguments=f"{PEERS} --arms keel-packed-sleep,trl-fast,keel-packed,trl-lean",
+        seconds=580,
+    ),
+    Job(
+        name="agents",
+        module="benchmarks.agents",
+        arguments="--out {out} --rounds 2",
+        seconds=240,
+    ),
+    Job(
+        name="agents-8b",
+        module="benchmarks.agents",
+        arguments="--out {out} --model 8b --rounds 2",
+        seconds=420,
+    ),
+    Job(
+        name="trip",
+        module="keel.trainer.cli",
+        arguments=f"train agent-trip-100m {RUN}",
         seconds=580,
     ),
     Job(
