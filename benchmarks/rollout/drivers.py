@@ -286,8 +286,6 @@ def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
     return {
         "kv_cache_memory_bytes": int(1.2 * token * size.sequences * context(size)) + 2**28,
         "gpu_memory_utilization": 0.04,  # bounds nothing with the line above; must be free
-        "compilation_config": {
-            "cudagraph_capture_sizes": [n for n in GRAPHS if n <= 2 * size.sequences]
-        },
+        "cudagraph_capture_sizes": [n for n in GRAPHS if n <= 2 * size.sequences],
         **own,
     }
