@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common.revision import commit
 from benchmarks.sparse.looking import LOOKED, Looking, Shares
@@ -400,6 +401,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = LARGE if options.large else SMALL
     shape = at_context(shape, options.context or shape.context)
+    disable_progress_bar()
     if not on_gpu():
         torch.set_num_threads(1)
     where = torch.cuda.get_device_name() if on_gpu() else "CPU"
