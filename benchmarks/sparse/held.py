@@ -392,7 +392,7 @@ def measure(shape: Shape, options: argparse.Namespace, work: Path) -> Mapping[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--large", action="store_true", help="42 M parameters, for a GPU")
+    parser.add_argument("--large", action="store_true", help="43 M parameters, for a GPU")
     parser.add_argument("--context", type=int, help="tokens, with the same k/T")
     parser.add_argument("--seconds", type=float, help="fewer steps, to be done within so many")
     parser.add_argument("--packages", nargs="*", default=[], help="to learn from, too")
