@@ -15,6 +15,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 # Before torch is imported; see `keel.trainer.worker`.
@@ -67,8 +68,10 @@ def measured(config: DistillConfig, seed: int) -> dict[str, Rates]:
 
 
 def table(seeds: Sequence[dict[str, Rates]]) -> list[str]:
-    """pass@1 of each domain, a mean over the prompts of all seeds; and differences pair by pair."""
-    rows = [["", "prompts", *STAGES, "distilled − specialist", "mixed − distilled"]]
+    """pass@1 of each domain, a mean over the prompts of all seeds; and differences pair by pair,
+    with the range of their mean over prompts, and of several seeds each one's by itself."""
+    pairs = list(pairwise(STAGES))
+    rows = [["", "prompts", *STAGES, *(f"{after} − {before}" for before, after in pairs)]]
     for domain in seeds[0]:
         all_of = {
             stage: {k: v for seed in seeds for k, v in seed[domain][stage].items()}
@@ -77,11 +80,21 @@ def table(seeds: Sequence[dict[str, Rates]]) -> list[str]:
         names = list(all_of["mixed"])
         rates = {stage: [all_of[stage][name] for name in names] for stage in STAGES}
         cells = [f"{sum(rates[stage]) / len(names):.3f}" for stage in STAGES]
-        for before, after in (("specialist", "distilled"), ("distilled", "mixed")):
+        for before, after in pairs:
             of = paired_difference(rates[before], rates[after])
             cells.append(f"{of.mean:+.3f} ({of.low:+.3f} … {of.high:+.3f})")
+            if len(seeds) > 1:
+                own = [difference(seed[domain], before, after) for seed in seeds]
+                cells[-1] += f" [{', '.join(f'{one:+.2f}' for one in own)}]"
         rows.append([domain, f"{len(names)}", *cells])
     return aligned(rows)
+
+
+def difference(rates: Rates, before: str, after: str) -> float:
+    """Of one seed."""
+    return sum(rates[after][name] - rates[before][name] for name in rates[after]) / len(
+        rates[after]
+    )
 
 
 def main() -> None:
