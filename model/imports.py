@@ -1,4 +1,4 @@
-"""Imports of the large libraries, without the garbage collector and without what they drag along."""
+"""Imports of the large libraries, without the garbage collector and what they drag along."""
 
 from __future__ import annotations
 
