@@ -122,6 +122,9 @@ def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     own, where, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
     assert own == "['gcs_server', 'raylet']"
-    assert (where, idle) == (str(home / "bin" / "python"), "[]")  # no process but the actor's: nobody waits, and no part of the dashboard
+    assert (where, idle) == (
+        str(home / "bin" / "python"),
+        "[]",
+    )  # no process but the actor's: nobody waits, and no part of the dashboard
     assert reached == "[] True"  # and none that listens to other machines
     assert token.read_text() == "1" * 64
