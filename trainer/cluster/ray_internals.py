@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -162,17 +162,17 @@ def without_unused_processes() -> Iterator[None]:
     """A cluster that is started in here has no process that a run does not use: four of Python,
     which are more than a tenth of what a small run computes, and for one of which the driver would
     wait. Where a release of Ray has moved what starts them, they are there."""
-    services, nothing = importlib.import_module(SERVICES), lambda *_, **__: None
+    services = importlib.import_module(SERVICES)
     node = getattr(importlib.import_module(NODE), "Node", None)
-    put = [(node, name, nothing) for name in UNUSED if name in vars(node or object)]
+    put: list[tuple[Any, str, Callable[..., Any]]] = [
+        (node, name, lambda *_, **__: None) for name in UNUSED if name in vars(node or object)
+    ]
     if start := getattr(services, STARTS, None):
-        put.append(
-            (
-                services,
-                STARTS,
-                lambda command, *rest, **named: start(without_agent(command), *rest, **named),
-            )
-        )
+
+        def started(command: Sequence[str], *rest: Any, **named: Any) -> Any:
+            return start(without_agent(command), *rest, **named)
+
+        put.append((services, STARTS, started))
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in put]
     for owner, name, other in put:
         setattr(owner, name, other)
