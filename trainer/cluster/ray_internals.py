@@ -186,7 +186,7 @@ def without_unused_processes() -> Iterator[None]:
 def without_agent(command: Sequence[str]) -> list[str]:
     """The command of a raylet whose dashboard's agent is `NO_AGENT`; of another process, or of a
     raylet that is not told of it so, as it is."""
-    told = dict(word.partition("=")[::2] for word in command)
+    told = {name: value for name, _, value in (w.partition("=") for w in command)}
     agent, session, node = "--dashboard_agent_command", "--session_dir", "--node_id"
     if not told.keys() >= {agent, session, node}:
         return list(command)
