@@ -32,6 +32,12 @@ GENERATOR_ERRORS = (
 )
 
 
+KEPT = 4
+"""Tasks that stay made: the commands of one process have the same sources, and making one may mean
+to sift a hundred thousand words. What an item is depends on its number alone."""
+_KEPT: dict[str, Any] = {}
+
+
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
     """Items 0 … size−1 of a task. The generator is seeded by `params.seed`, or by the run's seed.
 
@@ -60,10 +66,20 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
         config = config_type(size=source.size, **params)
         if hasattr(config, "validate"):
             config.validate()
-        dataset = dataset_type(config=config)
+        dataset = _made(dataset_type, config)
     except GENERATOR_ERRORS as error:
         raise ConfigError(f"{knob}.params = {dict(source.params)}: {_say(error)}") from error
     return Loaded(items=tuple(_item(source, dataset, index) for index in range(source.size)))
+
+
+def _made(dataset_type: type, config: Any) -> Any:
+    key = f"{dataset_type.__name__}: {config!r}"
+    if key not in _KEPT:
+        made = dataset_type(config=config)
+        while len(_KEPT) >= KEPT:
+            del _KEPT[next(iter(_KEPT))]
+        _KEPT[key] = made
+    return _KEPT[key]
 
 
 def _check_params(knob: str, config_type: type, params: Mapping[str, Any]) -> None:

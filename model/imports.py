@@ -1,8 +1,9 @@
-"""Imports of the large libraries, without the garbage collector."""
+"""Imports of the large libraries, without the garbage collector and what they drag along."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,3 +24,17 @@ def heavy_imports() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def not_found(*names: str) -> Iterator[None]:
+    """Around the import of a library that takes others along where it finds them, and which nobody
+    here needs from it: meanwhile these are not installed. One that is loaded already stays."""
+    hidden = [name for name in names if name not in sys.modules]
+    modules: dict[str, object] = vars(sys)["modules"]
+    modules.update(dict.fromkeys(hidden))  # None: `import` raises ModuleNotFoundError
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]

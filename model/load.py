@@ -237,14 +237,30 @@ def load_model_config(path: str) -> PreTrainedConfig:
     return config
 
 
+_FACTS: dict[str, ModelFacts] = {}
+
+
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
     """Facts about the causal language model that `config` describes. Allocates no weights.
 
-    Counts are exact: they are taken from the model built on torch's `meta` device.
+    Counts are exact: they are taken from the model built on torch's `meta` device, once in a
+    process, as that takes half a second for a large one.
 
     Raises:
         ConfigError: a mixture of experts whose experts per token are not found in `config`.
     """
+    key = as_text(config)
+    if key not in _FACTS:
+        _FACTS[key] = _found(config)
+    return _FACTS[key]
+
+
+def as_text(config: PreTrainedConfig) -> str:
+    """The same text, the same model."""
+    return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
+
+
+def _found(config: PreTrainedConfig) -> ModelFacts:
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text)

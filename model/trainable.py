@@ -16,7 +16,7 @@ from transformers import (
 from keel.configs.schema import ConfigError
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
 from keel.model.head.module import install_support_head
-from keel.model.load import ModelFacts, facts_of
+from keel.model.load import ModelFacts, as_text, facts_of
 from keel.model.routing.routers import router_modules
 from keel.model.source import hub_options
 from keel.model.sparse.attention import use_sparse_attention
@@ -26,6 +26,10 @@ RENAMED = 0.01
 instruction-tuned model has given a name)."""
 
 
+_TRAINABLE: set[str] = set()
+"""Configurations, as text, that `trainable_facts` has looked at in this process."""
+
+
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
     """Facts about the model of `config`, which the trainer has to know.
 
@@ -33,7 +37,9 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
         ConfigError: it does not, or transformers cannot build such a model from its configuration.
     """
     try:
-        check_trainable(path, config)
+        if (text := as_text(config)) not in _TRAINABLE:
+            check_trainable(path, config)
+            _TRAINABLE.add(text)
         return facts_of(config)
     except ConfigError:
         raise

@@ -300,4 +300,6 @@ def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
         f"    for command in commands:\n"
         f"        print(main(command), *(name for name in heavy if name in sys.modules))"
     )
-    assert lines_of(program) == ["2"] * len(commands + named)
+    # A busy machine is told what it waits for.
+    said = [line for line in lines_of(program) if not line.endswith(" …")]
+    assert said == ["2"] * len(commands + named)

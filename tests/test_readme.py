@@ -144,8 +144,6 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
         else:
             with at(node), pytest.raises(Accepted):
                 main([command, *arguments, model, *QUICK])
-        # It is the same model each time, and building it takes half a second.
-        monkeypatch.setattr("keel.model.trainable.check_trainable", lambda *_: None)
     assert seen == ["check", "train", "eval", "filter"]
     said = capsys.readouterr().out
     assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in said
@@ -154,7 +152,7 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
     assert "school (school.jsonl): 100 to train on, 200 held out" in said
     # As many GPUs with less memory have another layout; with too little, what would help is
     # searched for a second or two.
-    monkeypatch.setattr("keel.trainer.planning.cures.TRIED", 1)
+    monkeypatch.setattr("keel.trainer.planning.layouts.CURES_TRIED", 1)
     with at(NOTHING):
         assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=80"]) == 0
         assert f"trainer rank: {gib}." not in capsys.readouterr().out

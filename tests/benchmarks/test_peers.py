@@ -171,18 +171,18 @@ def test_a_workload_drawn_by_seed_is_the_same_again_and_no_other() -> None:
 
 def test_completions_end_as_soon_as_the_workload_says(tmp_path: Path) -> None:
     shape = replace(SMALL.shape, hidden_size=256, head_dim=64, spread=0.06)
-    workload = replace(SMALL, shape=shape, completion_tokens=96, ends_after=24, sharpness=8.0)
+    workload = replace(SMALL, shape=shape, completion_tokens=32, ends_after=12, sharpness=8.0)
     made = write(tmp_path, workload)
     model = AutoModelForCausalLM.from_pretrained(made.model, dtype=torch.float32)
     torch.manual_seed(0)
-    ids = torch.randint(len(MARKS), shape.tokens, (256, 16))
+    ids = torch.randint(len(MARKS), shape.tokens, (128, 16))
     with torch.no_grad():
         sampled = model.generate(
-            ids, do_sample=True, max_new_tokens=96, top_p=workload.top_p, top_k=workload.top_k
+            ids, do_sample=True, max_new_tokens=32, top_p=workload.top_p, top_k=workload.top_k
         )
     lengths = (sampled[:, 16:] != model.config.pad_token_id).sum(1).float()
-    assert 12 < float(lengths.mean()) < 48
-    assert 0 < float((lengths == 96).float().mean()) < 0.4
+    assert 6 < float(lengths.mean()) < 24
+    assert 0 < float((lengths == 32).float().mean()) < 0.4
 
 
 def test_the_verdict_over_draws_counts_the_best_arm_of_the_peer(tmp_path: Path) -> None:

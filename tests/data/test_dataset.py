@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reasoning_gym.algorithmic import spell_backward
 
 from keel.configs.schema import ConfigError, DataConfig, SourceConfig
 from keel.configs.system_prompts import system_prompt
+from keel.data import procedural
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.procedural import load_reasoning_gym
 from keel.rl.types import Prompt
@@ -183,3 +186,21 @@ def test_a_task_that_cannot_be_made(knobs: dict[str, Any], message: str) -> None
 
 def test_prompts_are_the_same_in_every_run() -> None:
     assert load(gym()).train.take(50) == load(gym()).train.take(50)
+
+
+def test_a_task_is_made_once_and_its_items_are_the_same_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, seen = spell_backward.read_data_file, list[str]()
+    monkeypatch.setattr(spell_backward, "read_data_file", lambda n: (seen.append(n), read(n))[1])
+    monkeypatch.setattr(procedural, "_KEPT", {})
+    words, sums = gym("words", "spell_backward", 3), gym()
+    first = load_reasoning_gym(words, seed=0)
+    assert load_reasoning_gym(words, seed=0) == first and len(seen) == 1
+    assert load_reasoning_gym(words, seed=1) != first and len(seen) == 2
+    longer = load_reasoning_gym(replace(words, params={"min_word_len": 9}), seed=0)
+    assert all(len(item.prompt.reward["entry"]["answer"]) >= 9 for item in longer.items)
+    for seed in range(procedural.KEPT):  # no more than so many stay
+        load_reasoning_gym(sums, seed=seed)
+    assert load_reasoning_gym(words, seed=0) == first and len(seen) == 4
+    assert len(procedural._KEPT) == procedural.KEPT

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture
 def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     knobs = small(tmp_path / "run", tmp_path_factory.mktemp("cache"), steps=500)
-    more = ["algorithm.max_lag=1", "run.checkpoint_every=2", "run.frozen_after_s=5"]
+    more = [
+        "model.embedded.cold_start.steps=2",
+        "algorithm.max_lag=1",
+        "run.checkpoint_every=2",
+        "run.frozen_after_s=5",
+    ]
     running = Running([*knobs, *more], tmp_path / "log.txt")
     yield running
     if running.process.poll() is None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -142,6 +143,15 @@ def test_facts_need_no_weights(tmp_path: Path) -> None:
     assert facts_of(load_model_config(str(tmp_path))) == facts_of(CONFIGS["mixtral"])
     with pytest.raises(ConfigError, match="no weights could be loaded"):
         load_policy(str(tmp_path), "float32")
+
+
+def test_facts_are_of_the_configuration_as_it_is_now() -> None:
+    """They are found once for each."""
+    config = copy.deepcopy(CONFIGS["mixtral"])
+    first = facts_of(config)
+    assert facts_of(copy.deepcopy(config)) is first
+    config.num_hidden_layers += 1
+    assert facts_of(config).layers == first.layers + 1
 
 
 def test_the_policy_has_the_dtype_asked_for(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from keel.configs.schema import Config
 from keel.rl.metrics import values
+from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.learner import Learner
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import damage, sizes, write_manifest
@@ -33,7 +34,10 @@ pytestmark = pytest.mark.e2e
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
-    ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    with without_unused_processes():
+        ray.init(
+            address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False
+        )
     yield folder
     ray.shutdown()
 

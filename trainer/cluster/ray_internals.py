@@ -7,10 +7,12 @@ import importlib
 import logging
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -27,6 +29,9 @@ UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Of Ray's class of a node: what starts its autoscaler's process, which has nothing to scale; the
 one that sends lines of logs to the driver, which asks for none (`log_to_driver`); and the head of
 the dashboard, without its pages."""
+SERVICES, STARTS = "ray._private.services", "start_ray_process"
+"""What starts each of Ray's own processes, by its command line."""
+NO_AGENT = Path(__file__).parent / "no_agent.py"
 STATE = "ray._private.state"
 WORKER = "ray._private.worker"
 _LOG = logging.getLogger(__name__)
@@ -154,15 +159,38 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def without_unused_processes() -> Iterator[None]:
-    """A cluster that is started in here has no process that a run does not use: three of Python,
-    which are a tenth of what a small run computes, and for one of which the driver would wait.
-    Where a release of Ray has moved what starts them, they are there."""
+    """A cluster that is started in here has no process that a run does not use: four of Python,
+    which are more than a tenth of what a small run computes, and for one of which the driver would
+    wait. Where a release of Ray has moved what starts them, they are there."""
+    services = importlib.import_module(SERVICES)
     node = getattr(importlib.import_module(NODE), "Node", None)
-    starts = {name: vars(node)[name] for name in UNUSED if name in vars(node)} if node else {}
-    for name in starts:
-        setattr(node, name, lambda *_, **__: None)
+    put: list[tuple[Any, str, Callable[..., Any]]] = [
+        (node, name, lambda *_, **__: None) for name in UNUSED if name in vars(node or object)
+    ]
+    if start := getattr(services, STARTS, None):
+
+        def started(command: Sequence[str], *rest: Any, **named: Any) -> Any:
+            return start(without_agent(command), *rest, **named)
+
+        put.append((services, STARTS, started))
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in put]
+    for owner, name, other in put:
+        setattr(owner, name, other)
     try:
         yield
     finally:
-        for name, start in starts.items():
-            setattr(node, name, start)
+        for owner, name, own in before:
+            setattr(owner, name, own)
+
+
+def without_agent(command: Sequence[str]) -> list[str]:
+    """The command of a raylet whose dashboard's agent is `NO_AGENT`; of another process, or of a
+    raylet that is not told of it so, as it is."""
+    told = {name: value for name, _, value in (w.partition("=") for w in command)}
+    agent, session, node = "--dashboard_agent_command", "--session_dir", "--node_id"
+    if not told.keys() >= {agent, session, node}:
+        return list(command)
+    # Without `site`: it needs nothing but Python's own modules, and is there at once.
+    stays = [sys.executable, "-I", "-S", str(NO_AGENT), told[session], told[node]]
+    line = f"{agent}={subprocess.list2cmdline(stays)}"
+    return [line if word.startswith(f"{agent}=") else word for word in command]

@@ -23,10 +23,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import nn
 
-from keel.trainer.engine.deepspeed_internals import found_changed, whole_shape
+from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine, found_changed, whole_shape
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.state.optimizer import OptimizerState, Share
 from keel.trainer.engine.state.optimizer_internals import files_of, trainable

@@ -15,12 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from keel.model.imports import not_found
 from keel.model.torch_internals import storage_id
+
+# Its autotuner, which no run uses, loads MLflow where that is installed, and with it web servers
+# and stores: a tenth of what a rank imports. So the others have it from here.
+with not_found("mlflow"):
+    import deepspeed
+    from deepspeed import DeepSpeedEngine as DeepSpeedEngine
 
 KNOWN = "0.19.8"
 """The release that this file was written for."""

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor, UntypedStorage, nn
 
 from keel.configs.schema import Config
 from keel.model.torch_internals import storage_id
 from keel.trainer.engine.deepspeed_internals import (
     KNOWN,
+    DeepSpeedEngine,
     buckets,
     check_held,
     drop_gathered,

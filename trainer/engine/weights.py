@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import deepspeed
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from keel.model.load import checkpoint_tensors, module_tensors, precision
 from keel.model.weight_transfer.buckets import FlatBucket
 from keel.model.weight_transfer.pack import BucketPacker
+from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
 
 

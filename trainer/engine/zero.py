@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import nn
 from torch.optim import Optimizer
 
 from keel.configs.schema import Config, TrainerConfig
 from keel.model.torch_internals import check_torch
 from keel.trainer.engine.deepspeed_internals import (
+    DeepSpeedEngine,
     check_experts,
+    deepspeed,
     gradient_sums,
     skip_shared_memory_op,
     whole_shape,

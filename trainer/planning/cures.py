@@ -27,11 +27,11 @@ def cures(
     planned: Callable[[Config], object],
     *,
     decided: Set[str] = frozenset(),
-    tried: int = TRIED,
+    tried: int | None = None,
 ) -> str:
     """A sentence with the smallest sets of changes after which `planned` raises no ConfigError, in
     the order of `changes`, each with the first of its values that does. `decided`: knobs that
-    `planned` sets by itself; `tried`: changes at most."""
+    `planned` sets by itself; `tried`: changes at most, else `TRIED`."""
 
     def fits(group: Iterable[Change]) -> bool:
         changed = config
@@ -44,7 +44,7 @@ def cures(
             return False
         return True
 
-    left = iter(range(tried))
+    left = iter(range(TRIED if tried is None else tried))
     for size in range(1, MOST + 1):
         ways: list[str] = []
         open_ones = [

@@ -19,6 +19,7 @@ from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt
 from keel.rollout.judge.process import JudgeProcess
 from keel.rollout.judge.server import JudgeServer
+from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.rewards.groups import group
 from tests.waiting import PATIENCE_S
 
@@ -67,7 +68,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
 def cluster() -> Iterator[None]:
     # Memory is the test's to plan, as in `keel.trainer.main.start_ray`.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with without_unused_processes():
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -15,6 +15,7 @@ import ray
 
 from keel.configs.schema import SamplingConfig
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
+from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.buckets import pack_buckets
 from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
 from tests.rollout.tiny_model import checkpoint_tensors, make_model
@@ -36,7 +37,8 @@ def buckets(folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pool(folder: Path, buckets: list[Any]) -> Iterator[RayRolloutPool]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with without_unused_processes():
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     spec = engine_spec(folder, engines=2, deadline_s=2 * PATIENCE_S, update_deadline_s=PATIENCE_S)
     pool = ray_pool(spec, gpu=False, startup_deadline_s=START_S)
     pool.start()

@@ -9,9 +9,12 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.waiting import PATIENCE_S
+from keel.trainer.cluster.no_agent import NONE, PORTS
+from keel.trainer.cluster.ray_internals import NO_AGENT
+from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.e2e
@@ -64,7 +67,13 @@ def listens(process):
         return []
 reached = {ip for p in [psutil.Process(), *ours] for ip in listens(p)}
 print(sorted(ip.removeprefix("::ffff:") for ip in reached if "127." not in ip), bool(reached))
-print([p.pid for p in ours if "ray::IDLE" in named(p)])
+print([named(p) for p in ours if "ray::IDLE" in named(p) or "ashboard" in named(p).split("=")[0]])
+"""
+RAYLET = """
+import subprocess, sys
+agent = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]])
+print(agent.pid, flush=True)
+sys.stdin.read()
 """
 
 
@@ -80,6 +89,20 @@ def run(python: Path | str, code: str, home: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RAYLET, str(NO_AGENT), str(tmp_path), "7"]
+    raylet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert raylet.stdin and raylet.stdout
+    agent = psutil.Process(int(raylet.stdout.readline()))
+    told = {f"{name}_7": NONE for name in PORTS}
+    found = lambda: {path.name: path.read_text() for path in tmp_path.iterdir()}  # noqa: E731
+    wait_for(lambda: found() == told, "its ports")
+    assert agent.is_running() and not agent.net_connections()
+    raylet.kill()
+    raylet.communicate(timeout=PATIENCE_S)
+    wait_for(lambda: not agent.is_running(), "its end")
 
 
 def test_nobody_joins_without_the_token_which_is_nowhere_to_be_read(tmp_path: Path) -> None:
@@ -99,6 +122,9 @@ def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     own, where, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
     assert own == "['gcs_server', 'raylet']"
-    assert (where, idle) == (str(home / "bin" / "python"), "[]")  # no process but the actor's
+    assert (where, idle) == (
+        str(home / "bin" / "python"),
+        "[]",
+    )  # no process but the actor's: nobody waits, and no part of the dashboard
     assert reached == "[] True"  # and none that listens to other machines
     assert token.read_text() == "1" * 64

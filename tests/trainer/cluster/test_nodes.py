@@ -29,7 +29,15 @@ from keel.configs.schema import (
 from keel.model import ray_calls
 from keel.trainer.cluster import nodes, reservation
 from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
-from keel.trainer.cluster.ray_internals import NODE, UNUSED, without_unused_processes
+from keel.trainer.cluster.ray_internals import (
+    NO_AGENT,
+    NODE,
+    SERVICES,
+    STARTS,
+    UNUSED,
+    without_agent,
+    without_unused_processes,
+)
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware
 from tests.waiting import PATIENCE_S
@@ -249,3 +257,19 @@ def test_memory_is_what_the_machine_has_or_a_container_may_have(tmp_path: Path) 
     whole = nodes.memory_gib((most, none))
     assert whole == psutil.virtual_memory().total / GIB
     assert nodes.memory_gib((most, none, limit)) == 0.5
+
+
+def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    services, commands = importlib.import_module(SERVICES), list[list[str]]()
+    monkeypatch.setattr(services, STARTS, lambda command, kind, **_: commands.append(command))
+    own = getattr(services, STARTS)
+    agent = "--dashboard_agent_command='/a b/python' agent.py --session-dir=/s --node-id=7"
+    with without_unused_processes():
+        getattr(services, STARTS)(["raylet", "--session_dir=/s", agent, "--node_id=7"], "raylet")
+    assert getattr(services, STARTS) is own
+    ((program, session, line, node),) = commands
+    assert (program, session, node) == ("raylet", "--session_dir=/s", "--node_id=7")
+    assert line.startswith("--dashboard_agent_command=")
+    assert line.endswith(f"-I -S {NO_AGENT} /s 7") and NO_AGENT.is_file()
+    for other in (["gcs_server", "--session_dir=/s"], ["raylet", agent, "--node_id=7"]):
+        assert without_agent(other) == other, "another process, or another release of Ray"

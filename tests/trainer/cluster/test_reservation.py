@@ -23,6 +23,7 @@ from keel.configs.schema import (
 )
 from keel.trainer.cli import main
 from keel.trainer.cluster.nodes import cluster_nodes, hardware_here, hardware_said, seating
+from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.cluster.reservation import Reservation, reserved
 from keel.trainer.planning.placement import ENGINE, RANK
 from tests.waiting import PATIENCE_S, wait_for
@@ -78,11 +79,12 @@ def fake_gpus() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster_address(fake_gpus: None) -> Iterator[str]:
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False},
-    )
-    cluster.add_node(num_cpus=CPUS, num_gpus=4)
+    with without_unused_processes():
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False},
+        )
+        cluster.add_node(num_cpus=CPUS, num_gpus=4)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
     yield cluster.address

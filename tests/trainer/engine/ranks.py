@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -95,6 +96,7 @@ class Ranks:
         if not torch.cuda.is_available():
             # The same graphs and gradients, without minutes of C++ to compile.
             layer_compile.BACKEND = "aot_eager"
+        assert "mlflow" not in sys.modules, "DeepSpeed takes it along where it finds it"
         return TrainerEngine(
             str(self.folder / model),
             config,

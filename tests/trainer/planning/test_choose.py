@@ -58,6 +58,13 @@ def shapes() -> dict[str, ModelFacts]:
     return {name: replace(facts_of(one), max_context=40_960) for name, one in SHAPES.items()}
 
 
+@pytest.fixture
+def quick_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would help is searched for a second or so, and has tests of its own."""
+    monkeypatch.setattr("keel.trainer.planning.cures.TRIED", 1)
+    monkeypatch.setattr("keel.trainer.planning.layouts.CURES_TRIED", 1)
+
+
 def recipe(*, dtype: Any = "bfloat16", **algorithm: Any) -> Config:
     """The workload of docs/performance.md."""
     sizes: dict[str, Any] = {"prompts_per_step": 16, "group_size": 8, **algorithm}
@@ -102,6 +109,7 @@ def some_layout_fits(config: Config, facts: ModelFacts, hardware: Hardware) -> b
     return False
 
 
+@pytest.mark.usefixtures("quick_refusals")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_that_fits_is_refused_and_what_is_chosen_fits(
     shape: str, shapes: dict[str, ModelFacts]
@@ -206,6 +214,7 @@ def test_how_many_gpus_are_used_is_not_chosen_where_nobody_knows_how_many_there_
     assert "trainer.ranks" not in choice.values
 
 
+@pytest.mark.usefixtures("quick_refusals")
 def test_what_others_hold_of_a_gpu_is_left_to_them(shapes: dict[str, ModelFacts]) -> None:
     alone = choose(recipe(), KNOBS, shapes["1.7b"], machine(1, 139.0))
     hardware = machine(1, 139.0, taken_gib=90.0)
@@ -255,6 +264,7 @@ def test_a_supervised_run_chooses_how_it_trains_and_nothing_else(
     assert lone.config.trainer.ranks == 2
 
 
+@pytest.mark.usefixtures("quick_refusals")
 def test_what_waits_in_a_machines_memory_has_to_fit_there(shapes: dict[str, ModelFacts]) -> None:
     """98 GB of an 8B model's optimizer on one GPU of 79 GiB."""
 

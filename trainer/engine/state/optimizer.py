@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
+from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine
 from keel.trainer.engine.state.files import TensorFile, write_tensors
 from keel.trainer.engine.state.optimizer_internals import (
     MOVED_ON,

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
+
+from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine
 
 MOVED_ON = (AttributeError, TypeError, LookupError, RuntimeError, AssertionError)
 """What looking at it ends in where it is another DeepSpeed than the one that is known."""
