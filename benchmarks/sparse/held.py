@@ -44,7 +44,6 @@ from keel.rl.supervised.lessons import Lesson, pack_lessons
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.supervised.loop import Batches
 
-
 DENSE, WARM_UP = 0.6, 0.2
 """Shares of --seconds; what is left is for text and measurements."""
 PROBE = 5
