@@ -315,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--large", action="store_true", help="43 M parameters, for a GPU")
     parser.add_argument("--context", type=int, help="tokens, with the same k/T")
+    parser.add_argument("--rows", type=int, help="contexts of a step: fewer, more steps")
     parser.add_argument("--seconds", type=float, help="fewer steps, to be done within so many")
     parser.add_argument("--packages", nargs="*", default=[], help="to learn from, too")
     parser.add_argument("--seed", type=int, default=0)
@@ -322,6 +323,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = LARGE if options.large else SMALL
     shape = at_context(shape, options.context or shape.context)
+    shape = replace(shape, rows=options.rows or shape.rows)
     disable_progress_bar()
     if not on_gpu():
         torch.set_num_threads(1)
