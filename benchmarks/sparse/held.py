@@ -44,7 +44,6 @@ from keel.rl.supervised.lessons import Lesson, pack_lessons
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.supervised.loop import Batches
 
-
 DENSE, WARM_UP = 0.6, 0.2
 """Shares of --seconds; what is left is for text and measurements."""
 PROBE = 5
@@ -316,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--large", action="store_true", help="43 M parameters, for a GPU")
     parser.add_argument("--context", type=int, help="tokens, with the same k/T")
+    parser.add_argument("--rows", type=int, help="contexts of a step: fewer, more steps")
     parser.add_argument("--seconds", type=float, help="fewer steps, to be done within so many")
     parser.add_argument("--packages", nargs="*", default=[], help="to learn from, too")
     parser.add_argument("--seed", type=int, default=0)
@@ -323,6 +323,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = LARGE if options.large else SMALL
     shape = at_context(shape, options.context or shape.context)
+    shape = replace(shape, rows=options.rows or shape.rows)
     disable_progress_bar()
     if not on_gpu():
         torch.set_num_threads(1)
