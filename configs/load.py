@@ -316,7 +316,7 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
     if key.startswith("-"):
         raise ConfigError(f"{origin}: write {override.lstrip('-')!r}, without dashes")
     if not equals or not _STEP.search(key):
-        raise ConfigError(f"{origin}: write key=value, for example run.steps=20")
+        raise ConfigError(f"{origin}: write key=value without spaces, such as run.steps=20")
     try:
         node = tree_of(text)
         if node is not None and (problem := misread(node)):

@@ -12,8 +12,9 @@ from keel.model.source import check_path, is_hub_name
 from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers.known import check_trackers
 
+FILES = ("jsonl", "file")
 SOON = 2**22
-"""Bytes of a file that is read here already: a tenth of a second."""
+"""Bytes of a file, or of all of a folder's, that are read here already: a tenth of a second."""
 
 
 def check_named(config: Config, command: str) -> None:
@@ -25,10 +26,10 @@ def check_named(config: Config, command: str) -> None:
     sampled = () if supervised else config.data.sources
     learned = config.sft.sources if supervised or command == "check" else ()
     for source in sampled:
-        if source.source == "jsonl" and _soon_read(data_path(source.path)):
+        if source.source in FILES and _soon_read(data_path(source.path)):
             load_jsonl(source)
     for source in learned:
-        if source.source == "jsonl" and _soon_read(data_path(source.path)):
+        if source.source in FILES and _soon_read(data_path(source.path)):
             read_rows(source)
         if source.source == "trajectories" and not data_path(source.path).exists():
             read_trajectories(source, tokenizer="")
@@ -43,10 +44,17 @@ def check_named(config: Config, command: str) -> None:
     model = config.model.path
     if model != "embedded" and not config.endpoint.base_url:
         for path in (model, config.model.tokenizer or model):
-            if not is_hub_name(path):
+            # `models/qwen4` may be a name of the hub's; beside a folder `models` it hardly is.
+            if not is_hub_name(path) or ("/" in path and Path(path).parent.is_dir()):
                 check_path(path)
 
 
-def _soon_read(file: Path) -> bool:
+def _soon_read(path: Path) -> bool:
     """Whether to read it, or to say that it is not there."""
-    return not file.is_file() or file.stat().st_size <= SOON
+    files = path.rglob("*") if path.is_dir() else (path,)
+    size = 0
+    for file in files:
+        size += file.stat().st_size if file.is_file() else 0
+        if size > SOON:
+            return False
+    return True
