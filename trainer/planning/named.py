@@ -44,8 +44,9 @@ def check_named(config: Config, command: str) -> None:
     model = config.model.path
     if model != "embedded" and not config.endpoint.base_url:
         for path in (model, config.model.tokenizer or model):
-            # `models/qwen4` may be a name of the hub's; beside a folder `models` it hardly is.
-            if not is_hub_name(path) or ("/" in path and Path(path).parent.is_dir()):
+            # `models/qwen4` may be a name of the hub; beside a folder `models` it hardly is.
+            beside = "/" in path and Path(path).parent.is_dir()
+            if not is_hub_name(path) or beside or Path(path).is_file():
                 check_path(path)
 
 

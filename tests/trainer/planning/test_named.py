@@ -59,3 +59,5 @@ def test_a_model_beside_other_models_is_no_name_of_the_hub(tmp_path: Path) -> No
     (tmp_path / "models" / "qwen3").mkdir(parents=True)
     assert "(models has qwen3)" in said(tmp_path, "model.path=models/qwen4")
     assert said(tmp_path, "model.path=Qwen/Qwen3-0.6B") == ""  # later: the hub has to be asked
+    (tmp_path / "weights").write_text("")
+    assert "is a file; name the folder" in said(tmp_path, "model.path=weights")
