@@ -266,6 +266,7 @@ def fetch(path: str) -> None:
     if path == EMBEDDED or (download := download_of(path)) is None:
         return
     with waiting(f"downloading {path}", total=download.total, unit="bytes") as wait:
+        wait.before = download.present()
         wait.measure = lambda shown: setattr(shown, "done", download.present())
         download.fetch()
 
