@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
@@ -218,7 +219,9 @@ class _Builder:
         elif hint is str:
             cure = "; put it in quotes"
         elif hint in (int, bool) and isinstance(value, str):
-            cure = " without quotes" if value.strip().lstrip("-").isdigit() else ""
+            plain = unicodedata.normalize("NFKC", value).strip()
+            if plain.lstrip("-").isdigit():
+                cure = " without quotes" if value.isascii() else f"; write {plain} in plain digits"
         kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
         return self.problem(at, f" = {value!r}: must be {kind}{cure}")
 

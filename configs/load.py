@@ -27,7 +27,7 @@ from keel.configs.auto import spelled_out, taken_out
 from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
-from keel.configs.hostile import calls, misread, tree_of
+from keel.configs.hostile import calls, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
 from keel.configs.shipped import find, hint_of
 from keel.configs.suggest import knob_types, section_type
@@ -195,7 +195,8 @@ def _read(
         values = _values(text)
         layer = cast(dict[str, Any], OmegaConf.to_container(values))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {_reason(error)}") from error
+        said = f"{_reason(error)}{lookalike(error, text)}"
+        raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {said}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, lines, str(path))) from error
     except RecursionError as error:

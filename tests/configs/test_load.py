@@ -234,7 +234,18 @@ def test_inheritance_that_cannot_be_followed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("run:\n  steps: [1\ntrainer: {}", ":3: not valid YAML"),
-        ("run:\n\tsteps: 1", ":2: not valid YAML"),
+        ("run:\n\tsteps: 1", "; line 2 has a tab, write spaces"),
+        (
+            "run:\n  steps\uff1a 1\n  eval_every: 2",
+            "; line 2 has '\uff1a' (fullwidth colon), write :",
+        ),
+        ("run: {steps: 1\uff0c eval_every: 2}", "; line 1 has '\uff0c' (fullwidth comma), write ,"),
+        (
+            "run:\n\u00a0\u00a0steps: 1\n  eval_every: 2",
+            "; line 2 has '\\xa0' (no break space), write a space",
+        ),
+        ("run: {dir: \u201cruns/a\u201d}", "takes typographic quotes for part of the text"),
+        ("run: {steps: \uff14}", "must be a whole number; write 4 in plain digits"),
         ("run: {steps: 1}\nrun: {steps: 2}", ":2: not valid YAML: found duplicate key run"),
         ("- 1", ":1: a recipe is made of"),
         ("just text", ":1: a recipe is made of"),
