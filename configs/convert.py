@@ -202,7 +202,8 @@ class _Builder:
     def scalar(self, hint: type, value: Any, at: _At) -> Any:
         if value is None:
             kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
-            return self.problem(at, f" = null: must be {kind}")
+            cure = '; an empty one is "" (in a shell: KNOB=\'""\')' if hint is str else ""
+            return self.problem(at, f" = null: must be {kind}{cure}")
         if hint is float:
             number = _as_float(value)
             if number is not None and math.isfinite(number):

@@ -44,6 +44,12 @@ __all__ = [
     "load_recipe",
     "load_synthesis",
 ]
+NO_RECIPES = {
+    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow"), "a file of data"),
+    **dict.fromkeys((".py", ".ipynb"), "Python"),
+    ".safetensors": "a model's weights",
+}
+"""Endings of what people name where a recipe is wanted."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -268,10 +274,17 @@ def _text(path: Path, folder: str) -> str:
             raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
         hint = f"; {there} has {', '.join(recipes[:8])}" if recipes else ""
         raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
+    if path.suffix in NO_RECIPES:
+        raise ConfigError(
+            f"{path}: is {NO_RECIPES[path.suffix]} and no recipe; name a YAML file (`keel new` "
+            "writes one)"
+        )
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
@@ -295,6 +308,8 @@ def _mark(error: yaml.YAMLError) -> str:
 
 def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        if error.problem.startswith("expected <block end>"):
+            return "it is indented otherwise than the lines around it"
         return f"{error.problem} ({error.context})" if error.context else error.problem
     return str(error)
 

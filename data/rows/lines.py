@@ -67,7 +67,7 @@ def object_of(line: bytes, *, halves: bool = False) -> tuple[dict[str, Any], dic
         record = json.loads(text)
         as_text = json.loads(text, parse_int=str, parse_float=str)
     except UnicodeDecodeError as error:
-        raise BadLine(f"not UTF-8 (byte {error.start})") from error
+        raise BadLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise BadLine(f"not JSON: {error.msg} (column {error.colno})") from error
     except ValueError as error:  # integers of thousands of digits

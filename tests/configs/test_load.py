@@ -234,6 +234,8 @@ def test_inheritance_that_cannot_be_followed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("run:\n  steps: [1\ntrainer: {}", ":3: not valid YAML"),
+        ("run:\n  steps: 1\n eval_every: 2", ":3: not valid YAML: it is indented otherwise"),
+        ("run: {dir: }", 'must be text; an empty one is ""'),
         ("run:\n\tsteps: 1", "; line 2 has a tab, write spaces"),
         (
             "run:\n  steps\uff1a 1\n  eval_every: 2",
@@ -277,7 +279,9 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such file[^K]*$"):
         load_synthesis("zzz")  # none comes along
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: caf\xe9}")
-    assert "cannot be read as UTF-8" in refused(tmp_path / "latin.yaml")
+    assert "cannot be read as UTF-8 text; save it" in refused(tmp_path / "latin.yaml")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert "is a file of data and no recipe; name a YAML file" in refused(tmp_path / "rows.jsonl")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_recipe(tmp_path: Path) -> None:
