@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from keel.configs.paths import data_path
@@ -34,7 +36,7 @@ def check_named(config: Config, command: str) -> None:
         if source.source == "trajectories" and not data_path(source.path).exists():
             read_trajectories(source, tokenizer="")
     parts = {
-        domain: {part: weight for part, weight in weights.items() if "." not in part}
+        domain: {part: weight for part, weight in weights.items() if _soon_known(part)}
         for domain, weights in config.data.rewards_by_domain.items()
     }
     try:
@@ -48,6 +50,16 @@ def check_named(config: Config, command: str) -> None:
             beside = "/" in path and Path(path).parent.is_dir()
             if not is_hub_name(path) or beside or Path(path).is_file():
                 check_path(path)
+
+
+def _soon_known(part: str) -> bool:
+    """Whether part of a reward is Keel's own, or of a module that nobody has: others are imported
+    later, with all that they need."""
+    module, dot, _ = part.partition(".")
+    if not dot or not module.isidentifier():
+        return True
+    here = Path(module).is_dir() or Path(f"{module}.py").is_file()
+    return not here and module not in sys.modules and find_spec(module) is None
 
 
 def _soon_read(path: Path) -> bool:

@@ -61,3 +61,14 @@ def test_a_model_beside_other_models_is_no_name_of_the_hub(tmp_path: Path) -> No
     assert said(tmp_path, "model.path=Qwen/Qwen3-0.6B") == ""  # later: the hub has to be asked
     (tmp_path / "weights").write_text("")
     assert "is a file; name the folder" in said(tmp_path, "model.path=weights")
+
+
+def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit('is not imported yet')\n")
+
+    def weighed(part: str) -> str:
+        return said(tmp_path, f"data.sources[spiral].rewards={{{part}: 1}}")
+
+    assert "there is no module 'my_reward'" in weighed("my_reward.brief")
+    assert weighed("my_rewards.brief") == weighed("random.random") == ""
+    assert "must be a module's name, a dot and a function's" in weighed("'./my_rewards.py:brief'")
