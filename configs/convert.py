@@ -214,6 +214,8 @@ class _Builder:
             if hint is str and _CONTROL.search(value):
                 return self.problem(at, f" = {value!r}: holds a control character; remove it")
             return value
+        if hint is str and type(value) is int and at.key in STEPS:
+            return str(value)
         cure = ""
         if hint is int and isinstance(value, float) and value.is_integer():
             cure = f"; write {int(value)}"
@@ -231,6 +233,8 @@ class _Builder:
         return [AUTO] * (self.root is Config and at.key in KNOBS)
 
 
+STEPS = ("eval.checkpoint", "filter.checkpoint")
+"""Texts that may be a step, which YAML reads as a number."""
 _TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",

@@ -89,6 +89,11 @@ def _tree(
     package, in which recipes of the kind come along."""
     recipe = find(path, folder)
     layers, where = _read(recipe, (), folder)
+    if root is not Config and (own := {"data", "model", "trainer"} & layers[-1].keys()):
+        raise ConfigError(
+            f"{where[min(own)]}: {min(own)}: is a section of the recipes of `keel train`; this "
+            f"command takes another kind, of {', '.join(field.name for field in fields(root))}"
+        )
     try:
         tree: dict[str, Any] = {}
         for layer in layers:

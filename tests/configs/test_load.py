@@ -133,6 +133,21 @@ def test_a_typo_is_answered_with_the_nearest_knob(tmp_path: Path, key: str, cure
     assert cure in error
 
 
+def test_a_step_is_a_checkpoint_without_quotes(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, RECIPE), ["eval.checkpoint=20"])
+    assert config.eval.checkpoint == "20"
+    assert "must be last, base, or a step such as 20" in refused(
+        write(tmp_path, RECIPE), "eval.checkpoint=-1"
+    )
+
+
+def test_a_recipe_of_another_command_is_said_to_be_one(tmp_path: Path) -> None:
+    path = write(tmp_path, RECIPE)
+    for load in (load_distillation, load_synthesis):
+        with pytest.raises(ConfigError, match="of the recipes of `keel train`; this command takes"):
+            load(path)
+
+
 RENAMED_KNOBS = [
     ("data.sources[sums].length.right", "data.sources[sums].length.correct_threshold"),
     ("model.embedded.cold_start.batch", "model.embedded.cold_start.batch_size"),
@@ -271,7 +286,7 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     assert "is a folder" in refused(tmp_path)
     for name in ("quikstart", "quickstrat.yaml"):
         assert "did you mean quickstart, which comes with Keel?" in refused(Path(name))
-    comes = "agent-guess, agent-trip, embedded-100m, gpu-dense, "
+    comes = "agent-guess, agent-trip, agent-trip-100m, embedded-100m, "
     assert f"; Keel comes with {comes}" in refused(Path("zzz"))
     assert "Keel" not in refused(tmp_path / "quikstart.yaml")
     with pytest.raises(ConfigError, match=r"no such file.*; Keel comes with quickstart, special"):

@@ -23,6 +23,11 @@ def check_named(config: Config, command: str) -> None:
     """Raises ConfigError, in the words of whoever reads them later. What takes longer to know (the
     hub's models, the lines of a large file, functions of one's own) is found there alone."""
     supervised = command in ("sft", "pretrain")
+    if supervised and not config.sft.sources:
+        raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
+    folder = Path(config.run.dir).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"run.dir = {folder}: is a file; choose another folder")
     if supervised or command in ("train", "check"):
         check_trackers(config.run.trackers)
     sampled = () if supervised else config.data.sources

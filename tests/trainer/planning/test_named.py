@@ -63,6 +63,12 @@ def test_a_model_beside_other_models_is_no_name_of_the_hub(tmp_path: Path) -> No
     assert "is a file; name the folder" in said(tmp_path, "model.path=weights")
 
 
+def test_a_run_in_a_file_and_lessons_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    assert "is a file; choose another folder" in said(tmp_path, f"run.dir={tmp_path / 'taken'}")
+    assert said(tmp_path, command="sft").startswith("sft.sources: there is none")
+
+
 def test_a_reward_of_a_module_that_nobody_has(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("raise SystemExit('is not imported yet')\n")
 
