@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
@@ -201,7 +202,8 @@ class _Builder:
     def scalar(self, hint: type, value: Any, at: _At) -> Any:
         if value is None:
             kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
-            return self.problem(at, f" = null: must be {kind}")
+            cure = '; an empty one is "" (in a shell: KNOB=\'""\')' if hint is str else ""
+            return self.problem(at, f" = null: must be {kind}{cure}")
         if hint is float:
             number = _as_float(value)
             if number is not None and math.isfinite(number):
@@ -212,13 +214,17 @@ class _Builder:
             if hint is str and _CONTROL.search(value):
                 return self.problem(at, f" = {value!r}: holds a control character; remove it")
             return value
+        if hint is str and type(value) is int and at.key in STEPS:
+            return str(value)
         cure = ""
         if hint is int and isinstance(value, float) and value.is_integer():
             cure = f"; write {int(value)}"
         elif hint is str:
             cure = "; put it in quotes"
         elif hint in (int, bool) and isinstance(value, str):
-            cure = " without quotes" if value.strip().lstrip("-").isdigit() else ""
+            plain = unicodedata.normalize("NFKC", value).strip()
+            if plain.lstrip("-").isdigit():
+                cure = " without quotes" if value.isascii() else f"; write {plain} in plain digits"
         kind = ", or ".join([_TYPE_NAMES[hint], *self.or_auto(at)])
         return self.problem(at, f" = {value!r}: must be {kind}{cure}")
 
@@ -227,6 +233,8 @@ class _Builder:
         return [AUTO] * (self.root is Config and at.key in KNOBS)
 
 
+STEPS = ("eval.checkpoint", "filter.checkpoint")
+"""Texts that may be a step, which YAML reads as a number."""
 _TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",

@@ -34,6 +34,7 @@ RESUMABLE_KNOBS = frozenset(
         "run.gpus_per_node",
         "run.nodes",
         "model.embedded.cache_dir",
+        "model.embedded.cold_start.max_seconds",
         "rewards.workers",
         "rewards.deadline_s",
         "rewards.max_failure_fraction",

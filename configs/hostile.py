@@ -1,9 +1,10 @@
 """What a recipe's YAML would do to its reader: aliases that stand for millions of values, numbers
-that are not what they look like, and texts that call functions."""
+and marks that are not what they look like, and texts that call functions."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
 MOST_VALUES = 100_000
 """In a recipe; aliases count as what they stand for."""
 MOST_DIGITS = 100
+OPENING, CLOSING = "\u201c\u201e\u2018\u00ab", "\u201d\u201c\u2019\u00bb"
+"""Typographic quotes."""
 
 
 def tree_of(text: str) -> yaml.Node | None:
@@ -23,9 +26,34 @@ def tree_of(text: str) -> yaml.Node | None:
     return root
 
 
+def lookalike(error: yaml.YAMLError, text: str) -> str:
+    """A character at the place of the error that is not the one it looks like, and what YAML wants
+    instead; "" where there is none."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if mark is None:
+        return ""
+    lines = text.splitlines()
+    for number in (mark.line, mark.line - 1):  # a key without a colon is noticed a line later
+        for character in lines[number] if 0 <= number < len(lines) else "":
+            plain = unicodedata.normalize("NFKC", character)
+            if character == "\t":
+                said, plain = "a tab", "spaces"
+            elif plain == character or not (plain == " " or plain in ":,-#[]{}'\"|>&*!%@"):
+                continue
+            else:
+                name = unicodedata.name(character, "a character").lower().replace("-", " ")
+                said, plain = f"{character!r} ({name})", "a space" if plain == " " else plain
+            return f"; line {number + 1} has {said}, write {plain}"
+    return ""
+
+
 def misread(node: yaml.Node) -> str:
-    """What is wrong with a number as YAML reads it; "" for anything else."""
+    """What is wrong with a number as YAML reads it, or with a text that only looks quoted; "" for
+    anything else."""
     kind, text = str(node.tag).rpartition(":")[2], node.value
+    bare = kind == "str" and isinstance(node, yaml.ScalarNode) and not node.style
+    if bare and len(text) > 1 and text[0] in OPENING and text[-1] in CLOSING:
+        return "YAML takes typographic quotes for part of the text; write plain ones"
     if kind not in ("int", "float") or not isinstance(text, str):
         return ""
     if ":" in text:

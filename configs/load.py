@@ -27,7 +27,7 @@ from keel.configs.auto import spelled_out, taken_out
 from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
-from keel.configs.hostile import calls, misread, tree_of
+from keel.configs.hostile import calls, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
 from keel.configs.shipped import find, hint_of
 from keel.configs.suggest import knob_types, section_type
@@ -44,6 +44,12 @@ __all__ = [
     "load_recipe",
     "load_synthesis",
 ]
+NO_RECIPES = {
+    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow"), "a file of data"),
+    **dict.fromkeys((".py", ".ipynb"), "Python"),
+    ".safetensors": "a model's weights",
+}
+"""Endings of what people name where a recipe is wanted."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -83,6 +89,11 @@ def _tree(
     package, in which recipes of the kind come along."""
     recipe = find(path, folder)
     layers, where = _read(recipe, (), folder)
+    if root is not Config and (own := {"data", "model", "trainer"} & layers[-1].keys()):
+        raise ConfigError(
+            f"{where[min(own)]}: {min(own)}: is a section of the recipes of `keel train`; this "
+            f"command takes another kind, of {', '.join(field.name for field in fields(root))}"
+        )
     try:
         tree: dict[str, Any] = {}
         for layer in layers:
@@ -195,7 +206,8 @@ def _read(
         values = _values(text)
         layer = cast(dict[str, Any], OmegaConf.to_container(values))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {_reason(error)}") from error
+        said = f"{_reason(error)}{lookalike(error, text)}"
+        raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {said}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, lines, str(path))) from error
     except RecursionError as error:
@@ -267,10 +279,17 @@ def _text(path: Path, folder: str) -> str:
             raise ConfigError(f"{path}: {what}; did you mean {' or '.join(near)}?")
         hint = f"; {there} has {', '.join(recipes[:8])}" if recipes else ""
         raise ConfigError(f"{path}: {what}{hint}{hint_of(path, folder)}")
+    if path.suffix in NO_RECIPES:
+        raise ConfigError(
+            f"{path}: is {NO_RECIPES[path.suffix]} and no recipe; name a YAML file (`keel new` "
+            "writes one)"
+        )
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
@@ -294,6 +313,8 @@ def _mark(error: yaml.YAMLError) -> str:
 
 def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        if error.problem.startswith("expected <block end>"):
+            return "it is indented otherwise than the lines around it"
         return f"{error.problem} ({error.context})" if error.context else error.problem
     return str(error)
 
@@ -316,7 +337,7 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
     if key.startswith("-"):
         raise ConfigError(f"{origin}: write {override.lstrip('-')!r}, without dashes")
     if not equals or not _STEP.search(key):
-        raise ConfigError(f"{origin}: write key=value, for example run.steps=20")
+        raise ConfigError(f"{origin}: write key=value without spaces, such as run.steps=20")
     try:
         node = tree_of(text)
         if node is not None and (problem := misread(node)):

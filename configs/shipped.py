@@ -11,7 +11,7 @@ from pathlib import Path
 
 from keel.configs.sections.base import ConfigError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent  # as people know it, not through a link
 SHELF = "shelf/"
 FOLDERS: Mapping[str, str] = {
     "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",

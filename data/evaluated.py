@@ -134,6 +134,11 @@ def read_evaluation(folder: Path) -> list[Asked]:
     path = folder / "samples.jsonl"
     try:
         data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path}: cannot be read as an evaluation: there is none; name a folder that `keel "
+            "eval` has written, such as RUN/eval/step_000020"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as an evaluation: {error}") from error
     asked: list[Asked] = []

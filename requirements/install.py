@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parent))
 from keel.trainer.run.waits import Wait, waiting  # noqa: E402  standard library alone, too
 
@@ -158,6 +159,19 @@ def announcement(build: Build, size: float | None) -> str:
     return "\n".join(lines + [CURE] * build.cuda)
 
 
+def put_on_path(site: Path) -> None:
+    """The checkout's package on the path of the environment whose site-packages this is, too.
+
+    pip's finder for editable packages comes last: in the folder that the checkout lies in, Python
+    would take a checkout that is called `keel` itself for the package, and find nothing in it."""
+    folder = site / "keel-checkout"
+    folder.mkdir(exist_ok=True)
+    link = folder / "keel"
+    link.unlink(missing_ok=True)
+    link.symlink_to(HERE.parent / "keel")
+    (site / "keel-checkout.pth").write_text(f"{folder.name}\n")
+
+
 def of(path: Path) -> tuple[str, str]:
     return "--requirement", str(path)
 
@@ -186,6 +200,7 @@ def main() -> None:
     for what, words, count in steps:
         if install(what, words, count):
             sys.exit(f"pip could not install {' '.join(words)}: its message is above")
+    put_on_path(Path(sysconfig.get_path("purelib")))
     if subprocess.run([sys.executable, "-c", "import torch"]).returncode:
         sys.exit(
             f"torch {build.version} from {build.address or 'an earlier installation'} does not "

@@ -7,7 +7,8 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -20,23 +21,81 @@ Make = Callable[[str], Awaitable[Sequence[Refused] | None]]
 """Makes the task of a key and leaves it in the folder, whole or not at all. Returns what was thrown
 away on the way. Raises Refused where a gate throws the task away, AuthorLost, BudgetSpent."""
 Say = Callable[[str], object]
+
+
+class Shown(Protocol):
+    """A wait that is shown."""
+
+    done: float
+    before: float
+    measure: Callable[[Any], object] | None
+    """Called with it before it is shown, to set `note`."""
+
+
+class Show(Protocol):
+    """Of how many tasks (0: none)."""
+
+    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Shown]: ...
+
+
+@dataclass(slots=True)
+class _Unseen:
+    done: float = 0
+    before: float = 0
+    measure: Callable[[Any], object] | None = None
+
+
+def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Shown]:
+    return nullcontext(_Unseen())
+
+
 MOST_LOST = 5
 """Tasks in a row whose author was lost, after which it is not asked any more."""
 
 
 async def make_all(
-    keys: Sequence[str], make: Make, ledger: Ledger, *, at_once: int, say: Say, stop: asyncio.Event
+    keys: Sequence[str],
+    make: Make,
+    ledger: Ledger,
+    *,
+    at_once: int,
+    say: Say,
+    stop: asyncio.Event,
+    show: Show = _unseen,
 ) -> str:
     """Makes the tasks that the ledger lacks. Returns why it ended early; "" where it did not."""
+    made = sum(key in ledger.outcomes for key in keys)
+    if made:
+        say(f"{made:,} of {len(keys):,} tasks are made already")
+    if made == len(keys):
+        return ""
+    with show("making tasks", total=len(keys)) as shown:
+        shown.done = shown.before = made
+        return await _make_left(keys, make, ledger, at_once, say, stop, shown)
+
+
+async def _make_left(
+    keys: Sequence[str],
+    make: Make,
+    ledger: Ledger,
+    at_once: int,
+    say: Say,
+    stop: asyncio.Event,
+    shown: Shown,
+) -> str:
     left = [key for key in keys if key not in ledger.outcomes]
-    queue, why, lost = list(reversed(left)), "", 0
-    if len(left) < len(keys):
-        say(f"{len(keys) - len(left):,} of {len(keys):,} tasks are made already")
+    queue, why, lost, under_way = list(reversed(left)), "", 0, set[str]()
+
+    def measure(wait: Any) -> None:
+        wait.note = f"{len(under_way)} under way, {len(ledger.spent):,} calls of models"
+
+    shown.measure = measure
 
     async def worker() -> None:
         nonlocal why, lost
         while queue and not why and not stop.is_set():
             key, begun = queue.pop(), time.monotonic()
+            under_way.add(key)
             try:
                 drafts = await make(key) or ()
             except Refused as refused:
@@ -53,6 +112,8 @@ async def make_all(
                 return
             else:
                 gate, reason, outcome = "", "", "kept"
+            finally:
+                under_way.discard(key)
             lost, seconds = 0, round(time.monotonic() - begun, 3)
             ledger.add(
                 Outcome(
@@ -65,8 +126,8 @@ async def make_all(
                 )
             )
             said = "kept" if outcome == "kept" else f"refused by {gate}: {reason}"
-            done = sum(key in ledger.outcomes for key in keys)
-            say(f"{done:,} of {len(keys):,}: {key} {said}")
+            shown.done += 1
+            say(f"{shown.done:,.0f} of {len(keys):,}: {key} {said}")
 
     workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
     if workers:
@@ -130,13 +191,13 @@ def open_pipeline(
     raise ConfigError(f"family = {config.family!r}: has no pipeline")
 
 
-def synthesize(config: SynthesisConfig, say: Say = print) -> int:
-    """The command's exit status: 0 all is made; 1 stopped early, and can be called again. Raises
-    ConfigError."""
-    return asyncio.run(_synthesize(config, say))
+def synthesize(config: SynthesisConfig, say: Say = print, show: Show = _unseen) -> int:
+    """The command's exit status: 0 all is made; 1 stopped early, and can be called again. show:
+    what is waited for. Raises ConfigError."""
+    return asyncio.run(_synthesize(config, say, show))
 
 
-async def _synthesize(config: SynthesisConfig, say: Say) -> int:
+async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
     with Ledger(folder, depends_on(config)) as ledger:
         loop = asyncio.get_running_loop()
@@ -154,9 +215,18 @@ async def _synthesize(config: SynthesisConfig, say: Say) -> int:
 
         try:
             author = author_of(config.author)
-            async with open_pipeline(config, author, folder, author_of) as pipeline:
+            async with AsyncExitStack() as stack:
+                with show("preparing what tasks are made of"):
+                    pipeline = open_pipeline(config, author, folder, author_of)
+                    await stack.enter_async_context(pipeline)
                 why = await make_all(
-                    pipeline.keys, pipeline.make, ledger, at_once=config.at_once, say=say, stop=stop
+                    pipeline.keys,
+                    pipeline.make,
+                    ledger,
+                    at_once=config.at_once,
+                    say=say,
+                    stop=stop,
+                    show=show,
                 )
         finally:
             for each in authors:

@@ -276,6 +276,7 @@ def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -
 def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
     """Which takes it a second; torch and Ray alone would take longer."""
     source = "{name: a, source: jsonl, path: /nowhere/at-all.jsonl}"
+    table = "{name: a, source: file, path: /nowhere/at-all.csv}"
     commands = [
         ("check", "quikstart"),
         ("train", "quickstart", "trainer.lrr=1"),
@@ -292,14 +293,15 @@ def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
         ("eval", "quickstart", "model.path=/nowhere/at-all", "data.sources[spiral].size=8"),
         ("sft", "sft-quickstart", f"sft.sources=[{source}]"),
         ("train", "quickstart", f"data.sources=[{source}]"),
+        ("train", "quickstart", f"data.sources=[{table}]"),
     ]
     heavy = ("torch", "ray", "matplotlib", "sympy", *ENGINES)
     program = (
         f"import sys; from keel.trainer.cli import main\n"
         f"for commands, heavy in ({commands!r}, {('numpy', *heavy)!r}), ({named!r}, {heavy!r}):\n"
         f"    for command in commands:\n"
-        f"        print(main(command), *(name for name in heavy if name in sys.modules))"
+        f"        print('status', main(command), *(n for n in heavy if n in sys.modules))"
     )
-    # A busy machine is told what it waits for.
-    said = [line for line in lines_of(program) if not line.endswith(" …")]
-    assert said == ["2"] * len(commands + named)
+    # On a busy machine lines stand between that say what is waited for.
+    said = [line for line in lines_of(program) if line.startswith("status ")]
+    assert said == ["status 2"] * len(commands + named)

@@ -325,6 +325,25 @@ def test_what_pip_says_is_how_far_it_is(packages: int, lines: list[str], words: 
     assert words in wait.words()
 
 
+def test_python_beside_a_checkout_called_keel_finds_the_package(tmp_path: Path) -> None:
+    for _ in range(2):  # installed again
+        install.put_on_path(tmp_path)
+    (tmp_path / "work" / "keel" / "trainer").mkdir(parents=True)  # a checkout has no __init__.py
+    done = subprocess.run(
+        [
+            *(sys.executable, "-S", "-c"),
+            f"import site; site.addsitedir({str(tmp_path)!r}); import keel; "
+            "import keel.configs.paths as found; print(found.__name__, keel.__all__)",
+        ],
+        cwd=tmp_path / "work",
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("keel.configs.paths [")
+
+
 def test_a_failure_of_pip_is_shown_with_its_words(
     index: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -265,7 +266,10 @@ def light(arguments: argparse.Namespace) -> int:
             return distill(load_distillation(arguments.recipe, arguments.override))
         from keel.tasks.synthesize import synthesize  # noqa: PLC0415
 
-        return synthesize(load_synthesis(arguments.recipe, arguments.override))
+        return synthesize(
+            load_synthesis(arguments.recipe, arguments.override),
+            show=partial(waiting, unit="tasks"),
+        )
     except ConfigError as error:
         print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED

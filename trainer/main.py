@@ -49,7 +49,7 @@ from keel.trainer.supervised.wiring import (
     run_lessons,
     teaching,
 )
-from keel.trainer.system import System, running
+from keel.trainer.system import System, fetch, running
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -174,6 +174,7 @@ def judge(options: argparse.Namespace) -> None:
         if settings.serve:
             gpu = torch.cuda.is_available()
             settings.check_used(judged=True, gpu=gpu)
+            fetch(settings.model)
             start_ray()
             stack.callback(end_ray)
             stack.enter_context(watched(print, frozen_after_s))
@@ -185,7 +186,7 @@ def judge(options: argparse.Namespace) -> None:
             out,
             Console(),
             server=server,
-            show=lambda what, total: waiting(what, total=total, unit="answers"),
+            show=partial(waiting, unit="answers"),
         )
     if failed:
         raise RuntimeError(f"{failed} of {len(items)} answers could not be judged")

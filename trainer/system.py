@@ -5,7 +5,7 @@ The order is by cost: what can be refused is refused before Ray starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -31,8 +31,9 @@ from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.agents import demonstrate, episode_runner
+from keel.trainer.cluster.downloads import fetch_on_others
 from keel.trainer.cluster.nodes import end_ray, start_ray
-from keel.trainer.cluster.reservation import reserved
+from keel.trainer.cluster.reservation import Reservation, reserved
 from keel.trainer.cluster.watch import Watch, watched
 from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
@@ -146,6 +147,9 @@ def running(
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
+        fetch_elsewhere(config.model.path, seats, (RANK, ENGINE), deadline)
+        if task.judged and config.rewards.judge.serve:
+            fetch_elsewhere(config.rewards.judge.model, seats, (JUDGE,), deadline)
         watch = stack.enter_context(watched(say, config.run.frozen_after_s))
         if config.rewards.judge.serve:
             where = seats.options(JUDGE, 0) if seats else {}
@@ -266,8 +270,21 @@ def fetch(path: str) -> None:
     if path == EMBEDDED or (download := download_of(path)) is None:
         return
     with waiting(f"downloading {path}", total=download.total, unit="bytes") as wait:
+        wait.before = download.present()
         wait.measure = lambda shown: setattr(shown, "done", download.present())
         download.fetch()
+
+
+def fetch_elsewhere(
+    path: str, seats: Reservation | None, kinds: Sequence[str], deadline_s: float
+) -> None:
+    """The same on the further nodes of a cluster: those on which actors of these kinds have seats,
+    or all where nobody has one."""
+    if path == EMBEDDED:
+        return
+    seated = seats.placement.seats if seats else ()
+    nodes = {seat.node.id for seat in seated if seat.kind in kinds}
+    fetch_on_others(path, deadline_s=deadline_s, nodes=nodes)
 
 
 def model_folder(task: Task) -> str:

@@ -193,5 +193,5 @@ def _require_checkpoint(knob: str, value: str) -> None:
         value in ("last", "base") or value.isdecimal(),
         knob,
         value,
-        "must be last, base, or a step such as '20' in quotes",
+        "must be last, base, or a step such as 20",
     )

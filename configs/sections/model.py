@@ -12,8 +12,9 @@ from keel.configs.sections.base import require
 class ColdStartConfig:
     """Supervised warm-up of the embedded model on generated solutions."""
 
-    max_seconds: float = 300.0
-    """Seconds. A slower cold start fails: a model cut short would start from somewhere else."""
+    max_seconds: float = 3600.0
+    """Seconds; a minute is usual, on a busy machine many more. A slower cold start fails: a model
+    cut short would start from somewhere else."""
     steps: int = 320
     """Optimizer steps, about a tenth of a second each; 0: leave the weights random."""
     batch_size: int = 64

@@ -169,10 +169,13 @@ class Columns:
             elif value is MISSING:
                 value = given.as_text.get(name, MISSING)
             if value is MISSING or value is None:
-                has = ", ".join(given.record)
+                if name == "prompt":
+                    raise self.missing("prompt")
+                has, near = ", ".join(given.record), get_close_matches(name, given.record, n=1)
+                hint = f"; did you mean {{{near[0]}}}?" if near else ""
                 raise BadLine(
-                    f"has no column {name!r}, which {self._knob}.template asks for; it has {has} "
-                    f"(for the text {{{name}}} write {{{{{name}}}}})"
+                    f"has no column {name!r}, which {self._knob}.template asks for; it has {has}"
+                    f"{hint} (for the text {{{name}}} write {{{{{name}}}}})"
                 )
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

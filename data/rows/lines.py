@@ -38,7 +38,10 @@ def check_file(path: Path, knob: str) -> None:
     near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.5)
     hint = f"; did you mean {path.parent / close[0]}?" if close and close[0] != path.name else ""
-    raise ConfigError(f"{knob} = {str(path)!r}: {what} (looked in {path.parent.resolve()}){hint}")
+    where = f"looked in {path.parent.resolve()}"
+    if not path.is_absolute():
+        where += "; a relative path begins where keel is started"
+    raise ConfigError(f"{knob} = {str(path)!r}: {what} ({where}){hint}")
 
 
 def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
@@ -67,7 +70,7 @@ def object_of(line: bytes, *, halves: bool = False) -> tuple[dict[str, Any], dic
         record = json.loads(text)
         as_text = json.loads(text, parse_int=str, parse_float=str)
     except UnicodeDecodeError as error:
-        raise BadLine(f"not UTF-8 (byte {error.start})") from error
+        raise BadLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise BadLine(f"not JSON: {error.msg} (column {error.colno})") from error
     except ValueError as error:  # integers of thousands of digits

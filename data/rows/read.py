@@ -20,6 +20,7 @@ from keel.data.rows.tables import TABLES, table_rows
 
 LINES, LISTS, SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv": "\t"}
 KINDS = (*LINES, *LISTS, *SHEETS, *TABLES)
+TAB = "\t"
 LONGEST_CELL = 1 << 30
 """Characters; Python's own limit is 131,072 for all of the process."""
 
@@ -80,7 +81,12 @@ def _rows(path: Path, knob: str) -> Iterator[Row]:
                 yield Row(f"{path}, row {number}", number, record, None)
         else:
             yield from rows_of_lines(path, knob)
-    except (*BROKEN, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{knob} = {str(path)!r}: is not UTF-8 (byte 0x{error.object[error.start]:02x}); save "
+            f"it as UTF-8, such as by iconv -f latin1 -t utf-8 {path.name}"
+        ) from error
+    except (*BROKEN, csv.Error) as error:
         raise ConfigError(f"{knob} = {str(path)!r}: cannot be read: {error}") from error
 
 
@@ -138,6 +144,11 @@ def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
         header = next(cells, [])
         if twice := sorted({name for name in header if header.count(name) > 1}):
             raise ConfigError(f"{path}:1: several columns are called {twice[0]!r}; rename them")
+        if len(header) == 1 and (other := next((c for c in ";\t|" if c in header[0]), "")):
+            raise ConfigError(
+                f"{path}:1: its columns are divided by {other!r}; save it with "
+                f"{delimiter!r} between them{' or call it .tsv' * (other == TAB)}"
+            )
         line = cells.line_num + 1
         for row in cells:
             if row:

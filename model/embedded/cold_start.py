@@ -173,9 +173,9 @@ def train(
                 progress(step + 1, value, seconds)
             if seconds > config.max_seconds and step + 1 < config.steps:
                 raise TimeoutError(
-                    f"model.embedded.cold_start: {step + 1} of {config.steps} steps took "
-                    f"{seconds:.0f} s, over max_seconds = {config.max_seconds:g}. Raise it, or "
-                    "lower steps (the model will know less)"
+                    f"model.embedded.cold_start.max_seconds = {config.max_seconds:g}: {step + 1} "
+                    f"of {config.steps} steps took {seconds:.0f} s. Raise it, or lower "
+                    "model.embedded.cold_start.steps (the model will know less)"
                 )
     model.eval()
     return value

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from keel.rewards.judge.specs import judged_spec
 from keel.rl.types import Prompt
 
 KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
+COUNTING = threading.Lock()
 SHOWN = 50
 """Rows of the table; the file of results has all."""
 
@@ -96,7 +98,10 @@ class Shown(Protocol):
     done: float
 
 
-Show = Callable[[str, int], AbstractContextManager[Shown]]
+class Show(Protocol):
+    """Of how many answers (0: none)."""
+
+    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Shown]: ...
 
 
 @dataclass(slots=True)
@@ -104,7 +109,7 @@ class _Unseen:
     done: float = 0.0
 
 
-def _unseen(what: str, total: int) -> AbstractContextManager[Shown]:
+def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Shown]:
     return nullcontext(_Unseen())
 
 
@@ -118,13 +123,13 @@ def judge_answers(
     show: Show = _unseen,
 ) -> int:
     """Judge `items`, write a line of JSON for each to `out` in their order, and print a table.
-    show: what is waited for, and of how many answers (0: none); what it gives has `done` of them.
+    show: what is waited for; what it gives has `done` of the answers.
 
     Returns how many could not be judged. Raises ValueError for a judge that cannot be used, and
     JudgeStopped when it gives out; what was judged by then is in `out`.
     """
     with JudgeService(settings, server=server) as judge:
-        with show("starting the judge" if server else "asking the judge whether it is there", 0):
+        with show("starting the judge" if server else "asking the judge whether it is there"):
             judge.check_reachable()
         most = sum(item.calls for item in items) * settings.samples
         console.print(
@@ -135,8 +140,13 @@ def judge_answers(
         pending = [
             judge.submit_text(item.prompt, item.answer, thinking=item.thinking) for item in items
         ]
-        with show("judging", len(items)) as shown:
-            done = _written(items, pending, out, shown)
+        with show("judging", total=len(items)) as shown:
+            # In any order: the first may take the longest.
+            for future in pending:
+                future.add_done_callback(lambda _: _count(shown))
+            done = _written(items, pending, out)
+            with COUNTING:
+                shown.done = len(items)  # the last one's may be under way
         counts = judge.counts()
     console.print(_table(done))
     judged = [result for _, result in done if isinstance(result, Judged)]
@@ -155,8 +165,13 @@ def judge_answers(
     return failed
 
 
+def _count(shown: Shown) -> None:
+    with COUNTING:
+        shown.done += 1
+
+
 def _written(
-    items: Sequence[Item], pending: Sequence[Future[Judged | Failed]], out: Path, shown: Shown
+    items: Sequence[Item], pending: Sequence[Future[Judged | Failed]], out: Path
 ) -> list[tuple[Item, Judged | Failed]]:
     """The results, each written down as it comes."""
     done: list[tuple[Item, Judged | Failed]] = []
@@ -176,7 +191,6 @@ def _written(
             file.write(json.dumps(line) + "\n")
             file.flush()
             done.append((item, result))
-            shown.done = len(done)
     return done
 
 

@@ -133,6 +133,21 @@ def test_a_typo_is_answered_with_the_nearest_knob(tmp_path: Path, key: str, cure
     assert cure in error
 
 
+def test_a_step_is_a_checkpoint_without_quotes(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, RECIPE), ["eval.checkpoint=20"])
+    assert config.eval.checkpoint == "20"
+    assert "must be last, base, or a step such as 20" in refused(
+        write(tmp_path, RECIPE), "eval.checkpoint=-1"
+    )
+
+
+def test_a_recipe_of_another_command_is_said_to_be_one(tmp_path: Path) -> None:
+    path = write(tmp_path, RECIPE)
+    for load in (load_distillation, load_synthesis):
+        with pytest.raises(ConfigError, match="of the recipes of `keel train`; this command takes"):
+            load(path)
+
+
 RENAMED_KNOBS = [
     ("data.sources[sums].length.right", "data.sources[sums].length.correct_threshold"),
     ("model.embedded.cold_start.batch", "model.embedded.cold_start.batch_size"),
@@ -234,7 +249,20 @@ def test_inheritance_that_cannot_be_followed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("run:\n  steps: [1\ntrainer: {}", ":3: not valid YAML"),
-        ("run:\n\tsteps: 1", ":2: not valid YAML"),
+        ("run:\n  steps: 1\n eval_every: 2", ":3: not valid YAML: it is indented otherwise"),
+        ("run: {dir: }", 'must be text; an empty one is ""'),
+        ("run:\n\tsteps: 1", "; line 2 has a tab, write spaces"),
+        (
+            "run:\n  steps\uff1a 1\n  eval_every: 2",
+            "; line 2 has '\uff1a' (fullwidth colon), write :",
+        ),
+        ("run: {steps: 1\uff0c eval_every: 2}", "; line 1 has '\uff0c' (fullwidth comma), write ,"),
+        (
+            "run:\n\u00a0\u00a0steps: 1\n  eval_every: 2",
+            "; line 2 has '\\xa0' (no break space), write a space",
+        ),
+        ("run: {dir: \u201cruns/a\u201d}", "takes typographic quotes for part of the text"),
+        ("run: {steps: \uff14}", "must be a whole number; write 4 in plain digits"),
         ("run: {steps: 1}\nrun: {steps: 2}", ":2: not valid YAML: found duplicate key run"),
         ("- 1", ":1: a recipe is made of"),
         ("just text", ":1: a recipe is made of"),
@@ -258,7 +286,7 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     assert "is a folder" in refused(tmp_path)
     for name in ("quikstart", "quickstrat.yaml"):
         assert "did you mean quickstart, which comes with Keel?" in refused(Path(name))
-    comes = "agent-guess, agent-trip, embedded-100m, gpu-dense, "
+    comes = "agent-guess, agent-trip, agent-trip-100m, embedded-100m, "
     assert f"; Keel comes with {comes}" in refused(Path("zzz"))
     assert "Keel" not in refused(tmp_path / "quikstart.yaml")
     with pytest.raises(ConfigError, match=r"no such file.*; Keel comes with quickstart, special"):
@@ -266,7 +294,9 @@ def test_a_missing_recipe_names_its_neighbours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such file[^K]*$"):
         load_synthesis("zzz")  # none comes along
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: caf\xe9}")
-    assert "cannot be read as UTF-8" in refused(tmp_path / "latin.yaml")
+    assert "cannot be read as UTF-8 text; save it" in refused(tmp_path / "latin.yaml")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert "is a file of data and no recipe; name a YAML file" in refused(tmp_path / "rows.jsonl")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_recipe(tmp_path: Path) -> None:

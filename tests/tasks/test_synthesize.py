@@ -7,7 +7,8 @@ import gc
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from keel.tasks.author import AuthorLost, BudgetSpent, Usage
 from keel.tasks.ledger import Ledger, Outcome, Refused
 from keel.tasks.synthesize import MOST_LOST, Make, make_all, told
 from keel.trainer.cli import main
+from keel.trainer.run.waits import Wait
 from tests.waiting import PATIENCE_S
 
 KEYS = [f"t{n}" for n in range(8)]
 
 
 def made(
-    folder: Path, make: Make, *, stop_at: str = "", at_once: int = 2
+    folder: Path, make: Make, *, stop_at: str = "", at_once: int = 2, **more: Any
 ) -> tuple[str, dict[str, Any], list[str]]:
     async def all_of_them() -> tuple[str, dict[str, Any], list[str]]:
         lines: list[str] = []
@@ -39,7 +41,7 @@ def made(
 
         with Ledger(folder, {"family": "f", "seed": 1}) as ledger:
             say = lines.append
-            why = await make_all(KEYS, one, ledger, at_once=at_once, say=say, stop=stop)
+            why = await make_all(KEYS, one, ledger, at_once=at_once, say=say, stop=stop, **more)
             return why, ledger.report(), lines
 
     return asyncio.run(asyncio.wait_for(all_of_them(), PATIENCE_S))
@@ -78,6 +80,28 @@ def test_drafts_that_were_thrown_away_are_counted(tmp_path: Path) -> None:
     assert "  drafts refused, and written again or done without: 3 by first" in lines
     with Ledger(tmp_path, {"family": "f", "seed": 1}) as ledger:  # read again
         assert ledger.report() == report
+
+
+def test_what_is_waited_for_is_shown(tmp_path: Path) -> None:
+    waits: list[Wait] = []
+
+    @contextmanager
+    def show(what: str, *, total: int = 0) -> Iterator[Wait]:
+        waits.append(Wait(what, total=total, unit="tasks", clock=lambda: 0.0))
+        yield waits[-1]
+
+    seen: list[str] = []
+
+    async def make(key: str) -> None:
+        seen.append(waits[-1].words())
+        await even(key)
+
+    made(tmp_path, make, stop_at="t3", at_once=1, show=show)
+    assert seen[-1] == "making tasks · 2 of 8 tasks · 1 under way, 0 calls of models · 0 s"
+    made(tmp_path, make, show=show)
+    assert [(wait.before, wait.done) for wait in waits] == [(0, 3), (3, 8)]
+    made(tmp_path, make, show=show)  # nothing is left to wait for
+    assert len(waits) == 2
 
 
 def test_a_stopped_one_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_check_prints_the_plan_and_starts_nothing(
         ("model.path=/nowhere", "/nowhere"),
         ("model.tokenizer=/nowhere", "the embedded model has one of its own"),
         ("rollout.sampling.max_tokens=4096", "max_context"),
+        ("rollout.tensor_parallel=2", "on a CPU an engine is one process"),
     ],
 )
 def test_a_bad_recipe_is_refused_with_a_cure(

@@ -39,7 +39,12 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
 
 def check_engine_heads(config: Config, *, head_size: int, gpu: bool) -> None:
     """Raise `ConfigError` for attention that vLLM's CPU backend has no kernel for, which it says
-    when the first prompt comes. `head_size`: 0 for a latent cache."""
+    when the first prompt comes, and for engines of several processes. `head_size`: 0 for a latent
+    cache."""
+    if not gpu and (wide := config.rollout.tensor_parallel) > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {wide}: on a CPU an engine is one process, so it must be 1"
+        )
     if gpu or head_size in (0, *CPU_HEADS):
         return
     embedded = config.model.path == "embedded"

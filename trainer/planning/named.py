@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from keel.configs.paths import data_path
@@ -12,28 +14,34 @@ from keel.model.source import check_path, is_hub_name
 from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers.known import check_trackers
 
+FILES = ("jsonl", "file")
 SOON = 2**22
-"""Bytes of a file that is read here already: a tenth of a second."""
+"""Bytes of a file, or of all of a folder's, that are read here already: a tenth of a second."""
 
 
 def check_named(config: Config, command: str) -> None:
     """Raises ConfigError, in the words of whoever reads them later. What takes longer to know (the
     hub's models, the lines of a large file, functions of one's own) is found there alone."""
     supervised = command in ("sft", "pretrain")
+    if supervised and not config.sft.sources:
+        raise ConfigError("sft.sources: there is none; add one (docs/sft.md, docs/pretrain.md)")
+    folder = Path(config.run.dir).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"run.dir = {folder}: is a file; choose another folder")
     if supervised or command in ("train", "check"):
         check_trackers(config.run.trackers)
     sampled = () if supervised else config.data.sources
     learned = config.sft.sources if supervised or command == "check" else ()
     for source in sampled:
-        if source.source == "jsonl" and _soon_read(data_path(source.path)):
+        if source.source in FILES and _soon_read(data_path(source.path)):
             load_jsonl(source)
     for source in learned:
-        if source.source == "jsonl" and _soon_read(data_path(source.path)):
+        if source.source in FILES and _soon_read(data_path(source.path)):
             read_rows(source)
         if source.source == "trajectories" and not data_path(source.path).exists():
             read_trajectories(source, tokenizer="")
     parts = {
-        domain: {part: weight for part, weight in weights.items() if "." not in part}
+        domain: {part: weight for part, weight in weights.items() if _soon_known(part)}
         for domain, weights in config.data.rewards_by_domain.items()
     }
     try:
@@ -43,10 +51,28 @@ def check_named(config: Config, command: str) -> None:
     model = config.model.path
     if model != "embedded" and not config.endpoint.base_url:
         for path in (model, config.model.tokenizer or model):
-            if not is_hub_name(path):
+            # `models/qwen4` may be a name of the hub; beside a folder `models` it hardly is.
+            beside = "/" in path and Path(path).parent.is_dir()
+            if not is_hub_name(path) or beside or Path(path).is_file():
                 check_path(path)
 
 
-def _soon_read(file: Path) -> bool:
+def _soon_known(part: str) -> bool:
+    """Whether part of a reward is Keel's own, or of a module that nobody has: others are imported
+    later, with all that they need."""
+    module, dot, _ = part.partition(".")
+    if not dot or not module.isidentifier():
+        return True
+    here = Path(module).is_dir() or Path(f"{module}.py").is_file()
+    return not here and module not in sys.modules and find_spec(module) is None
+
+
+def _soon_read(path: Path) -> bool:
     """Whether to read it, or to say that it is not there."""
-    return not file.is_file() or file.stat().st_size <= SOON
+    files = path.rglob("*") if path.is_dir() else (path,)
+    size = 0
+    for file in files:
+        size += file.stat().st_size if file.is_file() else 0
+        if size > SOON:
+            return False
+    return True

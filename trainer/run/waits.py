@@ -48,8 +48,9 @@ class Wait:
         without a terminal it is mentioned only once it lasts long."""
         self.what, self.total, self.unit, self.last_s = what, total, unit, last_s
         self.quiet = quiet
-        self.done, self.note = 0.0, ""
-        """How many of the total; what else there is to say of it now."""
+        self.done, self.note, self.before = 0.0, "", 0.0
+        """How many of the total; what else there is to say of it now; how many were done before it
+        began, which say nothing of its speed."""
         self.measure: Callable[[Wait], object] | None = None
         """Called before it is shown, to bring the two up to date."""
         self._clock, self._began = clock, clock()
@@ -61,8 +62,8 @@ class Wait:
 
     def left(self) -> float | None:
         """Seconds; None where nobody knows, or it takes longer than the last time."""
-        if self.total and 0 < self.done < self.total and self.seconds >= SOON_S:
-            return self.seconds / self.done * (self.total - self.done)
+        if self.total and self.before < self.done < self.total and self.seconds >= SOON_S:
+            return self.seconds / (self.done - self.before) * (self.total - self.done)
         if self.last_s is not None and self.seconds < self.last_s:
             return self.last_s - self.seconds
         return None

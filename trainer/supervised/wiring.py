@@ -56,7 +56,7 @@ from keel.trainer.run.session import open_journal, save_checkpoint
 from keel.trainer.run.view import View
 from keel.trainer.run.waits import waiting
 from keel.trainer.supervised import loop as sft
-from keel.trainer.system import counted, fetch, start_of
+from keel.trainer.system import counted, fetch, fetch_elsewhere, start_of
 
 PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
 
@@ -324,6 +324,7 @@ def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
             for line in seats.placement.lines():
                 say(line)
+        fetch_elsewhere(config.model.path, seats, (RANK,), deadline)
         stack.enter_context(watched(say, config.run.frozen_after_s))
         learner = Learner(
             starting_model(task),

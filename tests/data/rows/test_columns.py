@@ -55,6 +55,17 @@ def test_gsm8ks_answers_are_what_follows_its_mark(tmp_path: Path) -> None:
         assert f"rows.jsonl:2: `answer` {words} (data.sources[s].answer_after)" in said
 
 
+def test_a_template_over_a_prompt_that_is_not_there_names_the_column(tmp_path: Path) -> None:
+    row = {"question": "How many?", "answer": "24", "hint": "Count."}
+    knobs: dict[str, Any] = {"template": "boxed"}
+    said = refused(tmp_path, row, **knobs, columns={"prompt": "qestion"})
+    assert "data.sources[s].columns.prompt = 'qestion'" in said
+    assert said.endswith("it has question, answer, hint; did you mean `question`?")
+    assert "columns: {prompt: question}" in refused(tmp_path, row, **knobs)
+    said = refused(tmp_path, row, template="{question} {hnit}")
+    assert "it has question, answer, hint; did you mean {hint}? (for the text" in said
+
+
 def test_columns_that_are_no_keys_reach_functions(tmp_path: Path) -> None:
     row = {
         "problem": "a",

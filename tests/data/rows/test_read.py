@@ -133,7 +133,11 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "short.csv": ('prompt,answer\n"a\nb",2\nc\n', "short.csv:4: has 1 cells, and the header 2"),
     "twice.csv": ("prompt,prompt\n", "twice.csv:1: several columns are called 'prompt'"),
     "quote.csv": ('prompt,answer\n"a"b,2\n', "cannot be read: ',' expected after '\"'"),
-    "latin.csv": (b"prompt,answer\n\xff\xfe,2\n", "cannot be read: 'utf-8' codec"),
+    "semi.csv": (
+        "prompt;answer\na;2\n",
+        "semi.csv:1: its columns are divided by ';'; save it with ','",
+    ),
+    "latin.csv": (b"prompt,answer\n\xff\xfe,2\n", "is not UTF-8 (byte 0xff); save it as UTF-8"),
     "number.csv": ("prompt,answer,tolerance\na,2,wide\n", "number.csv:2: `tolerance` must be JSON"),
     "plain.jsonl.gz": ('{"prompt": "a", "answer": "b"}', "Not a gzipped file"),
     "cut.jsonl.gz": (gzip.compress(b"{}" * 99)[:-9], "ended before the end-of-stream marker"),

@@ -38,7 +38,7 @@ def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
     waits: list[tuple[str, int, Wait]] = []
 
     @contextmanager
-    def show(what: str, total: int) -> Iterator[Wait]:
+    def show(what: str, *, total: int = 0) -> Iterator[Wait]:
         waits.append((what, total, Wait(what)))
         yield waits[-1][2]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.trainer.cli import main
+from keel.trainer.cluster.downloads import fetch_on_others
 from keel.trainer.cluster.nodes import cluster_nodes, hardware_here, hardware_said, seating
 from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.cluster.reservation import Reservation, reserved
 from keel.trainer.planning.placement import ENGINE, RANK
+from tests.model.hub import SIZES, Hub
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -78,13 +82,29 @@ def fake_gpus() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster_address(fake_gpus: None) -> Iterator[str]:
+def hub() -> Iterator[str]:
+    """The address of one, which nodes of the cluster ask."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The second node's own."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def cluster_address(fake_gpus: None, hub: str, cache: Path) -> Iterator[str]:
+    own = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
     with without_unused_processes():
         cluster = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False},
         )
-        cluster.add_node(num_cpus=CPUS, num_gpus=4)
+        cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=own)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
     yield cluster.address
@@ -116,6 +136,17 @@ def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
         for _ in range(2):
             assert sit(reservation, ENGINE, 1) == [planned[ENGINE, 0]]
     wait_until_free(6)  # nothing is left behind
+
+
+def test_a_model_is_fetched_where_actors_have_seats(two_nodes: str, cache: Path) -> None:
+    large, small = cluster_nodes()
+    fetch_on_others("owner/model", deadline_s=PATIENCE_S, nodes=[small.id])  # where this runs
+    assert not list(cache.iterdir())
+    for _ in range(2):  # the second time all is there
+        fetch_on_others("owner/model", deadline_s=PATIENCE_S, nodes=[large.id, small.id])
+        (folder,) = cache.glob("models--owner--model/snapshots/*")
+        there = {path.name: path.stat().st_size for path in folder.iterdir()}
+        assert there == {name: size for name, size in SIZES.items() if "/" not in name}
 
 
 def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: str) -> None:

@@ -45,6 +45,16 @@ def test_how_long_still(at: float, done: int, last_s: float | None, words: str) 
     assert wait.words() == words
 
 
+def test_what_was_done_before_says_nothing_of_how_long_still() -> None:
+    clock = Clock()
+    wait = Wait("making tasks", total=200, unit="tasks", clock=clock)
+    wait.done = wait.before = 150
+    clock.now = 10.0
+    assert wait.left() is None
+    wait.done = 160
+    assert wait.left() == 40.0
+
+
 def test_what_is_measured_when_it_is_shown() -> None:
     wait = Wait("starting", total=60e9, unit="bytes", clock=Clock())
 

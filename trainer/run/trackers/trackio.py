@@ -21,7 +21,7 @@ QUIET = ("resume", "ledger")
 class Trackio:
     """A run that is resumed by its name, which is no other's."""
 
-    cure = "Look at TRACKIO_DIR, or at TRACKIO_SPACE_ID, HF_TOKEN and the network"
+    cure = "Look at TRACKIO_DIR, or at TRACKIO_SPACE_ID or _SERVER_URL, its token and the network"
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -32,7 +32,15 @@ class Trackio:
         self._run = trackio.init(
             project, name, config=dict(run.knobs), resume="allow" if run.id else "never"
         )
-        return Opened(id=name, where=f"run {name}; `trackio show --project {project}`")
+        # Without what follows the address: a token that lets anybody write there.
+        server = os.environ.get("TRACKIO_SERVER_URL", "").partition("?")[0]
+        there = server or os.environ.get("TRACKIO_SPACE_ID", "")
+        seen = (
+            f" in project {project} of {there}"
+            if there
+            else f"; `trackio show --project {project}`"
+        )
+        return Opened(id=name, where=f"run {name}{seen}")
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         self._run.log(grouped(numbers), step=step)

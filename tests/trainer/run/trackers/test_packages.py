@@ -14,6 +14,8 @@ import pytest
 
 from keel.trainer.cli import main
 from keel.trainer.run.trackers.mlflow import allowed
+from keel.trainer.run.trackers.tracker import Tracked
+from keel.trainer.run.trackers.trackio import Trackio
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
@@ -93,3 +95,16 @@ def test_names_are_such_as_mlflow_takes() -> None:
     assert allowed("eval/sums/pass@1") == "eval/sums/pass_at_1"
     assert allowed("data.sources[sums].size") == "data.sources.sums.size"
     assert allowed("eval/a&b/score") == "eval/a_b/score"
+
+
+def test_trackio_names_its_server_and_not_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trackio.init", lambda *_, **__: None)
+    monkeypatch.setenv("TRACKIO_SERVER_URL", f"http://127.0.0.1:7860/?write_token={KEY}")
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    run = Tracked(folder=tmp_path, name="a", id="a-1", knobs={})
+    where = "run a-1 in project mine of http://127.0.0.1:7860/"
+    assert Trackio().open(run).where == where
+    monkeypatch.delenv("TRACKIO_SERVER_URL")
+    assert Trackio().open(run).where == "run a-1; `trackio show --project mine`"
