@@ -19,7 +19,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool.lifecycle import to_each
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError, EngineSpec, Started, environment
+from keel.rollout.spec import EngineError, EngineSpec, Progress, Started, environment
 
 T = TypeVar("T")
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
@@ -61,6 +61,9 @@ class RayEngine:
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
         return as_future(ray_calls.call(self.actor.update, version, list(buckets)))
+
+    def progress(self) -> Future[Progress]:
+        return as_future(ray_calls.call(self.actor.progress))
 
     def stats(self) -> Future[dict[str, float]]:
         """See `EngineThread.stats`."""

@@ -113,6 +113,7 @@ class Lookouts:
     def __init__(self, frozen_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """frozen_after_s: the knob of `run`."""
         self._nodes: dict[str, _Node] = {}
+        self._dead: dict[str, str] = {}
         self._looks, self._turns = 0, ray_calls.Turns(ANSWER_S, clock)
         self._frozen_after_s = frozen_after_s
         self._place(self._hosts())
@@ -128,7 +129,7 @@ class Lookouts:
             here |= there.last.here
         self._looks += 1
         lost = self._ask_ray(here) if self._looks % NODES_EVERY == 0 else ""
-        return Sight(here=here, said=tuple(said), lost=lost)
+        return Sight(here=here, said=tuple(said), lost=lost, dead=dict(self._dead))
 
     def _ask_ray(self, here: dict[str, int]) -> str:
         """Forget what was on nodes that Ray takes for dead, and look at new ones, too; why Ray is
@@ -138,7 +139,9 @@ class Lookouts:
         except TimeoutError as error:
             return str(error)
         for node in self._nodes.keys() - alive.keys():
-            for name in self._nodes.pop(node).last.here:
+            gone = self._nodes.pop(node)
+            self._dead[node] = gone.host
+            for name in gone.last.here:
                 here.pop(name, None)
         self._place(alive)
         return ""

@@ -178,18 +178,18 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
-def cluster_nodes() -> list[Node]:
-    """Nodes of the cluster with GPUs, most GPUs first, and what is free on them."""
+def cluster_nodes(*, gpus: bool = True) -> list[Node]:
+    """Nodes of the cluster with GPUs (false: all), most GPUs first, and what is free on them."""
     free = bounded(free_by_node, CALL_S, "say what is free on its nodes")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
         total, left = node["Resources"], free.get(node["NodeID"], {})
-        if node["Alive"] and total.get("GPU", 0) >= 1:
+        if node["Alive"] and (not gpus or total.get("GPU", 0) >= 1):
             nodes.append(
                 Node(
                     name=node["NodeManagerHostname"],
                     id=node["NodeID"],
-                    gpus=int(total["GPU"]),
+                    gpus=int(total.get("GPU", 0)),
                     cpus=int(total.get("CPU", 0)),
                     free_gpus=int(left.get("GPU", 0)),
                     free_cpus=int(left.get("CPU", 0)),

@@ -94,6 +94,7 @@ def test_a_node_that_is_silent_is_said_and_one_that_is_dead_takes_its_ranks_with
     del cluster.alive["b"]
     sights = [cluster.look() for _ in range(NODES_EVERY)]
     assert ranks(sights[-1]) == ["trainer rank 0"] and not any(sight.lost for sight in sights)
+    assert sights[-1].dead == {"b": "host-b"}
 
 
 def test_a_raylet_that_stands_still_is_said_once_and_not_the_end_of_all(cluster: Cluster) -> None:
