@@ -25,7 +25,6 @@ from keel.rl.packing import TrainBatch, pack
 from keel.rl.supervised.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.nonfinite import said_of
-from keel.trainer.planning.placement import CPU_RANK
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import Lost, OutOfMemory
@@ -82,7 +81,7 @@ class Learner:
         self._model_path, self._config, self._make_room = model_path, config, make_room
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
-        options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": CPU_RANK}
+        options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": TrainerWorker.CPUS}
         trainer = config.trainer
         self._ranks: list[Any] = [
             ray_calls.create(

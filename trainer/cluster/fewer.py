@@ -18,11 +18,12 @@ from keel.trainer.cluster.nodes import cluster_nodes
 from keel.trainer.planning.choose import choose, said
 from keel.trainer.planning.lowering import Lowering
 from keel.trainer.planning.options import Values, with_values
-from keel.trainer.planning.placement import CPU_RANK, Hardware, Node, allowed, place
+from keel.trainer.planning.placement import Hardware, Node, allowed, place
 from keel.trainer.run import checkpoint
 from keel.trainer.run.journal import note
 from keel.trainer.run.restarts import KEPT
 from keel.trainer.run.waits import waiting
+from keel.trainer.worker import TrainerWorker
 
 LOOK_S = 2.0
 """Between two looks at what there is."""
@@ -87,13 +88,13 @@ class Layouts:
             except ConfigError as error:
                 return str(error)
             return ""
-        room = sum(int(node.free_cpus / CPU_RANK) for node in nodes)
+        room = sum(int(node.free_cpus / TrainerWorker.CPUS) for node in nodes)
         if room >= config.trainer.ranks:
             return ""
         cores = sum(node.free_cpus for node in nodes)
         return (
-            f"the recipe needs {config.trainer.ranks} trainer ranks of {CPU_RANK:g} CPU cores, and "
-            f"the cluster has {cores} cores left"
+            f"the recipe needs {config.trainer.ranks} trainer ranks of {TrainerWorker.CPUS:g} CPU "
+            f"cores, and the cluster has {cores} cores left"
         )
 
     def _waited(self, whole: Config, lacking: str) -> Config:

@@ -21,8 +21,6 @@ RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 SHARED = 0.5
 """Share of a GPU that Ray books for each of two actors. Memory is the recipe's to divide:
 `rollout.gpu_memory_utilization` bounds the engine, the trainer takes what it needs of the rest."""
-CPU_RANK = 0.5
-"""Cores that Ray books for a rank without a GPU: ranks and engines alternate there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
