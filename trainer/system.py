@@ -29,7 +29,7 @@ from keel.rollout.endpoint_turns import EndpointTurns
 from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
-from keel.rollout.spec import EngineSpec
+from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.agents import demonstrate, episode_runner
 from keel.trainer.cluster.downloads import fetch_on_others
 from keel.trainer.cluster.fewer import Layouts
@@ -41,6 +41,7 @@ from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import Lowering
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
+from keel.trainer.run.restarts import Lost
 from keel.trainer.run.waits import Wait, waiting
 
 
@@ -196,10 +197,10 @@ def running(
             if seats and seats.placement.shared:
                 # vLLM takes all that the GPU has lost while it started for its own use, and makes
                 # its KV cache smaller by it: the trainer must not take memory in the meantime.
-                wait_for(engines, watch.well)
+                _up(engines, watch)
             trainer = both.submit(ranks.start) if ranks is not None else None
             trained = wait_for(trainer, watch.well) if trainer else ()
-            warnings = [*wait_for(engines, watch.well), *trained]
+            warnings = [*_up(engines, watch), *trained]
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
@@ -217,6 +218,14 @@ def running(
         if sleep:
             system.wake()
         yield system
+
+
+def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:
+    """What they warn of. One that does not come up, where all have before, is a loss as any."""
+    try:
+        return wait_for(engines, watch.well)
+    except EngineError as error:
+        raise Lost(str(error)) from error
 
 
 def scorer_of(

@@ -81,11 +81,12 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_with_the_ranks_that_are_le
         kind: [event["text"] for event in events if event["kind"] == kind]
         for kind in ("restart", "fewer")
     }
-    memory, loss, waits = told["restart"]
+    memory, loss, *silent, waits = told["restart"]
     assert "trainer rank 1 failed during an optimizer step: CUDA out of memory" in memory
     assert "trainer.micro_batch_tokens is now 4,096, not 8,192" in memory
     assert f"starts again from step {SHORT_AFTER}" in memory
     assert f"starts again from step {LOST_AFTER}" in loss
+    assert all("does not answer. The run starts when" in line for line in silent)
     assert "needs 3 trainer ranks of 0.5 CPU cores" in waits
     (fewer,) = told["fewer"]
     assert f"trainer.ranks is now {LEFT}, not {RANKS}" in fewer

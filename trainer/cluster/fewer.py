@@ -6,14 +6,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
+from keel.model.ray_calls import CALL_S, bounded
+from keel.trainer.cluster.lookouts import reached
 from keel.trainer.cluster.nodes import cluster_nodes
 from keel.trainer.planning.choose import choose, said
 from keel.trainer.planning.lowering import Lowering
@@ -27,6 +32,10 @@ from keel.trainer.worker import TrainerWorker
 
 LOOK_S = 2.0
 """Between two looks at what there is."""
+GIVEN_UP_S = 90.0
+"""Ray has given up a node that is gone by then."""
+AT_ONCE = 32
+"""Nodes that are knocked at."""
 TRIED = 64
 """Layouts at most, the best first: each may be a search of seconds."""
 RANKS, ENGINES = "trainer.ranks", "rollout.engines"
@@ -47,6 +56,8 @@ class Layouts:
     say: Callable[[str], object] = print
     nodes: Callable[[], list[Node]] = cluster_nodes
     """What is free of the cluster."""
+    silent: Callable[[], list[str]] = list[str]
+    """Hosts of nodes that Ray takes for alive, and which do not answer."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     _begun: bool = False
@@ -57,11 +68,24 @@ class Layouts:
         config, self._begun, begun = self._undiminished(), True, self._begun
         most = config.trainer.ranks
         if begun:
+            self._wait_for_silent_ones()
             lacking = self._lacking(config, self.nodes())
             if lacking:
                 config = self._waited(config, lacking)
         self.lowering.config, self.lowering.fewer = config, config.trainer.ranks < most
         return config
+
+    def _wait_for_silent_ones(self) -> None:
+        """Ray would put actors on a node that is gone until it has given it up."""
+        began = self.clock()
+        while (silent := self.silent()) and self.clock() - began < GIVEN_UP_S:
+            if self.clock() == began:
+                self._tell(
+                    "restart",
+                    f"node {', '.join(silent)} does not answer. The run starts when it does, or "
+                    "when Ray has given it up, after about 65 s",
+                )
+            self.pause(LOOK_S)
 
     @property
     def least(self) -> int:
@@ -202,7 +226,22 @@ def layouts(
         chosen=chosen,
         say=say,
         nodes=lambda: cluster_nodes(gpus=hardware.gpu),
+        silent=silent_nodes,
     )
+
+
+def silent_nodes() -> list[str]:
+    """Hosts of the cluster's nodes that cannot be reached, though Ray has not given them up yet."""
+    nodes = [n for n in bounded(ray.nodes, CALL_S, "list its nodes") if n["Alive"]]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        there = threads.map(
+            lambda node: reached(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"), nodes
+        )
+        return [
+            node["NodeManagerHostname"]
+            for node, answers in zip(nodes, there, strict=True)
+            if not answers
+        ]
 
 
 def smaller(config: Config, least: int, *, gpus: int | None) -> Iterator[Config]:

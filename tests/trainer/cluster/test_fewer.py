@@ -180,6 +180,23 @@ def test_what_did_not_fit_before_does_not_come_back_with_the_node(
     assert (config.trainer.ranks, config.trainer.micro_batch_tokens) == (4, tokens // 2)
 
 
+def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(
+    facts: ModelFacts, tmp_path: Path
+) -> None:
+    cluster = Cluster(lambda now: BOTH[:1] if now >= 60 else BOTH)
+    layouts = cluster.layouts(recipe(min_ranks=1, fewer_after_s=0.0), facts, tmp_path)
+    layouts.silent = lambda: ["host-b"] if cluster.now < 60 else []
+    layouts.next()
+    assert cluster.now == 0 and layouts.next().trainer.ranks == 2
+    assert 60 <= cluster.now <= 66
+    assert cluster.said[0].startswith("warning: node host-b does not answer. The run starts when")
+    assert len(cluster.said) == 3, "and once"
+    layouts.silent = lambda: ["host-b"]
+    cluster.now = 0.0
+    layouts.next()
+    assert 90 <= cluster.now <= 96, "that Ray never gives up"
+
+
 def test_ranks_without_gpus_need_half_a_core_each(facts: ModelFacts, tmp_path: Path) -> None:
     cores = [replace(node, gpus=0, free_gpus=0, cpus=1, free_cpus=1) for node in BOTH]
     cluster = Cluster(lambda now: cores[:1] if now else cores)
