@@ -4,9 +4,9 @@ with smaller micro-batches, and then with the ranks that there is room for."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import ray
@@ -21,13 +21,29 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 STEPS, SHORT_AFTER, LOST_AFTER = 6, 1, 3
 RANKS, LEFT = 3, 2
 """Two find room on a core."""
+Started = TypeVar("Started")
+
+
+def patiently(start: Callable[[], Started]) -> Started:
+    """Ray gives a node 30 s to start in, whatever else its machine has to do."""
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:  # Ray raises no more than that
+            late = error
+            if "timed out during startup" not in str(error):
+                raise
+    raise late
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    head = {"num_cpus": 1, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=1)
+    cluster = patiently(
+        lambda: Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+        )
+    )
+    patiently(lambda: cluster.add_node(num_cpus=1))
     cluster.wait_for_nodes(DEADLINE_S)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
