@@ -34,8 +34,8 @@ GCS = "Ray's control service (GCS), on the cluster's first node,"
 GCS_SAID_S, GCS_S, SOON_S = 15.0, 40.0, 1.0
 """A question that it has not answered for so long is spoken of; it is given up after so long, while
 this process can still say so, which Ray ends after 60 s; and how long a look waits for it."""
-NODES_EVERY = 5
-"""Looks between two questions to Ray which nodes it takes for dead."""
+NODES_S = 5.0
+"""Between two questions to Ray which nodes it takes for dead."""
 
 
 class Lookout:
@@ -146,7 +146,7 @@ class Lookouts:
         self._nodes: dict[str, _Node] = {}
         self._dead: dict[str, str] = {}
         self._question: Question | None = None
-        self._looks, self._turns = 0, ray_calls.Turns(ANSWER_S, clock)
+        self._unasked_s, self._turns = 0.0, ray_calls.Turns(ANSWER_S, clock)
         self._frozen_after_s = frozen_after_s
         self._place(self._hosts())
 
@@ -159,9 +159,9 @@ class Lookouts:
         for there in self._nodes.values():
             said += _heard(there, there.answers(max(0.1, end - time.monotonic())), passed)
             here |= there.last.here
-        self._looks += 1
-        if self._question is None and self._looks % NODES_EVERY == 0:
-            self._question, passed = Question(self._hosts), 0.0
+        self._unasked_s += passed
+        if self._question is None and self._unasked_s >= NODES_S:
+            self._question, passed, self._unasked_s = Question(self._hosts), 0.0, 0.0
         lost = self._ask_ray(here, passed, said) if self._question else ""
         return Sight(here=here, said=tuple(said), lost=lost, dead=dict(self._dead))
 

@@ -13,7 +13,6 @@ from keel.trainer.cluster import lookouts
 from keel.trainer.cluster.lookouts import (
     ANSWER_S,
     CUT_OFF_S,
-    NODES_EVERY,
     SILENT_S,
     TRY_S,
     Away,
@@ -22,6 +21,8 @@ from keel.trainer.cluster.lookouts import (
 )
 from keel.trainer.cluster.looks import LOOK_S, Sight
 from tests.waiting import PATIENCE_S
+
+LOOKS = 10
 
 
 class Node:
@@ -92,16 +93,16 @@ def test_a_node_that_is_silent_is_said_and_one_that_is_dead_takes_its_ranks_with
     assert ranks(cluster.look()) == ["trainer rank 0", "trainer rank 1"]
     cluster.nodes["b"].error = error
     assert cluster.look(3600.0).said == (), "while nobody asked, nobody was silent"
-    looks = [cluster.look(ANSWER_S + LOOK_S).said for _ in range(2 * NODES_EVERY)]
+    looks = [cluster.look(ANSWER_S + LOOK_S).said for _ in range(LOOKS)]
     (said,) = [line for look in looks for line in look]
-    assert 2 * NODES_EVERY * ANSWER_S > 2 * SILENT_S
+    assert LOOKS * ANSWER_S > 2 * SILENT_S
     first = next(number for number, look in enumerate(looks) if look)
     assert (first + 1) * (ANSWER_S + LOOK_S) < 30 - ANSWER_S, "and a look was under way"
     assert said.startswith("node host-b does not answer (")
     assert "; on it: trainer rank 1. Ray gives a node up after" in said
     assert "trainer rank 1" in cluster.look().here, "Ray has the last word on who is dead"
     del cluster.alive["b"]
-    sights = [cluster.look() for _ in range(NODES_EVERY)]
+    sights = [cluster.look() for _ in range(LOOKS)]
     assert ranks(sights[-1]) == ["trainer rank 0"] and not any(sight.lost for sight in sights)
     assert sights[-1].dead == {"b": "host-b"}
 
@@ -123,8 +124,6 @@ def test_a_control_service_that_does_not_answer_is_said_and_then_the_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookouts, "SOON_S", 0.01)
-    for _ in range(NODES_EVERY - 1):
-        cluster.look()
     for _ in range(2):  # it may come back, and be silent again
         cluster.gcs.clear()
         asked = [cluster.look(3600.0), *(cluster.look() for _ in range(7))]
@@ -137,8 +136,6 @@ def test_a_control_service_that_does_not_answer_is_said_and_then_the_end(
         monkeypatch.setattr(lookouts, "SOON_S", PATIENCE_S)
         assert cluster.look().said == ()
         monkeypatch.setattr(lookouts, "SOON_S", 0.01)
-        while cluster.lookouts._looks % NODES_EVERY != NODES_EVERY - 1:
-            cluster.look()
     cluster.gcs.clear()
     sights = [cluster.look() for _ in range(9)]
     assert [bool(sight.lost) for sight in sights] == [False] * 8 + [True]
@@ -148,7 +145,7 @@ def test_a_control_service_that_does_not_answer_is_said_and_then_the_end(
 
 def test_a_node_that_joins_later_is_looked_at_too(cluster: Cluster) -> None:
     cluster.nodes["c"], cluster.alive["c"] = Node("host-c", 2), "host-c"
-    sights = [cluster.look() for _ in range(NODES_EVERY + 1)]
+    sights = [cluster.look() for _ in range(LOOKS + 1)]
     assert "trainer rank 2" not in ranks(sights[0]) and "trainer rank 2" in ranks(sights[-1])
 
 
