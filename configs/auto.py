@@ -67,6 +67,9 @@ def _implied(tree: Mapping[str, Any]) -> dict[str, Any]:
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     spread = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
     ranks = math.lcm(*(n for n in spread if type(n) is int and n > 0))
+    least = trainer.get("min_ranks")
+    if type(least) is int:
+        ranks *= max(1, math.ceil(least / ranks))
     if rollout.get("colocated") is True:
         engines = rollout.get("engines", trainer.get("ranks", ranks))
         return {"rollout.engines": engines, "trainer.ranks": engines, **_stage(trainer)}

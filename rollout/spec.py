@@ -70,6 +70,17 @@ class Started(NamedTuple):
     """What Keel's own code warned of in there: what the engine does without."""
 
 
+class Progress(NamedTuple):
+    """How far an engine has come."""
+
+    steps: int = 0
+    """That it has finished."""
+    longest_s: float = 0.0
+    """Of these, in seconds."""
+    orders: int = 0
+    """Groups and turns that it is at."""
+
+
 class EngineError(RuntimeError):
     """The engine cannot continue; another one may."""
 

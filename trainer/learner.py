@@ -81,7 +81,7 @@ class Learner:
         self._model_path, self._config, self._make_room = model_path, config, make_room
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
-        options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": 0.5}
+        options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": TrainerWorker.CPUS}
         trainer = config.trainer
         self._ranks: list[Any] = [
             ray_calls.create(

@@ -24,12 +24,13 @@ from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer import loop
+from keel.trainer.cluster.fewer import Layouts, layouts
 from keel.trainer.cluster.nodes import end_ray, hardware_said, seating, start_ray
 from keel.trainer.cluster.ray_internals import leave
 from keel.trainer.cluster.watch import watched
 from keel.trainer.evaluate import evaluate, filter_prompts
 from keel.trainer.nonfinite import SAID
-from keel.trainer.planning.lowering import Lowering, Repeating
+from keel.trainer.planning.lowering import Repeating
 from keel.trainer.planning.remembered import remember
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.replay import replay
@@ -65,15 +66,15 @@ def train(
     again: how to go on, where it is not by this command."""
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
         task = prepare(recipe, overrides)
-    lowering = Lowering(config=task.config, folder=Path(task.config.run.dir).expanduser())
+    laid_out = layouts_of(task)
     conduct(
         ["train", recipe, *overrides],
         task.config,
         text=task.text(),
         restore=task.dataset.train.restore,
         position=task.dataset.train.state,
-        started=lambda folder: running(task, print, folder.rewards, lowering=lowering),
-        lowered=lowering.after,
+        started=lambda folder: running(task, print, folder.rewards, layouts=laid_out),
+        lowered=laid_out.lowering.after,
         drive=drive or run_loop,
         again=again,
         chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
@@ -98,17 +99,27 @@ def _learn(
 ) -> None:
     with waiting("checking the recipe and what it teaches", f"{command}: lessons of {recipe}"):
         task = prepared(recipe, overrides)
-    lowering = Lowering(config=task.config, folder=Path(task.config.run.dir).expanduser())
+    laid_out = layouts_of(task)
     conduct(
         [command, recipe, *overrides],
         task.config,
         text=task.text(),
         restore=task.batches.restore,
         position=task.batches.position,
-        started=lambda _: teaching(replace(task, config=lowering.config), print),
-        lowered=lowering.after,
+        started=lambda _: teaching(task, print, layouts=laid_out),
+        lowered=laid_out.lowering.after,
         drive=run_lessons,
         chosen=partial(remember, values=task.choice.values, now=task.hardware.signature),
+    )
+
+
+def layouts_of(task: Task | SftTask) -> Layouts:
+    return layouts(
+        task.config,
+        Path(task.config.run.dir).expanduser(),
+        facts=task.facts,
+        hardware=task.hardware,
+        chosen=task.choice.values,
     )
 
 

@@ -29,9 +29,10 @@ from keel.rollout.endpoint_turns import EndpointTurns
 from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
-from keel.rollout.spec import EngineSpec
+from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.agents import demonstrate, episode_runner
 from keel.trainer.cluster.downloads import fetch_on_others
+from keel.trainer.cluster.fewer import Layouts
 from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.cluster.reservation import Reservation, reserved
 from keel.trainer.cluster.watch import Watch, watched
@@ -40,6 +41,7 @@ from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import Lowering
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
+from keel.trainer.run.restarts import Lost
 from keel.trainer.run.waits import Wait, waiting
 
 
@@ -123,13 +125,11 @@ def running(
     log: Path | None = None,
     *,
     learner: bool = True,
-    lowering: Lowering | None = None,
+    layouts: Layouts | None = None,
 ) -> Iterator[System]:
     """Start everything `task` needs, and end it all at exit, whatever happened. log: folder for
     what reward functions print. learner: whether trainer ranks are wanted; engines that sleep have
-    their weights from these, and so get them always. lowering: has the recipe as it is by now."""
-    if lowering is not None:
-        task = replace(task, config=lowering.config)
+    their weights from these, and so get them always. layouts: has the recipe as it is by now."""
     config, deadline = task.config, task.config.run.startup_deadline_s
     fetch(config.model.path)
     if task.judged and config.rewards.judge.serve:
@@ -142,6 +142,9 @@ def running(
         with waiting("starting Ray", "Ray"):
             start_ray()
         stack.callback(end_ray)
+        if layouts is not None:
+            config = layouts.next()
+            task = replace(task, config=config)
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))
@@ -150,7 +153,8 @@ def running(
         fetch_elsewhere(config.model.path, seats, (RANK, ENGINE), deadline)
         if task.judged and config.rewards.judge.serve:
             fetch_elsewhere(config.rewards.judge.model, seats, (JUDGE,), deadline)
-        watch = stack.enter_context(watched(say, config.run.frozen_after_s))
+        nodes = {seat.node.id for seat in seats.placement.seats} if seats else set[str]()
+        watch = stack.enter_context(watched(say, config.run.frozen_after_s, nodes))
         if config.rewards.judge.serve:
             where = seats.options(JUDGE, 0) if seats else {}
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=where)
@@ -193,10 +197,10 @@ def running(
             if seats and seats.placement.shared:
                 # vLLM takes all that the GPU has lost while it started for its own use, and makes
                 # its KV cache smaller by it: the trainer must not take memory in the meantime.
-                wait_for(engines, watch.well)
+                _up(engines, watch)
             trainer = both.submit(ranks.start) if ranks is not None else None
             trained = wait_for(trainer, watch.well) if trainer else ()
-            warnings = [*wait_for(engines, watch.well), *trained]
+            warnings = [*_up(engines, watch), *trained]
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
@@ -209,11 +213,19 @@ def running(
             scorer=scorer,
             agents=agents,
             watch=watch,
-            lowering=lowering,
+            lowering=layouts.lowering if layouts else None,
         )
         if sleep:
             system.wake()
         yield system
+
+
+def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:
+    """What they warn of. One that does not come up, where all have before, is a loss as any."""
+    try:
+        return wait_for(engines, watch.well)
+    except EngineError as error:
+        raise Lost(str(error)) from error
 
 
 def scorer_of(

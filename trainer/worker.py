@@ -80,6 +80,9 @@ def joined_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Toke
 class TrainerWorker:
     """One rank, alone in its process. Holds no GPU library until `start`."""
 
+    CPUS = 0.5
+    """Cores that Ray books for it where there is no GPU: ranks and engines alternate there."""
+
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
         if not gpu:

@@ -19,18 +19,20 @@ Every few steps something is done to the run:
 
 `--only` takes actions (`kill`), what they are done to (`engine`), or both (`"kill engine"`).
 `--every 0` does nothing: a soak. Whenever the run has ended it is started again by the same
-command, as a scheduler would. Linux, and psutil; what lacks here is said, and left out.
+command, as a scheduler would. After `--minutes` it is told to end (SIGTERM), whatever step it has
+come to. Linux, and psutil; what lacks here is said, and left out.
 
 Printed at the end, and kept in `faults.jsonl`, `memory.jsonl`, `memory.png` and `summary.json`:
 seconds until the run said something and trained again, exit statuses, processes left, the ledger's
 sums, memory and open files of each role over the steps, and in how many steps the metrics are those
-of the run without faults (`--no-reference`).
+of the run without faults (`--no-reference`; `--against`: one that is there).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -43,10 +45,11 @@ from typing import Any
 import psutil
 
 from benchmarks.chaos import disk, preload, second_node
-from benchmarks.chaos.faults import Fault, Kind, Means, chosen, suffer
+from benchmarks.chaos.faults import GONE_S, Fault, Kind, Means, chosen, suffer
 from benchmarks.chaos.memory import keep, memory, plot
 from benchmarks.chaos.outcome import compared, summary
 from benchmarks.chaos.run import Run, marked, until, words_of
+from keel.trainer.run.interrupt import PREEMPTED
 
 FROZEN_S = 10
 """`run.frozen_after_s`"""
@@ -80,6 +83,7 @@ def chaos(
     every: int,
     nodes: int = 1,
     only: Sequence[str] = (),
+    minutes: float = 0,
 ) -> dict[str, Any]:
     with ExitStack() as stack:
         means = prepared(stack, out)
@@ -90,7 +94,8 @@ def chaos(
         log = out / "log.txt"
         run = Run(folder, knobs, steps, log, environment=environment, cluster=cluster)
         stack.callback(killed, run)
-        faults, sizes, late = suffered(run, means, kinds, random.Random(seed), every, out)
+        end = time.monotonic() + 60 * minutes if minutes else math.inf
+        faults, sizes, late = suffered(run, means, kinds, random.Random(seed), every, out, end)
         found = summary(run, faults, sizes)
         time.sleep(5)  # for what ends by itself
         left = [words_of(process) for process in [*marked(folder), *run.own_on_second()]]
@@ -111,15 +116,21 @@ def prepared(stack: ExitStack, out: Path) -> Means:
 
 
 def suffered(
-    run: Run, means: Means, kinds: Sequence[Kind], draw: random.Random, every: int, out: Path
+    run: Run,
+    means: Means,
+    kinds: Sequence[Kind],
+    draw: random.Random,
+    every: int,
+    out: Path,
+    end: float,
 ) -> tuple[list[Fault], list[dict[str, float]], list[int]]:
     """The faults until the run is done, memory between them, and statuses with which it has ended
-    at other times."""
+    at other times. end: when no more is done to it, by the monotonic clock."""
     faults: list[Fault] = []
     sizes: list[dict[str, float]] = []
     late: list[int] = []
     bag: list[Kind] = []
-    while True:
+    while time.monotonic() < end:
         due = run.last() + (draw.randint(1, 2 * every - 1) if every else QUIET)
         until(lambda: run.ended() or run.last() >= due, f"step {due}")  # noqa: B023
         if run.ended() and run.process.returncode == 0:
@@ -144,6 +155,10 @@ def suffered(
             times = f"said {seconds(fault.said_s)} trains {seconds(fault.again_s)}"
             what = f"{len(faults):3d} step {fault.step:4d} {fault.action:<12} {fault.kind:<13}"
             print(f"{what} {times} status {fault.status}", flush=True)
+    run.process.terminate()
+    status = run.process.wait(timeout=GONE_S)
+    print(f"told to end after step {run.last()}: status {status}", flush=True)
+    return faults, sizes, late + [status] * (status not in (0, PREEMPTED))
 
 
 def killed(run: Run) -> None:
@@ -166,7 +181,9 @@ def main() -> int:
     )
     options.add_argument("--only", nargs="+", default=(), metavar="KIND", help="of faults")
     options.add_argument("--nodes", type=int, choices=(1, 2), default=1)
+    options.add_argument("--minutes", type=float, default=0, help="until the run is told to end")
     options.add_argument("--no-reference", action="store_true")
+    options.add_argument("--against", type=Path, help="folder of a run, to be compared with")
     options.add_argument("knob", nargs="*")
     given = options.parse_args()
     if given.nodes > 1 and (why := second_node.lacking()):
@@ -175,9 +192,11 @@ def main() -> int:
     own = [word for word in (*given.knob, *given.only) if "=" in word]
     only = [word for word in given.only if "=" not in word]
     knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *own]
-    how = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes")}
+    how = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes", "minutes")}
     found = chaos(out, knobs, only=only, **how)
-    if not given.no_reference:
+    if given.against:
+        found["reference"] = compared(out / "disk" / "run", given.against)
+    elif not given.no_reference:
         log = out / "reference.txt"
         whole = Run(out / "reference", knobs, given.steps, log, environment={})
         if status := whole.process.wait(timeout=given.steps * 60):

@@ -201,7 +201,11 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
             fault.action == "freeze" and struck.victim and not gone(struck.victim)
         )
 
+    was_over = over()
     while True:
+        if over() and not was_over:  # as where the run goes on until it notices what is frozen
+            was_over = True
+            trained.clear()
         now = time.monotonic()
         trained += [now] * bool(run.fresh())
         if over() and trained and trained[-1] >= trained[0] + SETTLED_S:

@@ -14,6 +14,11 @@ from benchmarks.stability.report import drawn, save_figure
 
 MIB = 2**20
 SHARED = "RssShmem:"
+COLORS = (
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
+    *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
+)
+STYLES = ("-", "--", ":", "-.")
 FILES = " (files)"
 """Ends the names of what is counted in files, not in MiB."""
 
@@ -69,10 +74,17 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 def plot(sizes: Sequence[dict[str, float]], faults: Sequence[int], path: Path) -> None:
     """faults: the steps at which there were some."""
     figure, (above, below) = drawn(2, 1, (9, 8))
-    for name in course(sizes):
-        points = [(size["step"], size[name]) for size in sizes if name in size]
-        panel = below if name.endswith(FILES) else above
-        panel.plot(*zip(*points, strict=True), label=name.removesuffix(FILES), linewidth=1)
+    names = list(course(sizes))
+    roles = sorted({name.removesuffix(FILES) for name in names})
+    looks = {role: (COLORS[i], STYLES[i % len(STYLES)]) for i, role in enumerate(roles)}
+    for name in names:
+        # What is trained again after a fault has another point at its step.
+        points = sorted((size["step"], size[name]) for size in sizes if name in size)
+        panel, role = (below if name.endswith(FILES) else above), name.removesuffix(FILES)
+        color, style = looks[role]
+        panel.plot(
+            *zip(*points, strict=True), label=role, color=color, linestyle=style, linewidth=1
+        )
     for panel, title in ((above, "MiB (log)"), (below, "open files")):
         panel.set_ylabel(title)
         panel.set_xlabel("step")
@@ -80,6 +92,8 @@ def plot(sizes: Sequence[dict[str, float]], faults: Sequence[int], path: Path) -
             panel.axvline(step, color="#dddddd", linewidth=0.5, zorder=0)
         panel.legend(fontsize=7, ncols=4)
     above.set_yscale("symlog")
+    for panel in (above, below):
+        panel.set_ylim(bottom=0)
     save_figure(figure, path)
 
 

@@ -27,7 +27,7 @@ ROLES = {
 """Role of a process → what stands in its command line."""
 MARK = "KEEL_CHAOS_RUN"
 """Environment variable of all that belongs to a run, with its folder."""
-DEADLINE_S = 600.0
+DEADLINE_S = 1800.0
 
 
 class Run:

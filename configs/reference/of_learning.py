@@ -169,6 +169,14 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "`trainer.activation_checkpointing`. Written where it happened.",
             "absent",
         ),
+        Metric(
+            "train/ranks",
+            "trainer ranks",
+            "Those that a run goes on with which has lost a node and got no other "
+            "(`trainer.min_ranks`). Written while they are fewer than `trainer.ranks`.",
+            "absent",
+            "reliability",
+        ),
         Metric("train/loss_scale", "", "float16: what the loss is multiplied by."),
     ),
     "Engine against trainer": (

@@ -63,6 +63,9 @@ class RunConfig:
     max_restarts: int = 3
     """Times within three hours that a run which has lost a trainer rank or a node starts again from
     its newest checkpoint, by itself; 0: it ends. docs/reliability.md"""
+    fewer_after_s: float = 600.0
+    """Seconds for which such a start waits for as many GPUs as the run had; then it goes on with
+    those that are left, if `trainer.min_ranks` allows."""
     max_skipped_steps: int = 3
     """Optimizer steps in a row without a finite gradient after which the run ends (in float16 at
     least 16: each halves the loss's scale). docs/alarms.md"""
@@ -138,6 +141,12 @@ class RunConfig:
         )
         require(
             self.max_restarts >= 0, "run.max_restarts", self.max_restarts, "must not be negative"
+        )
+        require(
+            self.fewer_after_s >= 0,
+            "run.fewer_after_s",
+            self.fewer_after_s,
+            "must not be negative (seconds)",
         )
         require(
             self.frozen_after_s >= 0,

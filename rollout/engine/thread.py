@@ -23,7 +23,7 @@ from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.jobs import Result, SamplingEngine
-from keel.rollout.spec import EngineError, RecordingError
+from keel.rollout.spec import EngineError, Progress, RecordingError
 
 STOP_S = 60.0
 """Longest wait for the thread to stop: one step of the engine, at most."""
@@ -73,6 +73,7 @@ class EngineThread:
         self._busy_s = 0.0
         self._stepping: float | None = None
         """When the step that runs began."""
+        self._steps, self._longest_s = 0, 0.0
         self._failed = False
         """Whether the last update did, so that the weights stay incomplete for good."""
         ready: Future[None] = Future()
@@ -240,6 +241,10 @@ class EngineThread:
 
         return self._wait(self._ask(read), "the engine's statistics")
 
+    def progress(self) -> Progress:
+        """Answered whatever the engine is at, even where a step of it hangs."""
+        return Progress(self._steps, self._longest_s, len(self._flights))
+
     def close(self) -> None:
         """Stop; unfinished groups fail."""
         self._commands.put(None)
@@ -283,8 +288,10 @@ class EngineThread:
                     self._stepping = began = time.perf_counter()
                     for job, result in chain(self._hurry(engine), engine.step()):
                         self._resolve(job, result)
-                    self._busy_s += time.perf_counter() - began
-                    self._stepping = None
+                    took = time.perf_counter() - began
+                    self._busy_s += took
+                    self._longest_s = max(self._longest_s, took)
+                    self._stepping, self._steps = None, self._steps + 1
         except RecordingError as error:
             ended = error
         except Exception as error:  # callers hold futures: none may be left without a result

@@ -14,7 +14,7 @@ from keel.model.weight_transfer.channel import Rendezvous
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
-from keel.rollout.spec import EngineSpec, Started
+from keel.rollout.spec import EngineSpec, Progress, Started
 
 
 class _Warnings(logging.Handler):
@@ -86,6 +86,9 @@ class RolloutWorker:
     async def receive(self) -> None:
         """Take an update from there."""
         await asyncio.to_thread(self._engine.receive)
+
+    async def progress(self) -> Progress:
+        return self._engine.progress()
 
     async def stats(self) -> dict[str, float]:
         return await asyncio.to_thread(self._engine.stats)

@@ -24,6 +24,7 @@ from keel.rl.futures import then
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.pool.lifecycle import Deliver, Fleet, to_each
+from keel.rollout.pool.pulse import Pulses
 from keel.rollout.pool.requests import Order, RolloutEngine, Slot, Update
 from keel.rollout.pool.work import Work
 from keel.rollout.spec import EngineError
@@ -74,6 +75,7 @@ class RolloutPool:
             update_s=update_deadline_s or config.update_deadline_s,
         )
         self._work = Work(config, tell=self._events.put)
+        self._pulses = Pulses()
         self._watched: set[Future[Any]] = set()
 
     @property
@@ -309,6 +311,8 @@ class RolloutPool:
             future.add_done_callback(lambda _: self._call())
         self._watched = set(pending)
         deadlines = [*self._work.deadline(), *(slot.deadline for slot in pending.values())]
+        if deadlines:  # of work or a stage; else nobody is asked anything
+            deadlines.append(self._pulses.due)
         for number in self._happened(min(deadlines, default=None)):
             if number is not None and (failed := self._work.land(number)) is not None:
                 self._replace(*failed)
@@ -321,6 +325,8 @@ class RolloutPool:
             elif over and slot.stage == "ready":
                 self._work.resumes(slot)
         self._replace_silent_ones()
+        for slot, error in self._pulses.look(self._fleet.slots, lambda line: self.say(line)):
+            self._replace(slot, error)
 
     def _happened(self, until: float | None) -> list[int | None]:
         """All events there are; waits for one."""

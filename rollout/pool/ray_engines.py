@@ -19,10 +19,11 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool.lifecycle import to_each
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError, EngineSpec, Started, environment
+from keel.rollout.spec import EngineError, EngineSpec, Progress, Started, environment
 
 T = TypeVar("T")
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
+_DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
 CONCURRENT_CALLS = 10_000
 """Far more groups than an engine is ever given, so that the actor never queues a call."""
 
@@ -61,6 +62,9 @@ class RayEngine:
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
         return as_future(ray_calls.call(self.actor.update, version, list(buckets)))
+
+    def progress(self) -> Future[Progress]:
+        return as_future(ray_calls.call(self.actor.progress))
 
     def stats(self) -> Future[dict[str, float]]:
         """See `EngineThread.stats`."""
@@ -179,5 +183,10 @@ def _as_engine_error(error: BaseException) -> BaseException:
 def _reason(error: RayError) -> str:
     """Why an actor died, without the traceback of its constructor."""
     text = (isinstance(error, RayActorError) and ray_calls.of_death(error)) or str(error)
+    if died := _DIED.search(text):  # then all that Ray has is guesses, a page of them
+        return (
+            f"its process {died[1]} has died: it was killed, by the kernel perhaps where memory is "
+            "short (dmesg), or has crashed"
+        )
     raised = [found.start() for found in _RAISED.finditer(text)]
     return " ".join(text[raised[-1] :].split()) if raised else " ".join(text.split())

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
-from keel.rollout.spec import Started
+from keel.rollout.spec import Progress, Started
 
 
 class RolloutEngine(Protocol):
@@ -43,6 +43,10 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> Future[None]:
         """Give up the GPU's memory until the next update."""
+        ...
+
+    def progress(self) -> Future[Progress]:
+        """Answered at once, whatever the engine is at."""
         ...
 
     def kill(self) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,12 @@ CUT_OFF_S = 90.0
 Ray has given it up after 65 s, and what ran there is running elsewhere, or is to."""
 TRY_S = 5.0
 """Between two tries to reach it, and for one."""
-NODES_EVERY = 10
-"""Looks between two questions to Ray which nodes it takes for dead."""
+GCS = "Ray's control service (GCS), on the cluster's first node,"
+GCS_SAID_S, GCS_S, SOON_S = 15.0, 40.0, 1.0
+"""A question that it has not answered for so long is spoken of; it is given up after so long, while
+this process can still say so, which Ray ends after 60 s; and how long a look waits for it."""
+NODES_S = 5.0
+"""Between two questions to Ray which nodes it takes for dead."""
 
 
 class Lookout:
@@ -107,13 +112,41 @@ class _Node:
         return ""
 
 
+class Question:
+    """Which nodes are there, asked of Ray's control service (GCS) on a thread that may never come
+    back."""
+
+    def __init__(self, ask: Callable[[], Mapping[str, str]]) -> None:
+        self.silent_s, self.said = 0.0, False
+        self._answer: Future[Mapping[str, str]] = Future()
+        threading.Thread(target=self._run, args=(ask,), name="keel-nodes", daemon=True).start()
+
+    def answer(self, passed: float) -> tuple[Mapping[str, str] | None, str]:
+        """What it was, or None and, once it is late, how. passed: seconds since the last look;
+        raises what Ray has raised."""
+        wait([self._answer], SOON_S)
+        if self._answer.done():
+            return self._answer.result(), ""
+        self.silent_s += passed
+        late = self.silent_s >= GCS_SAID_S
+        return None, f"has not answered for {self.silent_s:.0f} s" if late else ""
+
+    def _run(self, ask: Callable[[], Mapping[str, str]]) -> None:
+        try:
+            self._answer.set_result(ask())
+        except Exception as error:  # whoever looks raises it
+            self._answer.set_exception(error)
+
+
 class Lookouts:
     """What is seen on all nodes together."""
 
     def __init__(self, frozen_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """frozen_after_s: the knob of `run`."""
         self._nodes: dict[str, _Node] = {}
-        self._looks, self._turns = 0, ray_calls.Turns(ANSWER_S, clock)
+        self._dead: dict[str, str] = {}
+        self._question: Question | None = None
+        self._unasked_s, self._turns = 0.0, ray_calls.Turns(ANSWER_S, clock)
         self._frozen_after_s = frozen_after_s
         self._place(self._hosts())
 
@@ -126,19 +159,32 @@ class Lookouts:
         for there in self._nodes.values():
             said += _heard(there, there.answers(max(0.1, end - time.monotonic())), passed)
             here |= there.last.here
-        self._looks += 1
-        lost = self._ask_ray(here) if self._looks % NODES_EVERY == 0 else ""
-        return Sight(here=here, said=tuple(said), lost=lost)
+        self._unasked_s += passed
+        if self._question is None and self._unasked_s >= NODES_S:
+            self._question, passed, self._unasked_s = Question(self._hosts), 0.0, 0.0
+        lost = self._ask_ray(here, passed, said) if self._question else ""
+        return Sight(here=here, said=tuple(said), lost=lost, dead=dict(self._dead))
 
-    def _ask_ray(self, here: dict[str, int]) -> str:
+    def _ask_ray(self, here: dict[str, int], passed: float, said: list[str]) -> str:
         """Forget what was on nodes that Ray takes for dead, and look at new ones, too; why Ray is
         lost, if it does not say."""
+        assert self._question is not None
         try:
-            alive = self._hosts()
+            alive, silence = self._question.answer(passed)
         except TimeoutError as error:
             return str(error)
+        if alive is None:
+            if not self._question.silent_s < GCS_S:
+                return f"{GCS} {silence}"
+            if silence and not self._question.said:
+                self._question.said = True
+                said.append(f"{GCS} {silence}. After {GCS_S:g} s the run ends")
+            return ""
+        self._question = None
         for node in self._nodes.keys() - alive.keys():
-            for name in self._nodes.pop(node).last.here:
+            gone = self._nodes.pop(node)
+            self._dead[node] = gone.host
+            for name in gone.last.here:
                 here.pop(name, None)
         self._place(alive)
         return ""

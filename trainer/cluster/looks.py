@@ -58,6 +58,8 @@ class Sight:
     """What stands still, once, and what was ended for it, in words."""
     lost: str = ""
     """What of Ray's own is gone or has stood still for too long, in words."""
+    dead: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Nodes that Ray has given up, by id, with their hosts."""
 
 
 @dataclass(slots=True)

@@ -101,6 +101,8 @@ def start_ray() -> None:
         return
     # Memory is ours to plan; Ray's own monitor would kill a worker on a busy shared machine.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    # Of every call of an actor Ray's GCS keeps some 5 KB, up to 100,000 of them, for its dashboard.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Processes made ready for tasks: all of ours are actors with an environment of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     _bring_a_token()
@@ -178,18 +180,18 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
-def cluster_nodes() -> list[Node]:
-    """Nodes of the cluster with GPUs, most GPUs first, and what is free on them."""
+def cluster_nodes(*, gpus: bool = True) -> list[Node]:
+    """Nodes of the cluster with GPUs (false: all), most GPUs first, and what is free on them."""
     free = bounded(free_by_node, CALL_S, "say what is free on its nodes")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
         total, left = node["Resources"], free.get(node["NodeID"], {})
-        if node["Alive"] and total.get("GPU", 0) >= 1:
+        if node["Alive"] and (not gpus or total.get("GPU", 0) >= 1):
             nodes.append(
                 Node(
                     name=node["NodeManagerHostname"],
                     id=node["NodeID"],
-                    gpus=int(total["GPU"]),
+                    gpus=int(total.get("GPU", 0)),
                     cpus=int(total.get("CPU", 0)),
                     free_gpus=int(left.get("GPU", 0)),
                     free_cpus=int(left.get("CPU", 0)),

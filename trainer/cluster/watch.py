@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,6 +32,9 @@ class Watch:
         """look: at all nodes; needed: processes here at whose end it looks at once."""
         self.say = say
         """Told, on the thread, of what stands still, and of what was ended."""
+        self.nodes: Set[str] = frozenset()
+        """Ids of those without which it cannot go on as it is: what was reserved there can be had
+        on no other."""
         self._look, self._failure, self._failed = look, "", False
         self._ranks: set[str] = set()
         """That have been seen."""
@@ -80,6 +83,10 @@ class Watch:
         if gone := sorted(self._ranks - ranks):
             self._failure = self._failure or f"{gone[0]} is gone"
         self._ranks |= ranks
+        for node in sight.dead.keys() & self.nodes:
+            self._failure = self._failure or (
+                f"node {sight.dead[node]} is gone, and the GPUs with it that the run had there"
+            )
         for line in sight.said:
             self.say(line)
         return not sight.lost
@@ -96,8 +103,11 @@ class Watch:
 
 
 @contextmanager
-def watched(say: Callable[[str], Any], frozen_after_s: float) -> Iterator[Watch]:
-    """Watch over what runs on Ray, from here on to the end. frozen_after_s: the knob of `run`."""
+def watched(
+    say: Callable[[str], Any], frozen_after_s: float, nodes: Set[str] = frozenset()
+) -> Iterator[Watch]:
+    """Watch over what runs on Ray, from here on to the end. frozen_after_s: the knob of `run`;
+    nodes: as `Watch.nodes`."""
     own = own_processes()
     if own:
         (raylet,) = own["raylet"]
@@ -107,6 +117,7 @@ def watched(say: Callable[[str], Any], frozen_after_s: float) -> Iterator[Watch]
         watch = Watch(looker.look, say, *rays.values())
     else:
         watch = Watch(Lookouts(frozen_after_s).look, say)
+    watch.nodes = nodes
     try:
         yield watch
     finally:

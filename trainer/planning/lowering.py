@@ -33,6 +33,8 @@ class Lowering:
     config: Config
     folder: Path
     times: int = 0
+    fewer: bool = False
+    """Whether it has less than all of its ranks and engines (`keel.trainer.cluster.fewer`)."""
 
     def after(self, error: OutOfMemory) -> str:
         """Lower it, here and in the run's folder, and say so. Raises `error` where that is in
@@ -88,6 +90,8 @@ class Repeating:
                 times += 1
             else:
                 counted = {"train/out_of_memory": Sum(float(times))} if times else {}
+                if self.lowering.fewer:
+                    counted["train/ranks"] = Sum(float(self.lowering.config.trainer.ranks))
                 return replace(result, metrics={**result.metrics, **counted})
 
 

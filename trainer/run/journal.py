@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,9 +25,11 @@ from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
 """What happened besides steps: `resume`, `alarm`, `engine` (one was started again), `frozen` (a
-process stands still, or was ended for it), `restart` (of all, from a checkpoint), `ledger` (what
-became of the prompts), `tracker` (where the curves are, and what became of sending them). Nothing
-is taken out of it: what a resumed run does again has happened twice."""
+process stands still, or was ended for it), `restart` (of all, from a checkpoint), `fewer` (with
+less than all ranks), `ledger` (what became of the prompts), `tracker` (where the curves are, and
+what became of sending them). Nothing is taken out of it: what a resumed run does again has happened
+twice."""
+Hook = Callable[[threading.ExceptHookArgs], object]
 REPAIR = "repair the line or take it out"
 
 
@@ -69,6 +72,7 @@ class Journal:
         # A third of a second, which a check need not wait for.
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
+        threading.excepthook = hooked(threading.excepthook)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
 
     def begin(self, activity: str) -> None:
@@ -149,7 +153,23 @@ class Journal:
         (self._trajectories / f"step_{step:06d}.jsonl").write_text("".join(lines))
 
     def close(self) -> None:
-        self._board.close()
+        try:
+            self._board.close()
+        except OSError as error:  # which must not hide the one that has ended the run
+            self._view.say(f"warning: TensorBoard's curves lack their end ({error})")
+
+
+def hooked(before: Hook) -> Hook:
+    """As `before`, without a word of a disk that TensorBoard's thread cannot write to: whoever
+    waits for what it writes is told, and says so in a line."""
+
+    def hook(raised: threading.ExceptHookArgs) -> None:
+        ours = type(raised.thread).__module__.startswith("tensorboard.")
+        if not (ours and issubclass(raised.exc_type, OSError)):
+            before(raised)
+
+    hook.of_keel = True  # pyright: ignore[reportFunctionMemberAccess]
+    return before if getattr(before, "of_keel", False) else hook
 
 
 def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:

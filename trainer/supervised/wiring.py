@@ -34,6 +34,7 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Encoder, free_marks
 from keel.rollout.chat.laws import check_prefix_law
 from keel.rollout.chat.taught import taught
+from keel.trainer.cluster.fewer import Layouts
 from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
 from keel.trainer.cluster.watch import watched
@@ -311,14 +312,20 @@ def report_lines(name: str, report: Report) -> Iterator[str]:
 
 
 @contextmanager
-def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
-    """Start the ranks that `task` needs, and end them at exit, whatever happened."""
+def teaching(
+    task: SftTask, say: Callable[[str], None], *, layouts: Layouts | None = None
+) -> Iterator[Teaching]:
+    """Start the ranks that `task` needs, and end them at exit, whatever happened. layouts: has the
+    recipe as it is by now."""
     config, deadline = task.config, task.config.run.startup_deadline_s
     fetch(config.model.path)
     with ExitStack() as stack:
         with waiting("starting Ray", "Ray"):
             start_ray()
         stack.callback(end_ray)
+        if layouts is not None:
+            config = layouts.next()
+            task = replace(task, config=config)
         seats = None
         if task.gpu:
             seats = stack.enter_context(reserved(config, deadline_s=deadline))

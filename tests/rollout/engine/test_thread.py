@@ -15,7 +15,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineError, RecordingError
 from tests.rl.rollouts import prompt
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 
 class FakeEngine:
@@ -126,6 +126,28 @@ def test_groups_that_come_together_share_a_batch(engine: EngineThread, fake: Fak
     fake.go.set()
     assert [future.result(PATIENCE_S).prompt.prompt_id for future in futures] == ["a", "b", "c"]
     assert fake.events == ["a+b+c"]
+
+
+def test_how_far_it_has_come_is_said_while_a_step_of_it_hangs(
+    engine: EngineThread, fake: FakeEngine
+) -> None:
+    engine.submit(prompt("a"), group_size=1).result(PATIENCE_S)
+    wait_for(lambda: engine.progress().steps == 1)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        goes_on.wait(PATIENCE_S)
+
+    fake.fail = hang
+    late = engine.submit(prompt("b"), group_size=1)
+    assert hangs.wait(PATIENCE_S)
+    asked = engine.progress()
+    assert (asked.steps, asked.orders) == (1, 1) and asked.longest_s < PATIENCE_S
+    goes_on.set()
+    late.result(PATIENCE_S)
+    wait_for(lambda: engine.progress().steps == 2)
+    assert engine.progress().longest_s >= asked.longest_s
 
 
 def test_a_group_that_a_sleep_has_overtaken_begins_after_the_update(

@@ -10,7 +10,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError, Started
+from keel.rollout.spec import EngineError, Progress, Started
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
 
@@ -68,6 +68,9 @@ class FakeEngine:
         self.naps.append("asleep")
         return self.world.sleep(self)
 
+    def progress(self) -> Future[Progress]:
+        return self.world.progress(self)
+
     def kill(self) -> None:
         self.killed = True
 
@@ -78,6 +81,7 @@ class World:
     def __init__(self, answer: Answer | None = None, **config: Any) -> None:
         self.answer: Answer = answer or (lambda engine, name: engine.finish(name))
         self.start: Callable[[FakeEngine], Future[Started]] = lambda engine: done(Started(1))
+        self.progress: Callable[[FakeEngine], Future[Progress]] = lambda engine: done(Progress())
         self.sleep: Callable[[FakeEngine], Future[None]] = lambda engine: done(None)
         self.lives: list[FakeEngine] = []
         defaults = {"engines": 2, "max_num_seqs": 4}

@@ -49,6 +49,22 @@ def test_an_engine_that_died_or_is_late_can_be_replaced(error: Exception, reason
         assert isinstance(outcome, EngineError) and reason in str(outcome)
 
 
+def test_a_killed_engine_is_one_line_without_rays_guesses() -> None:
+    said = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: RolloutWorker\n"
+        "\tactor_id: a507e630\n\tpid: 3762\n\tip: 127.0.0.1\nThe actor is dead because its worker "
+        "process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Some common causes …"
+    )
+
+    class Died(ActorDiedError):
+        def __str__(self) -> str:
+            return said
+
+    for outcome in outcomes(Died()):
+        assert str(outcome).startswith("its process 3762 has died: it was killed, by the kernel")
+        assert "common causes" not in str(outcome)
+
+
 def test_what_the_pool_cannot_repair_is_passed_on() -> None:
     for outcome in outcomes(raised(ValueError("no tensor 'x'"))):
         assert isinstance(outcome, ValueError)

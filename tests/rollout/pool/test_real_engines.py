@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
 from keel.configs.schema import SamplingConfig
+from keel.rollout.pool import pulse
 from keel.rollout.pool.ray_engines import RayRolloutPool, ray_pool
 from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.buckets import pack_buckets
@@ -88,6 +92,34 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
     assert pool.restarts == 1
     assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != victim
     wait_for(lambda: stats(pool, "version") == [4, 4], "the weights in the new engine")
+
+
+def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answers(
+    pool: RayRolloutPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list(pool.generate(prompts(4, shared=0, own=9, tag="b"), group_size=4))  # both have done steps
+    monkeypatch.setattr(pulse, "LOOK_S", 0.5)
+    monkeypatch.setattr(pulse, "SAID_S", 1.0)
+    monkeypatch.setattr(pulse, "STUCK_S", 5.0)
+    said: list[str] = []
+    monkeypatch.setattr(pool, "say", said.append)
+    victim = actors(pool)[0]
+    pid = ray.get(victim.ready.remote(), timeout=PATIENCE_S).pid
+
+    def hang(_: Any) -> None:  # in the engine's process, where vLLM is
+        engine = sys.modules["keel.rollout.engine.vllm_engine"].VllmEngine
+        engine.step = lambda self: time.sleep(600)
+
+    ray.get(victim.__ray_call__.remote(hang), timeout=PATIENCE_S)
+    groups = [pool.submit(p, group_size=4) for p in prompts(4, shared=0, own=9, tag="h")]
+    wait_for(lambda: said)
+    before = ray.get(victim.progress.remote(), timeout=PATIENCE_S)
+    assert before.steps > 0 and before.orders > 0 and psutil.Process(pid).is_running()
+    assert all(len(group.result(timeout=START_S).trajectories) == 4 for group in groups)
+    assert said[0].startswith("rollout engine 0 has finished no step for ")
+    (line,) = [line for line in said if "is started again: hangs: it has finished no step" in line]
+    assert line.startswith("rollout engine 0 ")
+    assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != pid
 
 
 def test_weights_reach_engines_that_are_sampling(pool: RayRolloutPool, buckets: list[Any]) -> None:

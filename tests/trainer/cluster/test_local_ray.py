@@ -45,15 +45,17 @@ seen = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
 print("shown", any(token in word for words in seen for word in words or ()))
 """
 ACTOR = """
-import psutil, ray, sys
+import os, psutil, ray, sys
 from keel.trainer.cluster.nodes import start_ray
 from keel.trainer.cluster.ray_internals import own_processes
 start_ray()
 print(sorted(own_processes()))
 class Worker:
     def where(self): return sys.executable
+    def kept(self): return os.environ.get("RAY_task_events_report_interval_ms")
 actor = ray.remote(Worker).options(runtime_env={"env_vars": {"A": "1"}}).remote()
 print(ray.get(actor.where.remote(), timeout=300))
+print(ray.get(actor.kept.remote(), timeout=300))
 def named(process):
     try:
         return " ".join(process.cmdline())
@@ -120,11 +122,12 @@ def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    own, where, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
+    own, where, kept, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
     assert own == "['gcs_server', 'raylet']"
     assert (where, idle) == (
         str(home / "bin" / "python"),
         "[]",
     )  # no process but the actor's: nobody waits, and no part of the dashboard
+    assert kept == "0", "or the GCS grows with every call"
     assert reached == "[] True"  # and none that listens to other machines
     assert token.read_text() == "1" * 64

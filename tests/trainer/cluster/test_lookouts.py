@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
@@ -12,7 +13,6 @@ from keel.trainer.cluster import lookouts
 from keel.trainer.cluster.lookouts import (
     ANSWER_S,
     CUT_OFF_S,
-    NODES_EVERY,
     SILENT_S,
     TRY_S,
     Away,
@@ -20,6 +20,9 @@ from keel.trainer.cluster.lookouts import (
     reached,
 )
 from keel.trainer.cluster.looks import LOOK_S, Sight
+from tests.waiting import PATIENCE_S
+
+LOOKS = 10
 
 
 class Node:
@@ -45,14 +48,21 @@ class Cluster:
                 raise node.error
             return node.sight
 
-        patch.setattr(Lookouts, "_hosts", lambda _: dict(self.alive))
+        self.gcs = threading.Event()
+        self.gcs.set()
+
+        def hosts(_: Lookouts) -> dict[str, str]:
+            self.gcs.wait(PATIENCE_S)
+            return dict(self.alive)
+
+        patch.setattr(Lookouts, "_hosts", hosts)
         patch.setattr(lookouts, "_lookout", lambda node, seconds: self.nodes[node])
         patch.setattr(ray_calls, "get", answer)
-        self._lookouts = Lookouts(100.0, lambda: self.now)
+        self.lookouts = Lookouts(100.0, lambda: self.now)
 
     def look(self, seconds: float = ANSWER_S) -> Sight:
         self.now += seconds
-        return self._lookouts.look()
+        return self.lookouts.look()
 
 
 @pytest.fixture
@@ -83,17 +93,18 @@ def test_a_node_that_is_silent_is_said_and_one_that_is_dead_takes_its_ranks_with
     assert ranks(cluster.look()) == ["trainer rank 0", "trainer rank 1"]
     cluster.nodes["b"].error = error
     assert cluster.look(3600.0).said == (), "while nobody asked, nobody was silent"
-    looks = [cluster.look(ANSWER_S + LOOK_S).said for _ in range(NODES_EVERY)]
+    looks = [cluster.look(ANSWER_S + LOOK_S).said for _ in range(LOOKS)]
     (said,) = [line for look in looks for line in look]
-    assert NODES_EVERY * ANSWER_S > 2 * SILENT_S
+    assert LOOKS * ANSWER_S > 2 * SILENT_S
     first = next(number for number, look in enumerate(looks) if look)
     assert (first + 1) * (ANSWER_S + LOOK_S) < 30 - ANSWER_S, "and a look was under way"
     assert said.startswith("node host-b does not answer (")
     assert "; on it: trainer rank 1. Ray gives a node up after" in said
     assert "trainer rank 1" in cluster.look().here, "Ray has the last word on who is dead"
     del cluster.alive["b"]
-    sights = [cluster.look() for _ in range(NODES_EVERY)]
+    sights = [cluster.look() for _ in range(LOOKS)]
     assert ranks(sights[-1]) == ["trainer rank 0"] and not any(sight.lost for sight in sights)
+    assert sights[-1].dead == {"b": "host-b"}
 
 
 def test_a_raylet_that_stands_still_is_said_once_and_not_the_end_of_all(cluster: Cluster) -> None:
@@ -109,9 +120,32 @@ def test_a_raylet_that_stands_still_is_said_once_and_not_the_end_of_all(cluster:
         assert cluster.look().said == ()
 
 
+def test_a_control_service_that_does_not_answer_is_said_and_then_the_end(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookouts, "SOON_S", 0.01)
+    for _ in range(2):  # it may come back, and be silent again
+        cluster.gcs.clear()
+        asked = [cluster.look(3600.0), *(cluster.look() for _ in range(7))]
+        (line,) = [line for sight in asked for line in sight.said]
+        assert line.startswith("Ray's control service (GCS), on the cluster's first node, has not ")
+        assert line.endswith("not answered for 15 s. After 40 s the run ends")
+        assert asked[3].said == (line,) and all(ranks(sight) for sight in asked)
+        assert not any(sight.lost for sight in asked)
+        cluster.gcs.set()
+        monkeypatch.setattr(lookouts, "SOON_S", PATIENCE_S)
+        assert cluster.look().said == ()
+        monkeypatch.setattr(lookouts, "SOON_S", 0.01)
+    cluster.gcs.clear()
+    sights = [cluster.look() for _ in range(9)]
+    assert [bool(sight.lost) for sight in sights] == [False] * 8 + [True]
+    assert "has not answered for 40 s" in sights[-1].lost
+    cluster.gcs.set()
+
+
 def test_a_node_that_joins_later_is_looked_at_too(cluster: Cluster) -> None:
     cluster.nodes["c"], cluster.alive["c"] = Node("host-c", 2), "host-c"
-    sights = [cluster.look() for _ in range(NODES_EVERY + 1)]
+    sights = [cluster.look() for _ in range(LOOKS + 1)]
     assert "trainer rank 2" not in ranks(sights[0]) and "trainer rank 2" in ranks(sights[-1])
 
 

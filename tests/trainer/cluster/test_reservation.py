@@ -18,17 +18,22 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
+    EmbeddedConfig,
     RolloutConfig,
     RunConfig,
     SourceConfig,
     TrainerConfig,
 )
+from keel.model.embedded.build import model_config
+from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.load import facts_of
 from keel.trainer.cli import main
 from keel.trainer.cluster.downloads import fetch_on_others
+from keel.trainer.cluster.fewer import layouts
 from keel.trainer.cluster.nodes import cluster_nodes, hardware_here, hardware_said, seating
 from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.cluster.reservation import Reservation, reserved
-from keel.trainer.planning.placement import ENGINE, RANK
+from keel.trainer.planning.placement import ENGINE, RANK, Hardware
 from tests.model.hub import SIZES, Hub
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -97,7 +102,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster_address(fake_gpus: None, hub: str, cache: Path) -> Iterator[str]:
+def cluster(fake_gpus: None, hub: str, cache: Path) -> Iterator[Cluster]:
     own = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
     with without_unused_processes():
         cluster = Cluster(
@@ -107,16 +112,16 @@ def cluster_address(fake_gpus: None, hub: str, cache: Path) -> Iterator[str]:
         cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=own)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
-    yield cluster.address
+    yield cluster
     ray.shutdown()
     cluster.shutdown()
 
 
 @pytest.fixture
-def two_nodes(cluster_address: str) -> str:
+def two_nodes(cluster: Cluster) -> str:
     """Six free GPUs: Ray says some time after a reservation has gone that its GPUs are free."""
     wait_until_free(6)
-    return cluster_address
+    return cluster.address
 
 
 def test_actors_sit_where_the_plan_says(two_nodes: str) -> None:
@@ -170,6 +175,30 @@ def test_gpus_that_others_use_are_waited_for_until_the_deadline(two_nodes: str) 
         wait_for(lambda: len(placement_groups()) == 1)
     with reserved(config(), deadline_s=PATIENCE_S) as reservation:
         assert len(reservation.placement.seats) == 2
+
+
+def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
+    two_nodes: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    third = cluster.add_node(num_cpus=CPUS, num_gpus=2)
+    wait_until_free(8)
+    recipe = replace(config(engines=4, ranks=4), run=RunConfig(fewer_after_s=0.1))
+    recipe = replace(recipe, trainer=replace(recipe.trainer, min_ranks=2))
+    said: list[str] = []
+    facts = facts_of(model_config(EmbeddedConfig(), build_tokenizer()))
+    start = layouts(
+        recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
+    )
+    with reserved(start.next(), deadline_s=PATIENCE_S) as reservation:
+        assert len({seat.node.id for seat in reservation.placement.seats}) == 3
+    cluster.remove_node(third, allow_graceful=False)
+    with reserved(start.next(), deadline_s=PATIENCE_S) as reservation:
+        seats = reservation.placement.seats
+        assert [sum(s.kind == kind for s in seats) for kind in (RANK, ENGINE)] == [3, 3]
+        sit(reservation, RANK, 3)
+    assert "trainer.ranks is now 3, not 4, rollout.engines is now 3, not 4" in said[-1] or (
+        "rollout.engines is now 3, not 4, trainer.ranks is now 3, not 4" in said[-1]
+    )
 
 
 def test_check_asks_the_cluster(two_nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,20 @@ def test_a_rank_that_is_gone_is_a_loss_that_a_new_start_mends() -> None:
     looking.stop()
 
 
+def test_a_node_on_which_gpus_were_reserved_is_such_a_loss_and_no_other_node_is() -> None:
+    sights = [Sight(here={}, dead={"b": "host-b"}), Sight(here={}, dead={"a": "host-a"})]
+    seen: list[Sight] = []
+    looking = Watch(lambda: (seen.append(sights[0]), sights[0])[1], print)
+    looking.nodes = {"a"}
+    wait_for(lambda: len(seen) >= 2, "two looks")
+    looking.check()
+    sights.pop(0)
+    wait_for(lambda: looking._failure)
+    with pytest.raises(Lost, match="node host-a is gone, and the GPUs with it"):
+        looking.check()
+    looking.stop()
+
+
 def test_rays_own_loss_ends_all_calls_of_ray() -> None:
     looking, _ = watching(Sight(here={}, lost="Ray's node process (process 7 on here) is gone"))
     wait_for(ray_calls.lost)

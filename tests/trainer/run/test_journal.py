@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +161,34 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=said):
         journal.record(1, {}, [])
     journal.close()
+
+
+def test_where_tensorboard_cannot_write_the_folder_is_named_once_and_no_traceback_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooked: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", hooked.append)  # pytest has one of its own
+    view = PlainView(1)
+    journal = Journal(tmp_path, view, trajectories=0)
+    (curves,) = (tmp_path / "tensorboard").iterdir()
+    curves.unlink()
+    curves.mkdir()
+
+    def record() -> None:
+        for step in range(1, 1000):  # its thread is told of it in its own time
+            journal.record(step, {"loss": Mean(1, 1)}, [])
+
+    with pytest.raises(OSError, match=rf"run\.dir = {tmp_path}: step \d+ cannot be written \("):
+        record()
+    journal.close()
+    assert not hooked
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert "TensorBoard's curves lack their end" in said.out + said.err
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert [raised.exc_type for raised in hooked] == [ZeroDivisionError]
 
 
 @pytest.mark.parametrize(("every", "count"), [(True, 6), (False, 2)])

@@ -1,0 +1,117 @@
+"""A run on two nodes whose step does not fit a rank, and which loses a node for good: it goes on
+with smaller micro-batches, and then with the ranks that there is room for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from keel.trainer.cli import main
+from keel.trainer.learner import Learner
+from keel.trainer.run.journal import EVENTS
+from tests.e2e.test_command import DEADLINE_S, metrics, small
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
+STEPS, SHORT_AFTER, LOST_AFTER = 6, 1, 3
+RANKS, LEFT = 3, 2
+"""Two find room on a core."""
+Started = TypeVar("Started")
+
+
+def patiently(start: Callable[[], Started]) -> Started:
+    """Ray gives a node 30 s to start in, whatever else its machine has to do."""
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:  # Ray raises no more than that
+            late = error
+            if "timed out during startup" not in str(error):
+                raise
+    raise late
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    cluster = patiently(
+        lambda: Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+        )
+    )
+    patiently(lambda: cluster.add_node(num_cpus=1))
+    cluster.wait_for_nodes(DEADLINE_S)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def short_of_memory(worker: Any) -> None:
+    """In the process of a rank."""
+    import torch  # noqa: PLC0415  (it travels by value)
+
+    def accumulate(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    worker.engine._accumulate = accumulate
+
+
+def test_a_run_goes_on_with_smaller_micro_batches_and_with_the_ranks_that_are_left(
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    starts: list[Learner] = []
+
+    class Unlucky(Learner):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            starts.append(self)
+
+        def step(self, *arguments: Any, **options: Any) -> Any:
+            if (len(starts), self.version) == (1, SHORT_AFTER):
+                ray.get(self._ranks[1].__ray_call__.remote(short_of_memory), timeout=DEADLINE_S)
+            if (len(starts), self.version) == (2, LOST_AFTER):
+                (lost,) = cluster.worker_nodes
+                cluster.remove_node(lost, allow_graceful=False)
+            return super().step(*arguments, **options)
+
+    monkeypatch.setattr("keel.trainer.system.Learner", Unlucky)
+    folder = tmp_path / "run"
+    knobs = [
+        *small(folder, tmp_path / "cache", steps=STEPS),
+        *(f"trainer.ranks={RANKS}", "trainer.min_ranks=1", "trainer.threads=1"),
+        *("run.checkpoint_every=1", "run.fewer_after_s=1", "run.eval_every=-1"),
+    ]
+    assert main(["train", *knobs]) == 0
+    said = capsys.readouterr()
+    assert len(starts) == 3, said.out + said.err
+    events = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
+    told = {
+        kind: [event["text"] for event in events if event["kind"] == kind]
+        for kind in ("restart", "fewer")
+    }
+    memory, loss, *silent, waits = told["restart"]
+    assert "trainer rank 1 failed during an optimizer step: CUDA out of memory" in memory
+    assert "trainer.micro_batch_tokens is now 4,096, not 8,192" in memory
+    assert f"starts again from step {SHORT_AFTER}" in memory
+    assert f"starts again from step {LOST_AFTER}" in loss
+    assert all("does not answer. The run starts when" in line for line in silent)
+    assert "needs 3 trainer ranks of 0.5 CPU cores" in waits
+    (fewer,) = told["fewer"]
+    assert f"trainer.ranks is now {LEFT}, not {RANKS}" in fewer
+    assert fewer in said.out + said.err
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert all(line["ledger/lost"] == line["ledger/twice"] == 0 for line in lines[1:])
+    ranks = [line.get("train/ranks") for line in lines[1:]]
+    assert ranks == [None] * LOST_AFTER + [LEFT] * (STEPS - LOST_AFTER)
+    assert [learner._config.trainer.ranks for learner in starts] == [RANKS, RANKS, LEFT]
+    assert starts[-1]._config.trainer.micro_batch_tokens == 4096
+    assert (folder / "model" / "model.safetensors").exists()
