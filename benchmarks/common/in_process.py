@@ -148,7 +148,7 @@ def in_this_process() -> Iterator[None]:
             yield System(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
 
     @contextmanager
-    def teaching(task: SftTask, say: Callable[[str], None]) -> Iterator[Teaching]:
+    def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[Teaching]:
         learner = LocalLearner(starting_model(task), task.config)
         yield Teaching(task=task, learner=learner)  # type: ignore[arg-type]
 
