@@ -21,6 +21,8 @@ Make = Callable[[str], Awaitable[Sequence[Refused] | None]]
 """Makes the task of a key and leaves it in the folder, whole or not at all. Returns what was thrown
 away on the way. Raises Refused where a gate throws the task away, AuthorLost, BudgetSpent."""
 Say = Callable[[str], object]
+MOST_LOST = 5
+"""Tasks in a row whose author was lost, after which it is not asked any more."""
 
 
 class Shown(Protocol):
@@ -47,10 +49,6 @@ class _Unseen:
 
 def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Shown]:
     return nullcontext(_Unseen())
-
-
-MOST_LOST = 5
-"""Tasks in a row whose author was lost, after which it is not asked any more."""
 
 
 async def make_all(

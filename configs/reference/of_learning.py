@@ -172,7 +172,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/ranks",
             "trainer ranks",
-            "Those that a run goes on with which has lost a node and got no other "
+            "Those that a run continues with after it has lost a node and got no other "
             "(`trainer.min_ranks`). Written while they are fewer than `trainer.ranks`.",
             "absent",
             "reliability",

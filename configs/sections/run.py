@@ -64,7 +64,7 @@ class RunConfig:
     """Times within three hours that a run which has lost a trainer rank or a node starts again from
     its newest checkpoint, by itself; 0: it ends. docs/reliability.md"""
     fewer_after_s: float = 600.0
-    """Seconds for which such a start waits for as many GPUs as the run had; then it goes on with
+    """Seconds for which such a start waits for as many GPUs as the run had; then it continues with
     those that are left, if `trainer.min_ranks` allows."""
     max_skipped_steps: int = 3
     """Optimizer steps in a row without a finite gradient after which the run ends (in float16 at

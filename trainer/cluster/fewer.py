@@ -127,7 +127,7 @@ class Layouts:
         if least:
             longest = max(longest, run.fewer_after_s + 2 * LOOK_S)
             then = (
-                f"After {run.fewer_after_s:g} s (run.fewer_after_s) the run goes on with what is "
+                f"After {run.fewer_after_s:g} s (run.fewer_after_s) the run continues with what is "
                 f"left, {least} of {whole.trainer.ranks} ranks at least"
             )
         else:
@@ -275,4 +275,4 @@ def changes(before: Config, now: Config) -> str:
         f"{knob} is now {said(new[knob])}, not {said(old[knob])}"
         for knob in diff_configs(before, now)
     ]
-    return f"the run goes on with less, until its next start: {', '.join(parts)}"
+    return f"the run continues with less until its next start: {', '.join(parts)}"

@@ -174,7 +174,7 @@ class Lookouts:
         except TimeoutError as error:
             return str(error)
         if alive is None:
-            if not self._question.silent_s < GCS_S:
+            if self._question.silent_s >= GCS_S:
                 return f"{GCS} {silence}"
             if silence and not self._question.said:
                 self._question.said = True

@@ -187,7 +187,8 @@ def test_where_tensorboard_cannot_write_the_folder_is_named_once_and_no_tracebac
     assert "TensorBoard's curves lack their end" in said.out + said.err
     other = threading.Thread(target=lambda: 1 / 0)
     other.start()
-    other.join()
+    other.join(timeout=60)
+    assert not other.is_alive()
     assert [raised.exc_type for raised in hooked] == [ZeroDivisionError]
 
 
