@@ -119,6 +119,8 @@ class Config:
                 self.rollout.tensor_parallel,
                 "must be 1 with rollout.colocated: each engine sits on the GPU of one rank",
             )
+        if self.model.batch_invariant:
+            self._check_invariant()
         longest = self.rollout.deadline_s + 2 * CUT_S
         if self.rollout.weight_updates == "drain" and self.algorithm.max_lag:
             require(
@@ -177,6 +179,18 @@ class Config:
             )
         if self.with_agents:
             self._check_agents()
+
+    def _check_invariant(self) -> None:
+        """Nothing else that computes in another order."""
+        for knob, value, wanted in (
+            ("rollout.dtype", self.engine_dtype, self.model.dtype),
+            ("rollout.head_dtype", self.rollout.head_dtype, "float32"),
+            ("rollout.tensor_parallel", self.rollout.tensor_parallel, 1),
+            ("trainer.sequence_parallel", self.trainer.sequence_parallel, 1),
+            ("trainer.compile", self.trainer.compile, False),
+            ("trainer.zero_stage", self.trainer.zero_stage, min(2, self.trainer.zero_stage)),
+        ):
+            require(value == wanted, knob, value, f"must be {wanted} with model.batch_invariant")
 
     def _check_budget(self, source: SourceConfig) -> None:
         """Engines have room, and deadlines time, for what the run's own knobs say."""

@@ -48,6 +48,8 @@ class Segments:
     """[M] packed token in each padded row; 0 where the row is padding."""
     row_of_token: Tensor
     """[N] padded row of each packed token."""
+    lengths: tuple[int, ...]
+    """[S]"""
     group: ProcessGroup | None = None
     """Ranks that each hold an equal part of the row's tokens (`keel.model.ulysses`)."""
 
@@ -81,6 +83,7 @@ class Segments:
             tuple(blocks),
             to_device(torch.cat(token_of_row), device),
             to_device(row_of_token, device),
+            tuple(lengths),
             group,
         )
 
@@ -151,10 +154,21 @@ def packed_attention(
             f"{', '.join(unknown) or 'attention to later tokens'}: not supported"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    operator = _varlen if _has_flash(query, value) else _padded
-    if segments.group is not None:
-        operator = _spread(operator)
+    operator = attend if segments.group is None else _spread(attend)
     return operator(query, key, value, segments, scaling, sliding_window)[None], None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attention of a whole row: query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, Dv]."""
+    operator = _varlen if _has_flash(query, value) else _padded
+    return operator(query, key, value, segments, scaling, window)
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from keel.configs.schema import Config, Dtype, RolloutConfig
+from keel.model.invariant import variables
 
 CAPTURED = 512
 """Tokens of the largest step that vLLM captures as a CUDA graph by itself."""
@@ -34,6 +35,8 @@ class EngineSpec:
     """In place of the tokenizer's; empty: its own."""
     gpu_gib: float = 0.0
     """Of a GPU that has more, what the run may take: `run.gpu_gib`."""
+    batch_invariant: bool = False
+    """`model.batch_invariant`"""
 
     @classmethod
     def of(cls, config: Config, model: str) -> Self:
@@ -52,6 +55,7 @@ class EngineSpec:
             else 0,
             chat_template=config.model.chat_template,
             gpu_gib=config.run.gpu_gib,
+            batch_invariant=config.model.batch_invariant,
         )
 
     def gpu_share(self, gpu_gib: float) -> float:
@@ -103,7 +107,9 @@ def parallel_args(config: RolloutConfig) -> dict[str, Any]:
     }
 
 
-def environment(config: RolloutConfig, *, gpu: bool) -> dict[str, str]:
+def environment(
+    config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False
+) -> dict[str, str]:
     """Environment variables of an engine's process. They must be set before torch is imported."""
     common = {
         # vLLM in the worker's own process: the recorder and weight updates need its objects.
@@ -115,7 +121,7 @@ def environment(config: RolloutConfig, *, gpu: bool) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if gpu:
-        return {**common, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        return {**common, **variables(batch_invariant), "VLLM_USE_V2_MODEL_RUNNER": "1"}
     return {
         **common,
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton

@@ -43,7 +43,7 @@ WIRING = tuple(
 )
 WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
-    "vllm": ("rollout/",),
+    "vllm": ("rollout/", "model/invariant/vllm_kernels.py"),
     "deepspeed": ("trainer/engine/",),
     "omegaconf": ("configs/load.py",),
     "mcp": ("agents/",),

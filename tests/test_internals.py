@@ -14,6 +14,7 @@ FENCED = ("trainer", "model")
 DEEPSPEED = "trainer/engine/deepspeed_internals.py"
 NAMED = (
     DEEPSPEED,
+    "model/invariant/vllm_kernels.py",
     "model/torch_internals.py",
     "model/transformers_internals.py",
     "trainer/cluster/ray_internals.py",

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from keel.configs.schema import Config
 from keel.model import ray_calls
+from keel.model.invariant import variables
 from keel.model.weight_transfer.receiver import Outcome, Receiver
 from keel.rl.buffer import split_updates
 from keel.rl.futures import done
@@ -37,7 +38,6 @@ another is gone (`maybe_of_another`), until Ray knows. It gives up a silent node
 MANY, AT_LEAST_S = 10.0, 300.0
 """A step is taken for lost after so many times what the longest so far took, and no sooner than
 this; the first one after `trainer.deadline_s`."""
-
 
 STEP = "an optimizer step"
 
@@ -81,7 +81,8 @@ class Learner:
         self._model_path, self._config, self._make_room = model_path, config, make_room
         transfer = config.rollout.weight_transfer
         self._direct = transfer == "direct" or (transfer == "auto" and gpu)
-        options = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": TrainerWorker.CPUS}
+        seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": TrainerWorker.CPUS}
+        options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
         self._ranks: list[Any] = [
             ray_calls.create(

@@ -20,6 +20,7 @@ from keel.data.dataset import Dataset, load_dataset
 from keel.model.embedded.build import model_config
 from keel.model.embedded.cold_start import taught_sources
 from keel.model.embedded.tokenizer import build_tokenizer
+from keel.model.invariant.layers import check_invariant
 from keel.model.load import (
     ModelFacts,
     digest_of_tokenizer,
@@ -243,6 +244,8 @@ def found_model(
         model = load_model_config(config.model.path)
         facts = trainable_facts(config.model.path, model)
         check_engine_dtype(config, model.model_type)
+        if config.model.batch_invariant:
+            check_invariant(model, config.model.path, gpu=machine.gpu)
         if name != config.model.path:
             check_same_family(config.model.path, tokenizer, name)
     before = remembered(config, machine.signature)

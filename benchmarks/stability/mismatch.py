@@ -6,7 +6,9 @@ A real engine samples, and the trainer's network scores what was sampled, replay
 left is rounding, and where the two compute in another order. Without `--model` the model has the
 shape of Qwen3-0.6B, random weights and logits of deviation `--sharpness`; with it, any folder with
 a chat template. `gap` is a completion's mean_t(log π_old − log π_θ), which the off-policy sequence
-mask compares with δ (`algorithm.mask_delta`), here for completions cut at several lengths.
+mask compares with δ (`algorithm.mask_delta`), here for completions cut at several lengths. Beside
+it what each arm costs: a second batch sampled, and forward and backward passes over the first,
+after one to warm up and without an optimizer step.
 
 Writes OUT/mismatch.json. Arms run one after the other, each in a process of its own.
 """
@@ -20,6 +22,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,14 +67,18 @@ class Arm:
     trainer: Dtype
     head: str = "float32"
     compiled: bool = False
+    invariant: bool = False
+    """`model.batch_invariant`"""
 
 
 ARMS: Mapping[str, Arm] = {
     "bfloat16-head-rounded": Arm("bfloat16", "bfloat16", head="model"),
     "bfloat16": Arm("bfloat16", "bfloat16"),
     "bfloat16-compiled": Arm("bfloat16", "bfloat16", compiled=True),
+    "bfloat16-invariant": Arm("bfloat16", "bfloat16", invariant=True),
     "float16": Arm("float16", "float16"),
     "float16-compiled": Arm("float16", "float16", compiled=True),
+    "float16-invariant": Arm("float16", "float16", invariant=True),
     "bfloat16-float32": Arm("bfloat16", "float32"),
     "float32": Arm("float32", "float32"),
 }
@@ -89,6 +96,8 @@ class Size:
     top_k: int = 512
     seed: int = 0
     gpu_memory_utilization: float = 0.25
+    eager: bool = False
+    """No CUDA graphs."""
 
 
 def questions(folder: Path, size: Size, *, words: bool) -> list[Prompt]:
@@ -124,22 +133,35 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
         seed=size.seed,
         keep_routing=True,
         keep_sampling_mask=True,
+        batch_invariant=arm.invariant,
     )
     engine = EngineThread(lambda: VllmEngine(spec), config)
-    futures = [
-        engine.submit(prompt, group_size=size.group)
-        for prompt in questions(folder, size, words=words)
-    ]
-    groups = [future.result(timeout=DEADLINE_S) for future in futures]
+
+    def sampled(size: Size) -> list[Group]:
+        futures = [
+            engine.submit(prompt, group_size=size.group)
+            for prompt in questions(folder, size, words=words)
+        ]
+        return [future.result(timeout=DEADLINE_S) for future in futures]
+
+    groups = sampled(size)
+    began = time.monotonic()
+    others = sampled(replace(size, seed=size.seed + 1))
+    sampling_s = time.monotonic() - began
+    segments = [s for group in others for t in group.trajectories for s in t.segments]
+    tokens = sum(int(segment.trainable_T.sum()) for segment in segments)
     engine.close()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return figures(*scores(arm, folder, size, groups, device), groups)
+    ours, theirs, sequence, training_s = scores(arm, folder, size, groups, device)
+    speed = {"sampled_per_s": tokens / sampling_s, "training_s": training_s}
+    return figures(ours, theirs, sequence, groups) | speed
 
 
 def scores(
     arm: Arm, folder: Path, size: Size, groups: Sequence[Group], device: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log π_θ, log π_old and the sequence of every sampled token."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """log π_θ, log π_old and the sequence of every sampled token; and the seconds of forward and
+    backward passes over all of them."""
     import torch  # noqa: PLC0415
 
     from keel.model.load import load_policy  # noqa: PLC0415
@@ -147,7 +169,11 @@ def scores(
     from keel.trainer.engine.layer_compile import compile_layers  # noqa: PLC0415
     from keel.trainer.engine.policy import Inputs, PolicyNetwork  # noqa: PLC0415
 
-    network = PolicyNetwork(load_policy(str(folder), arm.trainer), temperature=size.temperature)
+    network = PolicyNetwork(
+        load_policy(str(folder), arm.trainer),
+        temperature=size.temperature,
+        batch_invariant=arm.invariant,
+    )
     network = network.to(device).train()
     if arm.compiled:
         compile_layers(network.model)
@@ -167,7 +193,18 @@ def scores(
         )
         first += len(inputs.sequence_tokens_S)
     ours, theirs, sequence = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return ours, theirs, sequence
+
+    def trained() -> float:
+        began = time.monotonic()
+        for micro_batch in batch.micro_batches:
+            logp, *_ = network(inputs=Inputs.of(micro_batch, device))
+            logp.sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic() - began
+
+    trained()
+    return ours, theirs, sequence, trained()
 
 
 def unscored(group: Group) -> ScoredGroup:
@@ -224,7 +261,7 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
         ),
         head_dtype=head,
         gpu_memory_utilization=size.gpu_memory_utilization,
-        enforce_eager=True,
+        enforce_eager=size.eager,
     )
 
 
@@ -266,7 +303,9 @@ def main() -> None:
             "--child",
             name,
         ]
-        variables = environment(rollout_config(ARMS[name], size), gpu=gpu)
+        invariant = ARMS[name].invariant
+        config = rollout_config(ARMS[name], size)
+        variables = environment(config, gpu=gpu, batch_invariant=invariant)
         log = options.out / f"{name}.log"
         with log.open("w") as file:
             done = subprocess.run(

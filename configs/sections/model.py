@@ -163,9 +163,26 @@ class ModelConfig:
     are always float32. float16 is eight times as exact as bfloat16, so engine and trainer differ
     less (docs/stability.md), but ends at 65,504: the loss is scaled, a step whose gradients
     overflow is skipped, and a model with larger activations needs bfloat16."""
+    batch_invariant: bool = False
+    """Engines run vLLM's batch-invariant kernels and the trainer the same ones: on the same weights
+    a token's hidden states are equal to the last bit, so ratios are 1 but for the head's rounding
+    in float32. For Llama, Qwen2 and Qwen3 on GPUs; slower (docs/stability.md)."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
 
     def __post_init__(self) -> None:
+        require(
+            not self.batch_invariant or self.path != "embedded",
+            "model.batch_invariant",
+            self.batch_invariant,
+            "is for dense models of Llama's, Qwen2's and Qwen3's kind, and the embedded one is a "
+            "mixture of experts; leave it out, or set model.path",
+        )
+        require(
+            not self.batch_invariant or self.dtype != "float32",
+            "model.batch_invariant",
+            self.batch_invariant,
+            "needs model.dtype bfloat16 or float16: there are no such kernels for float32",
+        )
         require(bool(self.path), "model.path", self.path, "must name a folder or a hub model")
         require(
             self.path != "embedded" or not self.tokenizer,

@@ -9,6 +9,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from keel.model.invariant import BLOCK
 from keel.rollout.engine.begin import Asked
 from keel.rollout.engine.jobs import Job
 from keel.rollout.recording.base import Recorder
@@ -66,6 +67,11 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         if not config.enforce_eager:
             sizes = captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
             args["cudagraph_capture_sizes"] = sizes
+        if spec.batch_invariant:
+            # Compiled layers would fuse operations, and round where the trainer does not.
+            args |= {"block_size": BLOCK, "compilation_config": {"mode": 0}}
+            if not config.enforce_eager:
+                args["compilation_config"]["cudagraph_mode"] = "FULL"
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 

@@ -40,7 +40,9 @@ class RayEngine:
             "num_cpus": 1 if gpu else 0,
             "num_gpus": spec.config.tensor_parallel if gpu else 0,
             "max_concurrency": CONCURRENT_CALLS,
-            "runtime_env": {"env_vars": environment(spec.config, gpu=gpu)},
+            "runtime_env": {
+                "env_vars": environment(spec.config, gpu=gpu, batch_invariant=spec.batch_invariant)
+            },
             **options,
         }
         self.actor = ray_calls.create(RolloutWorker, f"rollout engine {index}", given, spec)

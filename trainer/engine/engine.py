@@ -112,8 +112,7 @@ class TrainerEngine:
         """What made gradients of the last `step` other than finite, on this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
 
-        network = self._load(model_path, dtype)
-        self._network = network
+        network = self._network = self._load(model_path, dtype)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
         self._routed = bool(routers)
@@ -157,8 +156,7 @@ class TrainerEngine:
         )
         self._note(self._checkpoints.note)
         limit_waits(timeout_s)  # of groups for ZeRO, experts and sequences
-        self._steps = self._version = 0
-        self._applied = False  # any of the last step's gradients
+        self._steps, self._version, self._applied = 0, 0, False
         self.tokens: dict[int, TokenNumbers] = {}  # of the last step's watched segments
 
     @property
@@ -391,10 +389,12 @@ class TrainerEngine:
             _LOG.warning(line)
 
     def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
+        config = self._config
         return PolicyNetwork(
             load_policy(model_path, dtype),
-            temperature=self._config.rollout.sampling.temperature,
-            context=context_tokens(self._config),
-            attention=self._config.trainer.attention,
-            indexer_loss=self._config.trainer.indexer_loss > 0,
+            temperature=config.rollout.sampling.temperature,
+            context=context_tokens(config),
+            attention=config.trainer.attention,
+            indexer_loss=config.trainer.indexer_loss > 0,
+            batch_invariant=config.model.batch_invariant,
         )

@@ -17,6 +17,7 @@ from keel.configs.schema import Config
 from keel.model.attention import Segments, use_packed_attention
 from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
+from keel.model.invariant.layers import use_invariant_layers
 from keel.model.layers.fused import use_fused_layers
 from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
 from keel.model.noise import switch_off_noise
@@ -138,10 +139,12 @@ class PolicyNetwork(nn.Module):
         context: int | None = None,
         attention: Attention = "sparse",
         indexer_loss: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
         for a model to which it makes no difference. `attention` and `indexer_loss` are about a
-        model with sparse attention: as in `trainer.attention`, and whether its indexers learn."""
+        model with sparse attention: as in `trainer.attention`, and whether its indexers learn.
+        `batch_invariant`: by the engine's own kernels."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -156,7 +159,10 @@ class PolicyNetwork(nn.Module):
         use_sparse_attention(model)
         self._sparse, self._dense = bool(own), attention != "sparse"
         use_packed_attention(model)
-        use_fused_layers(model)
+        if batch_invariant:
+            use_invariant_layers(model)
+        else:
+            use_fused_layers(model)
         install_support_head(model)
         switch_off_noise(model)
         self.model = model

@@ -165,7 +165,8 @@ class Options:
     def compiles(self) -> bool:
         """Whether compiled layers of such a model are known to be faster."""
         timed = self.facts.fused_norms and self.config.model.dtype == "bfloat16"
-        return timed and self.config.trainer.sequence_parallel == 1
+        model = self.config.model
+        return timed and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
 
     def stages(self, ranks: int) -> list[Values]:
         """ZeRO's, and where the optimizer is: in host memory, too, where it is open."""
@@ -173,6 +174,8 @@ class Options:
         trainer = self.config.trainer
         away = (False, True) if offload in self.left else (trainer.offload_optimizer,)
         stages = (1, 2, 3) if self.config.model.dtype != "float32" else (0, 1, 2, 3)
+        if self.config.model.batch_invariant:
+            stages = stages[:-1]
         if zero not in self.left:
             stages = (trainer.zero_stage,)
         elif ranks == 1:  # it has nobody to share with
