@@ -31,6 +31,11 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type`s: those whose layers in vLLM are, operation by operation, what stands below."""
 
 
+HEAD = 128
+"""Numbers of an attention head with which flash attention 3 gives single tokens, whose attention is
+not called causal then, the bits of a whole prompt (seen: with 64 it does not)."""
+
+
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
     """Raises ConfigError for a model whose layers are not known here to the bit, and without a
     GPU."""
@@ -40,15 +45,22 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
             "CPUs in float32, ratios are 1 to seven digits without)"
         )
     text = config.get_text_config()
-    windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     partial = (getattr(text, "rope_parameters", None) or {}).get("partial_rotary_factor", 1) != 1
-    other = text.model_type not in FAMILIES or windows or partial or text.hidden_act != "silu"
-    if other or getattr(text, "mlp_bias", False):
-        what = "sliding windows" if windows else f"models of type {text.model_type}"
-        raise ConfigError(
-            f"model.batch_invariant: {what} (model.path = {path!r}) are not known to the bit, only "
-            f"plain {', '.join(FAMILIES)}; leave it out"
-        )
+    unknown = (
+        (text.model_type not in FAMILIES, f"models of type {text.model_type}"),
+        ("sliding_attention" in (getattr(text, "layer_types", None) or ()), "sliding windows"),
+        (partial, "partial rotary embeddings"),
+        (text.hidden_act != "silu", f"activations of kind {text.hidden_act}"),
+        (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
+        (size != HEAD, f"attention heads of {size} numbers"),
+    )
+    for there, what in unknown:
+        if there:
+            raise ConfigError(
+                f"model.batch_invariant: {what} (model.path = {path!r}) are not known to the bit, "
+                f"only plain {', '.join(FAMILIES)} with heads of {HEAD} numbers; leave it out"
+            )
 
 
 def use_invariant_layers(model: PreTrainedModel) -> None:

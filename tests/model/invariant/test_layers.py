@@ -57,6 +57,7 @@ def passed(model: Any, segments: Segments) -> tuple[Tensor, dict[str, Tensor]]:
 def test_a_model_and_its_gradients_stay_what_they_were(
     family: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layers, "HEAD", 8)
     model, segments = build(family), Segments.of(LENGTHS)
     hidden, gradients = passed(model, segments)
     names = list(model.state_dict())
@@ -74,6 +75,7 @@ def test_a_model_and_its_gradients_stay_what_they_were(
 
 def test_every_operation_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of transformers' own GEMMs, norms or rotations is left, and each block's are joined."""
+    monkeypatch.setattr(layers, "HEAD", 8)
     model = build("qwen3")
     calls: list[str] = []
     for name in ("linear", "rms_norm", "rms_norm_of_sum", "rotate", "silu_and_mul", "attention"):
@@ -114,16 +116,19 @@ def test_blocks_hold_each_segment_apart() -> None:
     assert int((laid > 0).sum()) == count
 
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
         (config("mixtral"), "models of type mixtral"),
-        (config("llama", mlp_bias=True), "models of type llama"),
-        (
-            config("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            "windows",
-        ),
-        (config("qwen3", hidden_act="gelu"), "models of type qwen3"),
+        (config("qwen3", **WINDOWS), "sliding windows"),
+        (config("llama", rope_parameters=PARTIAL), "partial rotary"),
+        (config("qwen3", hidden_act="gelu"), "activations of kind gelu"),
+        (config("llama", mlp_bias=True), "biases in the feed-forward"),
+        (config("qwen3"), "attention heads of 8 numbers"),
     ],
 )
 def test_what_is_not_known_to_the_bit_is_refused(kind: Any, what: str) -> None:
