@@ -26,7 +26,7 @@ HEAD = 1e-5
 def write(folder: Path, family: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, vocab_size=2048, hidden_size=512, intermediate_size=1280, num_hidden_layers=4,
+        family, vocab_size=2048, hidden_size=1024, intermediate_size=1280, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=1024,
         tie_word_embeddings=False, dtype="bfloat16", pad_token_id=0, bos_token_id=None,
         eos_token_id=2,
