@@ -3,15 +3,15 @@
 With `model.batch_invariant` engines run vLLM's batch-invariant kernels and the trainer the same
 ones, operation by operation, on weights that are joined as the engine joins them (query, key and
 value; gate and up). A token's hidden states are then equal to the last bit, in whatever micro-batch
-it lands. What is left is the head, float32 on both sides: a few units in the seventh digit.
+it lands. What is left is the head, float32 on both sides: some millionths of a nat.
 
-Backward passes differentiate plain formulas of the same functions, which compute their forward once
-more; GEMMs do not.
+Gradients are those of plain formulas of the same functions. For them norms, activations and
+attention compute their forward once more; GEMMs and rotations do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -130,7 +130,7 @@ class _Attention:
                 query, self.q_norm.weight, self.q_norm.variance_epsilon, engine.rms_norm
             )
             key = _normed(key, self.k_norm.weight, self.k_norm.variance_epsilon, engine.rms_norm)
-        query, key = (_rotated(x, positions, table) for x in (query, key))
+        query, key = (_Rotate.apply(x, positions, table) for x in (query, key))
         out = _as_engine(
             lambda q, k, v: engine.attention(q, k, v, segments, self.scaling),
             lambda q, k, v: attend(q, k, v, segments, self.scaling, None),
@@ -149,11 +149,8 @@ class _Mlp:
 
 def _joined(x: Tensor, *parts: nn.Linear) -> Tensor:
     """The outputs of linear layers on x [N, K], side by side, as one GEMM."""
-    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
-    bias = None
-    if parts[0].bias is not None:
-        bias = torch.cat([part.bias for part in parts])
-    return _Linear.apply(x.contiguous(), weight, bias)
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
 
 
 def _normed(
@@ -168,17 +165,6 @@ def _normed(
         rows,
         weight,
     ).view(shape)
-
-
-def _rotated(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """x [N, H, D]"""
-
-    def plain(x: Tensor) -> Tensor:
-        cos, sin = table[positions][:, None].chunk(2, -1)
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-    return _as_engine(lambda x: engine.rotate(positions, x, table), plain, x)
 
 
 def _swiglu(packed: Tensor) -> Tensor:
@@ -216,17 +202,42 @@ class _AsEngine(Function):
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return engine.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)  # and not the joined ones, a copy of each layer
+        return engine.linear(x, _side_by_side(weights), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        x, *weights = ctx.saved_tensors
+        of_x, of_bias, *of_weights = ctx.needs_input_grad
+        parts: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if any(of_weights):
+            parts = (grad.t() @ x).split([len(weight) for weight in weights])
         return (
-            grad @ weight if needs[0] else None,
-            grad.t() @ x if needs[1] else None,
-            grad.sum(0) if needs[2] else None,
+            grad @ _side_by_side(weights) if of_x else None,
+            grad.sum(0) if of_bias else None,
+            *(part if wanted else None for part, wanted in zip(parts, of_weights, strict=True)),
         )
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+class _Rotate(Function):
+    """x [N, H, D] by the angles of `positions`; gradients are turned back by the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(positions, table)
+        return engine.rotate(positions, x, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        positions, table = ctx.saved_tensors
+        cos, sin = table[positions][:, None].chunk(2, -1)
+        first, second = grad.chunk(2, -1)
+        turned = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+        return turned, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -156,3 +157,33 @@ def test_draining_needs_the_time_of_a_completion() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.update_deadline_s = 300.*at least .* 720"):
         Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
     Config(rollout=RolloutConfig(**rollout, update_deadline_s=720.0), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "knob"),
+    [
+        ({"rollout": RolloutConfig(dtype="float16")}, "rollout.dtype"),
+        ({"rollout": RolloutConfig(head_dtype="model")}, "rollout.head_dtype"),
+        ({"rollout": RolloutConfig(tensor_parallel=2)}, "rollout.tensor_parallel"),
+        (
+            {"trainer": TrainerConfig(ranks=2, sequence_parallel=2)},
+            "trainer.sequence_parallel",
+        ),
+        ({"trainer": TrainerConfig(compile=True)}, "trainer.compile"),
+        ({"trainer": TrainerConfig(zero_stage=3)}, "trainer.zero_stage"),
+    ],
+)
+def test_what_computes_in_another_order_is_refused(changes: dict[str, Any], knob: str) -> None:
+    """With the engine's own kernels in the trainer."""
+    invariant = replace(config(), model=ModelConfig(path="a/model", batch_invariant=True))
+    with pytest.raises(ConfigError, match=rf"^{re.escape(knob)} = .*with model\.batch_invariant"):
+        replace(invariant, **changes)
+
+
+def test_batch_invariant_kernels_are_for_some_models() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.batch_invariant = True: .*embedded one is a mix"
+    ):
+        ModelConfig(batch_invariant=True)
+    with pytest.raises(ConfigError, match=r"model\.batch_invariant = True: needs model\.dtype"):
+        ModelConfig(path="a/model", batch_invariant=True, dtype="float32")

@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from keel.configs.schema import Config, DataConfig, RolloutConfig, RunConfig, SourceConfig
-from keel.rollout.spec import EngineSpec, captured_sizes, parallel_args
+from keel.configs.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+)
+from keel.model.invariant import VARIABLE
+from keel.rollout.spec import EngineSpec, captured_sizes, environment, parallel_args
 
 
 def test_several_gpus_are_worked_by_the_engines_own_processes() -> None:
@@ -41,3 +49,23 @@ def test_an_engines_share_is_of_what_the_run_may_take_of_a_gpu() -> None:
     assert EngineSpec.of(config, "model").gpu_share(32.0) == 0.5
     whole = replace(config, run=RunConfig())
     assert EngineSpec.of(whole, "model").gpu_share(160.0) == 0.5
+
+
+def test_engines_of_batch_invariant_runs_are_told_before_vllm_is_imported() -> None:
+    """On GPUs: nothing of it is for CPUs."""
+    config = RolloutConfig()
+    told = {
+        (gpu, on): VARIABLE in environment(config, gpu=gpu, batch_invariant=on)
+        for gpu in (False, True)
+        for on in (False, True)
+    }
+    assert told == {
+        (False, False): False,
+        (False, True): False,
+        (True, False): False,
+        (True, True): True,
+    }
+    source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
+    model = ModelConfig(path="a/model", batch_invariant=True)
+    run = Config(model=model, data=DataConfig(sources=(source,)))
+    assert EngineSpec.of(run, "a/model").batch_invariant

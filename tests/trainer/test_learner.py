@@ -13,8 +13,9 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
-from keel.configs.schema import Config
+from keel.configs.schema import Config, ModelConfig
 from keel.model import ray_calls
+from keel.model.invariant import VARIABLE
 from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
@@ -251,3 +252,27 @@ def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
     assert learner._wait(["rank 0", "rank 1"], limit) == ["rank 0's", "rank 1's"]
     with pytest.raises(Lost, match="waited 20 s for a step: no answer from trainer rank 0, 1 "):
         learner._wait(["rank 0", "rank 1"], limit)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_ranks_are_told_of_the_engines_kernels_before_they_import_anything(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Mapping[str, Any]] = []
+
+    def create(kind: type, name: str, options: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+        given.append(options)
+        return SimpleNamespace(prepare=None)
+
+    monkeypatch.setattr(ray_calls, "create", create)
+    monkeypatch.setattr(ray_calls, "call", lambda *_, **__: None)
+    config = make_config(ranks=2, stage=1)
+    if wanted:
+        config = replace(config, model=ModelConfig(path="a/model", batch_invariant=True))
+    Learner("a/model", config, gpu=True, actor_options=lambda rank: {"num_gpus": 0.5})
+    variables = {VARIABLE: "1"} if wanted else {}
+    assert (
+        given
+        == [{"num_cpus": 1, "num_gpus": 0.5, "runtime_env": {"env_vars": variables}}]
+        * config.trainer.ranks
+    )

@@ -290,3 +290,15 @@ def test_what_waits_in_a_machines_memory_has_to_fit_there(shapes: dict[str, Mode
     wanted = r"1 trainer rank\(s\) keep at least 91\.\d GiB in .* \(trainer.off.* has 64\.0 GiB"
     with pytest.raises(ConfigError, match=wanted):
         choose(said, frozenset(), shapes["8b"], on(64.0, gpus=2))
+
+
+def test_what_is_chosen_keeps_to_batch_invariant_kernels(shapes: dict[str, ModelFacts]) -> None:
+    """No compiled layers and no ZeRO-3, where it would have taken them: on one GPU, and on eight
+    small ones."""
+    for shape, gpus, gib in (("1.7b", 1, 139.0), ("8b", 8, 79.0)):
+        free = choose(recipe(), KNOBS, shapes[shape], machine(gpus, gib)).values
+        model = replace(recipe().model, batch_invariant=True)
+        config = replace(recipe(), model=model, run=replace(recipe().run, steps=2000))
+        kept = choose(config, KNOBS, shapes[shape], machine(gpus, gib)).values
+        assert not kept["trainer.compile"] and kept["trainer.zero_stage"] < 3
+        assert set(free) == set(kept)
