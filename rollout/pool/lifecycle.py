@@ -21,6 +21,9 @@ MAX_RESTARTS = 3
 """Times that an engine is started again within `window_s` before the run is given up."""
 RECENT_S = 3 * 3600.0
 """A run of weeks outlives failures that are this far apart, however many."""
+DISTURBED, TRIES = "Error in memory profiling", 3
+"""What vLLM says where another process gave memory of the GPU back while an engine measured what it
+needs, as one that was ended a moment ago does: nothing is wrong, and it is tried so often."""
 TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
@@ -85,20 +88,26 @@ class Fleet:
             self.slots.append(Slot(index, engine, "starting", engine.ready(), deadline))
         warnings: list[str] = []
         for slot in self.slots:
-            assert slot.pending is not None
-            try:
-                left_s = max(0.0, slot.deadline - time.monotonic())
-                started: Started = slot.pending.result(timeout=left_s)
-            except TimeoutError:
-                raise TimeoutError(
-                    f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
-                    "(run.startup_deadline_s)"
-                ) from None
-            except EngineError as error:
-                raise EngineError(f"rollout engine {slot.index} did not start: {error}") from error
+            warnings += self._first_start(slot).warnings
             slot.stage, slot.pending = self._started, None
-            warnings += started.warnings
         return tuple(dict.fromkeys(warnings))
+
+    def _first_start(self, slot: Slot, tries: int = TRIES) -> Started:
+        assert slot.pending is not None
+        try:
+            return slot.pending.result(timeout=max(0.0, slot.deadline - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError(
+                f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
+                "(run.startup_deadline_s)"
+            ) from None
+        except EngineError as error:
+            if tries == 1 or DISTURBED not in str(error):
+                raise EngineError(f"rollout engine {slot.index} did not start: {error}") from error
+        slot.engine.kill()
+        slot.engine = self._build(slot.index)
+        slot.pending = slot.engine.ready()
+        return self._first_start(slot, tries - 1)
 
     def follow(self, wanted: Update | None, resting: Future[None] | None) -> None:
         """Have all engines load new weights, or fall asleep. Those that are between stages
@@ -153,7 +162,7 @@ class Fleet:
         slot.engine.kill()
         if slot.stage == "starting":
             failure = _NUMBER.sub("#", str(error))
-            if failure == slot.start_failure:
+            if failure == slot.start_failure and DISTURBED not in failure:
                 raise EngineError(
                     f"rollout engine {slot.index} failed to start twice in the same way: {error}"
                 ) from error

@@ -174,6 +174,38 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         world.pool.start()
 
 
+FREED = "AssertionError: Error in memory profiling. Initial free memory 109.58 GiB, current 137.77"
+
+
+def test_a_start_that_others_memory_disturbs_is_tried_again() -> None:
+    """As where what was ended a moment ago still gives its memory back."""
+    world = World(engines=2)
+    world.start = lambda engine: (
+        failed(EngineError(FREED)) if engine.name in ("1.0", "1.1") else done(Started(1))
+    )
+    world.pool.start()
+    assert world.names() == ["0.0", "1.0", "1.1", "1.2"]
+    assert [engine.killed for engine in world.lives] == [False, True, True, False]
+    world.pool.shutdown()
+    world = World(engines=1)
+    world.start = lambda engine: failed(EngineError(FREED))
+    with pytest.raises(EngineError, match=r"engine 0 did not start: .*memory profiling"):
+        world.pool.start()
+    assert len(world.lives) == 3
+
+
+def test_a_restart_that_others_memory_disturbs_is_tried_again() -> None:
+    def answer(engine: FakeEngine, name: str) -> None:
+        engine.die() if engine.name == "0.0" else engine.finish(name)
+
+    world = World(answer=answer, engines=1)
+    world.start = lambda engine: (
+        failed(EngineError(FREED)) if engine.name in ("0.1", "0.2") else done(Started(1))
+    )
+    assert ids(world.run(2)) == ["p0", "p1"]
+    assert world.names() == ["0.0", "0.1", "0.2", "0.3"]
+
+
 def test_what_engines_warn_of_is_handed_on_once() -> None:
     world = World(engines=3)
     world.start = lambda engine: done(Started(1, ("no fast path", f"{engine.name[0] == '2'}")))
