@@ -4,7 +4,6 @@ anything is lost.
     python -m benchmarks.chaos --out chaos --seed 0 --steps 200 --every 3 [knob=value …]
     python -m benchmarks.chaos --out disk --only slow full --steps 60
     python -m benchmarks.chaos --out cut --nodes 2 --only node --steps 300 --every 20
-    python -m benchmarks.chaos --out away --nodes 2 --away --only node --steps 120 --every 20
     python -m benchmarks.chaos --out soak --every 0 --steps 500
 
 Every few steps something is done to the run:
@@ -16,8 +15,7 @@ Every few steps something is done to the run:
   while; the disk under the run folder is full for a while (root) or slow (gcc);
 - the wall clock of all its processes jumps by an hour, ahead or back (gcc);
 - with `--nodes 2` the second node of its cluster is cut off for seconds or minutes (root), and the
-  first node's Ray is left alone; with `--away` the driver is on that node, so that it loses the
-  cluster's control service (GCS).
+  first node's Ray is left alone.
 
 `--only` takes actions (`kill`), what they are done to (`engine`), or both (`"kill engine"`).
 `--every 0` does nothing: a soak. Whenever the run has ended it is started again by the same
@@ -84,7 +82,6 @@ def chaos(
     steps: int,
     every: int,
     nodes: int = 1,
-    away: bool = False,
     only: Sequence[str] = (),
     minutes: float = 0,
 ) -> dict[str, Any]:
@@ -95,8 +92,7 @@ def chaos(
         cluster = stack.enter_context(second_node.two_nodes(environment)) if nodes > 1 else None
         folder = out / "disk" / "run"
         log = out / "log.txt"
-        where: dict[str, Any] = {"cluster": cluster, "away": away}
-        run = Run(folder, knobs, steps, log, environment=environment, **where)
+        run = Run(folder, knobs, steps, log, environment=environment, cluster=cluster)
         stack.callback(killed, run)
         end = time.monotonic() + 60 * minutes if minutes else math.inf
         faults, sizes, late = suffered(run, means, kinds, random.Random(seed), every, out, end)
@@ -185,22 +181,18 @@ def main() -> int:
     )
     options.add_argument("--only", nargs="+", default=(), metavar="KIND", help="of faults")
     options.add_argument("--nodes", type=int, choices=(1, 2), default=1)
-    options.add_argument("--away", action="store_true", help="the driver is on the second node")
     options.add_argument("--minutes", type=float, default=0, help="until the run is told to end")
     options.add_argument("--no-reference", action="store_true")
     options.add_argument("--against", type=Path, help="folder of a run, to be compared with")
     options.add_argument("knob", nargs="*")
     given = options.parse_args()
-    if given.away and given.nodes == 1:
-        options.error("--away: needs --nodes 2")
     if given.nodes > 1 and (why := second_node.lacking()):
         options.error(f"--nodes 2: {why}")
     (out := given.out.resolve()).mkdir(parents=True)
     own = [word for word in (*given.knob, *given.only) if "=" in word]
     only = [word for word in given.only if "=" not in word]
     knobs = [*RECIPE, f"model.embedded.cache_dir={out / 'cache'}", *own]
-    names = ("seed", "steps", "every", "nodes", "away", "minutes")
-    how = {name: getattr(given, name) for name in names}
+    how = {name: getattr(given, name) for name in ("seed", "steps", "every", "nodes", "minutes")}
     found = chaos(out, knobs, only=only, **how)
     if given.against:
         found["reference"] = compared(out / "disk" / "run", given.against)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.second_node import INSIDE, Cluster
+from benchmarks.chaos.second_node import Cluster
 from keel.model.ray_calls import NAME
 
 ROLES = {
@@ -42,13 +42,10 @@ class Run:
         *,
         environment: Mapping[str, str],
         cluster: Cluster | None = None,
-        away: bool = False,
     ) -> None:
-        """cluster: that it joins; None: it starts one of its own. away: by a driver on the second
-        node."""
+        """cluster: that it joins; None: it starts one of its own."""
         self.folder, self.cluster = folder, cluster
-        before = INSIDE if away else ()
-        self._command = [*before, sys.executable, "-m", "keel.trainer.cli", "train", *knobs]
+        self._command = [sys.executable, "-m", "keel.trainer.cli", "train", *knobs]
         self._command += [f"run.dir={folder}", f"run.steps={steps}"]
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         self._environment[MARK] = str(folder)
