@@ -8,10 +8,12 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -63,6 +65,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+STARTED: list[str] = []
+"""Processes that the test has started so far."""
+_popen = subprocess.Popen.__init__
+
+
+def _noted(self: Any, args: Any, *rest: Any, **named: Any) -> None:
+    STARTED.append(str(args))
+    _popen(self, args, *rest, **named)
+
+
+subprocess.Popen.__init__ = _noted
+os.register_at_fork(before=lambda: STARTED.append("a fork"))
+
+
+@pytest.fixture(autouse=True)
+def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`make unit` runs what needs no other process, and is quick for it."""
+    STARTED.clear()
+    yield
+    marked = any(request.node.get_closest_marker(name) for name in ("e2e", "gpu"))
+    if STARTED and not marked:
+        pytest.fail(f"mark it e2e: it starts {', '.join(STARTED)[:200]}", pytrace=False)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -268,6 +268,7 @@ def test_a_function_that_holds_on_to_a_lock_is_refused(tmp_path: Path) -> None:
         keel.train("quickstart", rewards=locked, knobs=[f"run.dir={tmp_path}"])
 
 
+@pytest.mark.e2e
 def test_prompts_without_an_answer_are_judged_by_functions_alone(tmp_path: Path) -> None:
     """One of each completion, one of all of a group; async ones too. `correct` is their mean."""
 

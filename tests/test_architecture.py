@@ -242,6 +242,7 @@ def lines_of(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "modules",
     [
@@ -273,6 +274,7 @@ def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -
     assert lines_of(program) == list(modules)
 
 
+@pytest.mark.e2e
 def test_a_wrong_recipe_is_refused_before_anything_heavy_loads() -> None:
     """Which takes it a second; torch and Ray alone would take longer."""
     source = "{name: a, source: jsonl, path: /nowhere/at-all.jsonl}"

@@ -94,6 +94,7 @@ def test_links_and_pictures_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(name), f"{page}: {target}: no such heading"
 
 
+@pytest.mark.e2e
 def test_make_docs_builds_strictly_from_its_own_list() -> None:
     done = subprocess.run(
         ["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True

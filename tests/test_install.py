@@ -134,6 +134,7 @@ def listed(folder: Path) -> str:
     return folder.parent.as_uri()
 
 
+@pytest.mark.e2e
 def test_the_cuda_build_is_taken_where_pip_finds_no_other(index: Path) -> None:
     build = install.choose("2.13.0")
     assert build.cuda and build.version == "2.13.0"
@@ -181,6 +182,7 @@ def test_where_there_is_no_build_pip_says_why(index: Path) -> None:
         install.choose("9.9.9")
 
 
+@pytest.mark.e2e
 def test_what_is_installed_stays() -> None:
     build = install.choose(install.pinned(install.CPU)["torch"])
     assert build.version == metadata.version("torch")
@@ -294,6 +296,7 @@ def test_readme_and_docs_install_only_what_there_is() -> None:
             assert name in listed, f"{page}: no registry is known to have {word}"
 
 
+@pytest.mark.e2e
 def test_both_commands_ask_pip_before_they_download() -> None:
     """The order of `make install`, from make itself."""
     done = subprocess.run(
@@ -325,6 +328,7 @@ def test_what_pip_says_is_how_far_it_is(packages: int, lines: list[str], words: 
     assert words in wait.words()
 
 
+@pytest.mark.e2e
 def test_python_beside_a_checkout_called_keel_finds_the_package(tmp_path: Path) -> None:
     for _ in range(2):  # installed again
         install.put_on_path(tmp_path)
@@ -344,6 +348,7 @@ def test_python_beside_a_checkout_called_keel_finds_the_package(tmp_path: Path) 
     assert done.stdout.startswith("keel.configs.paths [")
 
 
+@pytest.mark.e2e
 def test_a_failure_of_pip_is_shown_with_its_words(
     index: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_the_picture_names_folders_that_there_are() -> None:
     assert all((ROOT / name).is_dir() for name in named)
 
 
+@pytest.mark.e2e
 def test_the_two_commands_are_targets_of_the_makefile() -> None:
     """`make quickstart` itself is what a fresh clone is tried with, and `make test` runs this."""
     for words in commands(block("make")):

@@ -99,6 +99,7 @@ def test_whole_numbers_are_exact(term: Term) -> None:
         assert evaluate(text) == value
 
 
+@pytest.mark.e2e
 def test_as_an_environment() -> None:
     async def play() -> None:
         target = "keel.agents.environments.calculator:Calculator"

@@ -29,6 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.e2e
 def test_the_script(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "try_it.py"],
@@ -42,6 +43,7 @@ def test_the_script(folder: Path) -> None:
     assert "{'correct': 1.0, 'bought': 1.0}" in done.stdout
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("target", "name", "arguments", "text", "parts"),
     [

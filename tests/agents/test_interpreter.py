@@ -120,6 +120,7 @@ def test_a_long_output_loses_its_middle() -> None:
     assert str(said) == "KeyError: 3\nx"
 
 
+@pytest.mark.e2e
 def test_without_the_packages_it_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "ipykernel.py").write_text("import nobody_has_this\n")
 

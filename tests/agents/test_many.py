@@ -71,6 +71,7 @@ def test_in_this_process() -> None:
     assert least_growth(taken) < FLAT_MIB
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "sandboxed", [False, pytest.param(True, marks=pytest.mark.e2e)], ids=["alone", "sandbox"]
 )

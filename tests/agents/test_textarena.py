@@ -90,6 +90,7 @@ async def verdict_of(environment: Hosted) -> Verdict:
     return verdict
 
 
+@pytest.mark.e2e
 def test_a_game_in_few_words_by_tool_calls(folder: Path) -> None:
     async def play() -> list[str]:
         environment = hosted(folder, options={"max_number": 7}, brief=True)
@@ -114,6 +115,7 @@ def test_a_game_in_few_words_by_tool_calls(folder: Path) -> None:
     assert run(play()) == run(play())
 
 
+@pytest.mark.e2e
 def test_a_game_in_its_own_words_by_what_is_said(folder: Path) -> None:
     async def play() -> None:
         environment = hosted(folder, play_by="text", options={"max_number": 1})
@@ -131,6 +133,7 @@ def test_a_game_in_its_own_words_by_what_is_said(folder: Path) -> None:
     run(play())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("most", "score"), [(20, 0.0), (99, MOST_LOST)])
 def test_a_lost_game_is_not_correct_whatever_it_pays(folder: Path, most: int, score: float) -> None:
     async def play() -> None:
@@ -147,6 +150,7 @@ def test_a_lost_game_is_not_correct_whatever_it_pays(folder: Path, most: int, sc
     run(play())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -166,6 +170,7 @@ def test_a_game_that_cannot_be_says_why(folder: Path, arguments: dict[str, Any],
     run(play())
 
 
+@pytest.mark.e2e
 def test_without_the_package_it_says_what_installs_it(tmp_path: Path) -> None:
     (tmp_path / "textarena.py").write_text("raise ModuleNotFoundError('No module: textarena')\n")
 

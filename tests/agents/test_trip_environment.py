@@ -27,6 +27,7 @@ def test_prompts() -> None:
         trip_prompts(6, 1, seed=0)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("level", [0, 5])
 def test_a_task_from_its_prompt_to_its_verdict_in_a_process_of_its_own(level: int) -> None:
     async def play() -> None:

@@ -31,6 +31,7 @@ print(time.monotonic() - before)
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(bool(preload.lacking()), reason=preload.lacking())
 def test_the_wall_clock_alone_jumps_and_syncs_below_the_folder_alone_are_slow(
     tmp_path: Path,

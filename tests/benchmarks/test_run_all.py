@@ -41,6 +41,7 @@ def job(name: str, code: str, *, gpus: int = 1, seconds: float = PATIENCE_S) -> 
     )
 
 
+@pytest.mark.e2e
 def test_jobs_are_noted_whatever_becomes_of_them(tmp_path: Path) -> None:
     good, bad = job("good", "print('seen')"), job("bad", "1/0")
     endless = job("endless", "__import__('time').sleep(1000)", seconds=0.3)
@@ -56,6 +57,7 @@ def test_jobs_are_noted_whatever_becomes_of_them(tmp_path: Path) -> None:
     assert noted["commit"] == "abc" and noted["command"].startswith("python -m timeit")
 
 
+@pytest.mark.e2e
 def test_a_job_waits_for_the_one_whose_results_it_uses(tmp_path: Path) -> None:
     first = job("first", f"__import__('time').sleep(0.3),open('{tmp_path}/x','w').close()")
     second = replace(job("second", f"open('{tmp_path}/x')"), after="first")
@@ -67,6 +69,7 @@ def test_a_job_waits_for_the_one_whose_results_it_uses(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.e2e
 def test_a_second_run_goes_on_with_the_first(tmp_path: Path) -> None:
     once = job("once", f"open('{tmp_path}/count','a').write('x')")
     run(tmp_path, once)
@@ -75,6 +78,7 @@ def test_a_second_run_goes_on_with_the_first(tmp_path: Path) -> None:
     assert run(tmp_path, once) == {"once": "done", "more": "done"}
 
 
+@pytest.mark.e2e
 def test_each_job_has_gpus_of_its_own(tmp_path: Path) -> None:
     show = "print(__import__('os').environ['CUDA_VISIBLE_DEVICES'],__import__('time').sleep(0.3))"
     run(tmp_path, job("a", show), job("b", show), job("c", show, gpus=3), gpus="4,5,7")

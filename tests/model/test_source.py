@@ -213,6 +213,7 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_cannot_be_trained_is_named_with_the_reason(family: str) -> None:
     config, reason = FAMILIES[family]

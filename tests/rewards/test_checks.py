@@ -59,6 +59,7 @@ def test_good_specs() -> None:
     check_spec({"kind": "proof"})
 
 
+@pytest.mark.e2e
 def test_references_have_to_pass_their_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"correct": 1.0}
     good = [program(1, RIGHT), program(2), program(3, RIGHT)]
@@ -74,12 +75,14 @@ def test_references_have_to_pass_their_own_tests(monkeypatch: pytest.MonkeyPatch
     assert check_prompts([prompt(1, kind="answer", answer="3")], weights, code=TRUSTED) == ""
 
 
+@pytest.mark.e2e
 def test_outputs_have_to_fit_the_sandbox() -> None:
     long = prompt(4, kind="code", tests=[{"stdin": "", "stdout": "9" * 2**21}])
     with pytest.raises(ValueError, match=r"prompt file/4: tests\[0\] wants 2048 KiB .*output_kib"):
         check_prompts([program(1), long], {"correct": 1.0}, code=TRUSTED)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", [{}, {"tolerance": 1e-6}], ids=str)
 def test_white_space_and_digits_that_no_program_has_to_make_are_no_output(
     how: dict[str, float],

@@ -73,6 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     __import__("sys").modules.pop("my_keel_rewards", None)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_by_dotted_name_is_a_part(workers: int) -> None:
     weights = {"maths": {"correct": 1.0, "my_keel_rewards.polite": 0.5}}

@@ -28,6 +28,7 @@ def scorer() -> Iterator[Scorer]:
         yield scorer
 
 
+@pytest.mark.e2e
 def test_rewards_parts_and_advantages(scorer: Scorer) -> None:
     asked = group("<think>a</think>3", "<think>a</think>4", "3 </think>", "<think>3")
     (scored,) = scorer.score([asked])
@@ -95,6 +96,7 @@ def test_weights_and_composition() -> None:
     assert score.parts["format"] == 1.0
 
 
+@pytest.mark.e2e
 def test_workers_stay_light() -> None:
     heavy = ("torch", "sympy", "numpy", "regex", "jsonschema", "rfc3986_validator")
     code = (

@@ -54,6 +54,7 @@ def service(server: Server, **knobs: Any) -> JudgeService:
     return JudgeService(config, backoff_s=0.001)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("workers", [0, 2])
 def test_programs_are_run_against_their_tests(workers: int) -> None:
     adds = "<think></think>```python\nprint(sum(map(int, input().split())))\n```"

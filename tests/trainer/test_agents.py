@@ -68,6 +68,7 @@ def checked(recipe: Config) -> dict[str, str]:
     return check_environments(recipe, chat, load_dataset(recipe.data, seed=0))
 
 
+@pytest.mark.e2e
 def test_what_an_environment_is_like_is_said_before_a_run() -> None:
     ((name, note),) = checked(config()).items()
     assert name == "shop, its environment" and "tools: " in note and "tokens" in note
@@ -76,6 +77,7 @@ def test_what_an_environment_is_like_is_said_before_a_run() -> None:
     assert "WARNING: that leaves 3 tokens" in narrow and "WARNING" not in note
 
 
+@pytest.mark.e2e
 def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
     plain = config(window=2000, thinking=True)
     (source,) = plain.data.sources
@@ -105,6 +107,7 @@ def test_a_template_without_thinking_marks_is_refused_with_the_knob() -> None:
         check_chat(recipe, tokenizer_of("hermes"))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -175,16 +178,19 @@ def solve(task, prompt):
 """
 
 
+@pytest.mark.e2e
 def test_a_program_is_tried_before_a_run(tmp_path: Path) -> None:
     ((name, note),) = checked(driven(tmp_path, ASKS.replace("%s\n", "1.0\n"))).items()
     assert name == "shop, its program" and "for 1 turns" in note and "ended well" in note
 
 
+@pytest.mark.e2e
 def test_an_environment_beside_a_program_is_tried_too(tmp_path: Path) -> None:
     recipe = driven(tmp_path, ASKS.replace("%s\n", "'apple'\n"), target=f"{SHOP / 'shop.py'}:Shop")
     assert list(checked(recipe)) == ["shop, its environment", "shop, its program"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("code", "program", "message"),
     [

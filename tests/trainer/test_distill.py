@@ -228,6 +228,7 @@ def test_a_result_that_nobody_wrote_down_is_one(tmp_path: Path) -> None:
     assert distill(recipe(tmp_path), keel) == 0 and len(keel.ran) == before
 
 
+@pytest.mark.e2e
 def test_a_signal_is_the_commands_to_answer(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Commands() as commands:

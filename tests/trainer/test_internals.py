@@ -26,6 +26,7 @@ from keel.trainer.engine import deepspeed_internals
 from keel.trainer.engine.offload import check_room
 from keel.trainer.engine.zero import check_libraries
 
+pytestmark = pytest.mark.e2e  # DeepSpeed asks the compiler
 GIB = 2**30
 
 

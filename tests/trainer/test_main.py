@@ -34,7 +34,6 @@ from tests.rollout.chat.families import tokenizer_of
 from tests.trainer.engine.batches import write_model
 
 ROOT = Path(__file__).parents[2]
-
 FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
 """Making and measuring the thousands of prompts of the recipe takes seconds."""
 
@@ -88,6 +87,7 @@ def test_a_bad_recipe_is_refused_with_a_cure(
     assert "Traceback" not in err
 
 
+@pytest.mark.e2e
 def test_check_calls_each_reward_function_once_and_names_what_it_got_wrong(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +210,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     assert (code, "mixture of experts" in err) == (2, True), err
 
 
+@pytest.mark.e2e
 def test_a_model_without_a_template_whose_chats_code_writes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert said == "keel knobs: trainer.lrr: no such knob; did you mean trainer.lr?\n"
 
 
+@pytest.mark.e2e
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

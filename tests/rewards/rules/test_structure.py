@@ -106,6 +106,7 @@ def test_a_pattern_that_does_not_compile(pattern: str) -> None:
 ENDLESS = "(a+)+b"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "one",
     [spec("regex", ENDLESS), spec("schema", {"type": "string", "pattern": f"^{ENDLESS}$"})],

@@ -134,6 +134,7 @@ TOWERS = [
 ]
 
 
+@pytest.mark.e2e
 def test_towers_have_a_deadline() -> None:
     """In a worker, which the deadline ends: none of them comes near it."""
 

@@ -72,6 +72,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return put
 
 
+@pytest.mark.e2e
 def test_without_bubblewrap_no_environment_opens(stand_in) -> None:
     stand_in(None)
     with pytest.raises(IsolationError) as caught:
@@ -145,6 +146,7 @@ def test_the_filter_for_environments() -> None:
     assert LOCAL == (socket.AF_UNIX,)
 
 
+@pytest.mark.e2e
 def test_what_an_interpreter_needs() -> None:
     found = runtime(sys.executable)
     assert found.executable == sys.executable
@@ -174,6 +176,7 @@ def test_a_keeper_lets_go_of_what_is_gone() -> None:
     assert not thread.is_alive() and keeper.release(2**22 + 1) == ""
 
 
+@pytest.mark.e2e
 def test_a_keeper_holds_on_to_what_seems_to_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that has just begun may, by the kernel's counters."""
     monkeypatch.setattr(keeper_module, "LOOK_EVERY_S", 0.01)

@@ -40,6 +40,7 @@ from tests.tasks.code.projects import (
 )
 
 
+@pytest.mark.e2e
 def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     git = repository(
         tmp_path / "git",
@@ -73,6 +74,7 @@ def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
             Mirror(source(git, **settings))
 
 
+@pytest.mark.e2e
 def test_a_message_of_a_merge_without_one_and_a_commit_that_is_gone(tmp_path: Path) -> None:
     squashed = "Merge branch 'adding' (#7)\n\nTotals of nothing are 0."
     git = repository(tmp_path / "git", ("Begin", BEFORE), (squashed, AFTER))
@@ -227,6 +229,7 @@ def test_a_change_that_the_set_up_left_is_found(tmp_path: Path) -> None:
     future.look(candidate(), built, tmp_path, 0.5)  # a change of one line says nothing
 
 
+@pytest.mark.e2e
 def test_a_prefix_that_was_given_up_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

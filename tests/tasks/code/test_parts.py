@@ -37,6 +37,7 @@ TREE: Tree = {
 }
 
 
+@pytest.mark.e2e
 def test_a_tree_survives_a_folder_and_a_seal(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     write_tree(root, TREE)

@@ -43,6 +43,7 @@ def test_revisions_are_bounded() -> None:
         Refine(most=0)
 
 
+@pytest.mark.e2e
 def test_as_an_environment() -> None:
     task = Prompt(
         prompt_id="p",

@@ -78,6 +78,7 @@ def test_packages_that_are_missing_or_others(monkeypatch: pytest.MonkeyPatch) ->
     assert any(one.words.startswith("no vLLM") for one in doctor.versions())
 
 
+@pytest.mark.e2e
 def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -117,6 +117,7 @@ def test_a_ray_that_does_not_start_here_is_a_message(monkeypatch: pytest.MonkeyP
         start_ray()
 
 
+@pytest.mark.e2e
 def test_a_ray_that_was_late_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it had started of itself is ended first."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -76,6 +76,7 @@ def test_rays_own_loss_ends_all_calls_of_ray() -> None:
     looking.stop()
 
 
+@pytest.mark.e2e
 def test_the_end_of_a_needed_process_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LOOK_S", PATIENCE_S)
     needed, looked = subprocess.Popen(["sleep", "600"]), threading.Event()
@@ -130,6 +131,7 @@ def test_who_cannot_be_told_loses_no_rank() -> None:
     looking.stop()
 
 
+@pytest.mark.e2e
 def test_a_needed_process_that_has_ended_is_no_reason_to_look_without_a_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,6 +152,7 @@ def test_a_needed_process_that_has_ended_is_no_reason_to_look_without_a_rest(
     needed.wait()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("joined", [False, True])
 def test_who_looks_knows_the_knob_and_whose_run_it_is(
     monkeypatch: pytest.MonkeyPatch, joined: bool

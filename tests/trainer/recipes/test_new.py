@@ -201,6 +201,7 @@ def test_texts_survive_yaml() -> None:
     assert scalar("/models/Qwen3-4B") == "/models/Qwen3-4B"
 
 
+@pytest.mark.e2e
 def test_gpus_are_counted_by_nvidias_tool(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = here / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 81920\necho 24564\n")

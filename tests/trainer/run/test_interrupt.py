@@ -169,6 +169,7 @@ def test_nohup_is_left_alone() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.e2e
 def test_children_started_behind_the_shield_outlive_a_signal_to_all_and_ours_is_heard() -> None:
     echo = [sys.executable, "-S", "-c", "print(input())"]
     with watching():
