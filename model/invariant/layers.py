@@ -29,8 +29,8 @@ from keel.model.transformers_internals import become
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type`s: those whose layers in vLLM are, operation by operation, what stands below."""
-
-
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""`rope_type`s whose table is all that differs between them in vLLM."""
 HEAD = 128
 """Numbers of an attention head with which flash attention 3 gives single tokens, whose attention is
 not called causal then, the bits of a whole prompt (seen: with 64 it does not)."""
@@ -46,11 +46,13 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
         )
     text = config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    partial = (getattr(text, "rope_parameters", None) or {}).get("partial_rotary_factor", 1) != 1
+    rope = getattr(text, "rope_parameters", None) or {}
+    partial, rotated = rope.get("partial_rotary_factor", 1) != 1, rope.get("rope_type", "default")
     unknown = (
         (text.model_type not in FAMILIES, f"models of type {text.model_type}"),
         ("sliding_attention" in (getattr(text, "layer_types", None) or ()), "sliding windows"),
         (partial, "partial rotary embeddings"),
+        (rotated not in ROTATIONS, f"rotary embeddings of kind {rotated}"),
         (text.hidden_act != "silu", f"activations of kind {text.hidden_act}"),
         (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
         (size != HEAD, f"attention heads of {size} numbers"),

@@ -20,6 +20,9 @@ from transformers import PreTrainedConfig
 from keel.model.attention import Segments
 from keel.model.invariant import BLOCK, VARIABLE
 
+HOPPER = 9
+"""Compute capability, its first number."""
+
 
 class Unavailable(RuntimeError):
     """vLLM has no batch-invariant kernels here."""
@@ -50,6 +53,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     split K, it adds up in the same order on Hopper. Compared at the first call of each shape.
     """
     own = _found().linear
+    if torch.cuda.get_device_capability(x.device)[0] != HOPPER:
+        return own(x, weight, bias)
     shape = (x.dtype, weight.shape, bias is None, len(x).bit_length())
     if shape not in _AS_CUBLAS:
         _AS_CUBLAS[shape] = torch.equal(own(x, weight, bias), _by_cublas(x, weight, bias))

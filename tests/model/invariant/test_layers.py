@@ -119,6 +119,14 @@ def test_blocks_hold_each_segment_apart() -> None:
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0] * 4,
+}
+
 
 @pytest.mark.parametrize(
     ("kind", "what"),
@@ -126,6 +134,7 @@ PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0
         (config("mixtral"), "models of type mixtral"),
         (config("qwen3", **WINDOWS), "sliding windows"),
         (config("llama", rope_parameters=PARTIAL), "partial rotary"),
+        (config("llama", rope_parameters=LONG), "rotary embeddings of kind longrope"),
         (config("qwen3", hidden_act="gelu"), "activations of kind gelu"),
         (config("llama", mlp_bias=True), "biases in the feed-forward"),
         (config("qwen3"), "attention heads of 8 numbers"),
