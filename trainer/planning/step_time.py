@@ -111,6 +111,11 @@ class Rates:
     """The same with the packed recorder. Through one measured point, 3.0 ms at 256, of which 2.2 ms
     start kernels."""
 
+    invariant_step: float = 1.35
+    invariant_pass: float = 1.13
+    """With `model.batch_invariant`: a decoding step, and a pass of the trainer, take so many times
+    as long. Measured once each (docs/stability.md)."""
+
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
     """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
@@ -205,8 +210,9 @@ def step_time(
     completions = algorithm.prompts_per_step * algorithm.group_size
     at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
     rounds = -(-completions // (rollout.engines * at_once))
-    host = rates.host_seconds(config, facts, at_once)
-    device = decode_device_seconds(config, facts, at_once, machine, rates)
+    slower = rates.invariant_step if config.model.batch_invariant else 1.0
+    host = slower * rates.host_seconds(config, facts, at_once)
+    device = slower * decode_device_seconds(config, facts, at_once, machine, rates)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
     if not rollout.enable_prefix_caching:
         prefilled *= algorithm.group_size
@@ -300,6 +306,7 @@ def compute_seconds(
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
     moved += expert_moves * facts.moe_layers * expert_elements(facts)
     body = share * passes(config) * (gemms / machine.flops + moved * width / machine.memory_bytes)
+    body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 0.0
     if not config.rollout.sampling.truncated:
         head = 2 * facts.vocab_size * facts.hidden_size * share * 3

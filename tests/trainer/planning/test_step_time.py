@@ -129,6 +129,14 @@ def test_what_makes_a_step_longer(moe: ModelFacts) -> None:
     assert compute(moe, micro_batches=1, ranks=4) == pytest.approx(usual / 4)
 
 
+def test_batch_invariant_kernels_take_longer_in_both(moe: ModelFacts) -> None:
+    plain = recipe(micro_batch_tokens=65_536)
+    invariant = replace(plain, model=replace(plain.model, batch_invariant=True))
+    before, after = (step_time(one, moe, micro_batches=1) for one in (plain, invariant))
+    assert after.decode_step == pytest.approx(Rates().invariant_step * before.decode_step)
+    assert 1 < after.compute / before.compute < Rates().invariant_pass
+
+
 def test_a_decoding_step_of_a_small_model_is_the_hosts(moe: ModelFacts) -> None:
     """11.5 ms at 256 sequences with the native recorder and 4.1 ms with the packed one."""
     config = recipe(answers=256)
