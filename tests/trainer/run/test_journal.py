@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,8 +172,10 @@ def test_where_tensorboard_cannot_write_the_folder_is_named_once_and_no_tracebac
     view = PlainView(1)
     journal = Journal(tmp_path, view, trajectories=0)
     (curves,) = (tmp_path / "tensorboard").iterdir()
-    curves.unlink()
-    curves.mkdir()
+    while not curves.is_dir():  # its thread may write the file again in between
+        curves.unlink(missing_ok=True)
+        with suppress(FileExistsError):
+            curves.mkdir()
 
     def record() -> None:
         for step in range(1, 1000):  # its thread is told of it in its own time
