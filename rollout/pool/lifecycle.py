@@ -107,7 +107,11 @@ class Fleet:
         slot.engine.kill()
         slot.engine = self._build(slot.index)
         slot.pending = slot.engine.ready()
-        return self._first_start(slot, tries - 1)
+        started = self._first_start(slot, tries - 1)
+        said = (
+            f"rollout engine {slot.index} was started again: another process gave GPU memory back"
+        )
+        return started._replace(warnings=tuple(dict.fromkeys((said, *started.warnings))))
 
     def follow(self, wanted: Update | None, resting: Future[None] | None) -> None:
         """Have all engines load new weights, or fall asleep. Those that are between stages

@@ -183,7 +183,8 @@ def test_a_start_that_others_memory_disturbs_is_tried_again() -> None:
     world.start = lambda engine: (
         failed(EngineError(FREED)) if engine.name in ("1.0", "1.1") else done(Started(1))
     )
-    world.pool.start()
+    said = "rollout engine 1 was started again: another process gave GPU memory back"
+    assert world.pool.start() == (said,)
     assert world.names() == ["0.0", "1.0", "1.1", "1.2"]
     assert [engine.killed for engine in world.lives] == [False, True, True, False]
     world.pool.shutdown()
