@@ -15,7 +15,7 @@ from typing import Any
 
 from keel.configs.schema import RolloutConfig
 from keel.rollout.pool.requests import RolloutEngine, Slot, Stage, Update
-from keel.rollout.spec import EngineError, Started
+from keel.rollout.spec import EngineError
 
 MAX_RESTARTS = 3
 """Times that an engine is started again within `window_s` before the run is given up."""
@@ -88,14 +88,16 @@ class Fleet:
             self.slots.append(Slot(index, engine, "starting", engine.ready(), deadline))
         warnings: list[str] = []
         for slot in self.slots:
-            warnings += self._first_start(slot).warnings
+            warnings += self._first_start(slot)
             slot.stage, slot.pending = self._started, None
         return tuple(dict.fromkeys(warnings))
 
-    def _first_start(self, slot: Slot, tries: int = TRIES) -> Started:
+    def _first_start(self, slot: Slot, tries: int = TRIES) -> list[str]:
+        """Wait for an engine's first start; its warnings."""
         assert slot.pending is not None
         try:
-            return slot.pending.result(timeout=max(0.0, slot.deadline - time.monotonic()))
+            left = max(0.0, slot.deadline - time.monotonic())
+            return list(slot.pending.result(timeout=left).warnings)
         except TimeoutError:
             raise TimeoutError(
                 f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
@@ -107,11 +109,10 @@ class Fleet:
         slot.engine.kill()
         slot.engine = self._build(slot.index)
         slot.pending = slot.engine.ready()
-        started = self._first_start(slot, tries - 1)
         said = (
             f"rollout engine {slot.index} was started again: another process gave GPU memory back"
         )
-        return started._replace(warnings=tuple(dict.fromkeys((said, *started.warnings))))
+        return [said, *self._first_start(slot, tries - 1)]
 
     def follow(self, wanted: Update | None, resting: Future[None] | None) -> None:
         """Have all engines load new weights, or fall asleep. Those that are between stages
