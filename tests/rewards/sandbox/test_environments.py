@@ -158,6 +158,7 @@ def test_what_an_interpreter_needs() -> None:
         runtime("nobody")
 
 
+@pytest.mark.e2e
 def test_what_a_script_needs(tmp_path: Path) -> None:
     python = runtime(sys.executable)
     for name, line in (("one", sys.executable), ("two", f"/usr/bin/env -S {sys.executable} -I")):
