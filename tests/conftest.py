@@ -18,6 +18,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# As the Makefile has it, before torch is loaded: with threads that spin while they wait, two
+# processes on two cores take twice as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # The same examples in every run: what fails on one machine fails on all of them. Others are drawn
 # with `--hypothesis-profile=explore`. A busy machine may take its time over an example.
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

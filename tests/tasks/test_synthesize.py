@@ -216,6 +216,7 @@ def test_recipes_are_as_strict_as_those_of_runs(
     assert "must be the name of an environment variable" in error and "sk-1-2" not in error
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("family", ["general", "code"])
 def test_without_a_sandbox_nothing_is_made(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
