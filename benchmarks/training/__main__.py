@@ -4,6 +4,7 @@
     python -m benchmarks.training --out DIR --profile           # and where a step's time goes
     python -m benchmarks.training --out DIR --ranks 1,2,4       # the same step on 1, 2 and 4 GPUs
     python -m benchmarks.training --out DIR --peers             # the steps of benchmarks/peers
+    python -m benchmarks.training --out DIR --long 1,2          # trajectories of 32k and 64k a GPU
     python -m benchmarks.training --out DIR --small --ranks 1,2 # on a CPU, to see that it runs
 
 Packed trajectories of one length, recorded routes (drawn evenly, as a model sends its tokens that
@@ -33,11 +34,12 @@ from typing import Any
 import torch
 
 from benchmarks.common.revision import commit
-from benchmarks.training.cases import SHAPES, SPREAD, Case, on_ranks, one_gpu, peers
+from benchmarks.training.cases import SHAPES, SPREAD, Case, long, on_ranks, one_gpu, peers
 from benchmarks.training.measured import Measured
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("reference", "forward", "loss", "backward", "optimizer", "between")
+LONG = "qwen3-1.7b"
 GRACE_S = 30
 """Longer than a process is told to take, it may take this before it is ended."""
 
@@ -138,6 +140,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             Group(f"ranks-{n}", n, list(on_ranks(shapes or SPREAD, n, small=small)))
             for n in map(int, options.ranks.split(","))
         ]
+    elif options.long:
+        groups = [
+            Group(f"long-{n}", n, list(long((shapes or [LONG])[0], n, small=small)))
+            for n in map(int, options.long.split(","))
+        ]
     elif options.peers:
         groups = [Group("peers", 1, list(peers(small=small)))]
     else:
@@ -218,6 +225,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--shapes", default="", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--ranks", default="", help="such as 1,2,4: strong scaling instead")
+    parser.add_argument("--long", default="", help="such as 1,2: long trajectories over so many")
     parser.add_argument("--peers", action="store_true", help="with a reference policy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true")

@@ -57,6 +57,7 @@ class Case:
     ranks: int = 1
     zero_stage: int = 1
     expert_parallel: int = 1
+    sequence_parallel: int = 1
     recompute: bool = False
     compiled: bool = False
     reference: bool = False
@@ -69,9 +70,14 @@ class Case:
         return replace(self, length=0, micro_batch_tokens=0, recompute=False)
 
     @property
+    def groups(self) -> int:
+        """Ranks with micro-batches of their own; the others share one with their group."""
+        return self.ranks // self.sequence_parallel
+
+    @property
     def micro_batches(self) -> int:
         """Of a rank."""
-        return self.step_tokens // self.micro_batch_tokens // self.ranks
+        return self.step_tokens // self.micro_batch_tokens // self.groups
 
     def row(self, vocabulary: int) -> Row:
         prompt = self.length // 8
@@ -87,6 +93,7 @@ class Case:
             ranks=self.ranks,
             zero_stage=self.zero_stage,  # type: ignore[arg-type]
             expert_parallel=self.expert_parallel,
+            sequence_parallel=self.sequence_parallel,
             micro_batch_tokens=self.micro_batch_tokens,
             activation_checkpointing=self.recompute,
             compile=self.compiled,
@@ -100,6 +107,8 @@ class Case:
             parts.append(f"{self.ranks} rank{'s' * (self.ranks > 1)}, ZeRO {self.zero_stage}")
         if self.expert_parallel > 1:
             parts.append(f"experts over {self.expert_parallel}")
+        if self.sequence_parallel > 1:
+            parts.append(f"tokens over {self.sequence_parallel}")
         parts += ["recompute"] * self.recompute + ["reference"] * self.reference
         parts += ["compiled"] * self.compiled
         return ", ".join(parts)
@@ -169,6 +178,21 @@ def peers(*, small: bool) -> Iterator[Case]:
     yield replace(case, micro_batch_tokens=8 * length)
     yield replace(case, micro_batch_tokens=16 * length)
     yield replace(case, micro_batch_tokens=8 * length, compiled=False)
+
+
+def long(shape: str, ranks: int, *, small: bool) -> Iterator[Case]:
+    """Trajectories of 32k tokens a rank and then 64k, one a micro-batch, spread over all ranks."""
+    unit = 64 if small else 1024
+    for length in (32 * unit * ranks, 64 * unit * ranks):
+        yield Case(
+            shape=shape,
+            length=length,
+            micro_batch_tokens=length,
+            step_tokens=2 * length,
+            ranks=ranks,
+            sequence_parallel=ranks,
+            recompute=True,
+        )
 
 
 def on_ranks(shapes: Sequence[str], ranks: int, *, small: bool) -> Iterator[Case]:

@@ -219,7 +219,8 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
 
 
 def step_batch(case: Case, row: Row, facts: ModelFacts, device: torch.device) -> TrainBatch:
-    """A rank's share of a step: one micro-batch, over and over."""
+    """A rank's share of a step: one micro-batch, over and over, the same on all ranks."""
+    torch.manual_seed(0)
     kl_coef = KL_COEF if case.reference else 0.0
     drawn = draw_micro_batch(row, MEAN_SET, device, kl_coef=kl_coef)
     batch = with_even_routes(drawn, facts, device)
@@ -241,7 +242,7 @@ def step_flops(case: Case, row: Row, facts: ModelFacts, kept_ids: int) -> dict[s
 
     An embedding lookup is no GEMM. Softmax, norms and the optimizer are not counted.
     """
-    tokens, micro_batches = case.step_tokens, case.micro_batches * case.ranks
+    tokens, micro_batches = case.step_tokens, case.micro_batches * case.groups
     sampled = row.segments * row.completion * micro_batches
     trained = {
         "body": 6.0 * body_parameters(facts) * tokens,
