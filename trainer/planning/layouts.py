@@ -9,8 +9,11 @@ chosen only where no other fits, and an optimizer in host memory only where noth
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
@@ -25,7 +28,7 @@ from keel.trainer.planning.memory import (
     trainer_memory,
 )
 from keel.trainer.planning.options import Options, Values, with_values
-from keel.trainer.planning.placement import Hardware, place
+from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.plan import Plan, check_machines, make_plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
 
@@ -88,6 +91,8 @@ class Strict:
     """With fewer sequences at once than a step has."""
 
 
+SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.sleep")
+"""Of the knobs that may be open, those by which GPUs are handed out."""
 WAYS = (Strict(spare=SPARE, most_share=MOST_SHARE, fewer=False), Strict(), Strict(offload=True))
 
 
@@ -100,6 +105,8 @@ class Search:
         self.config, self.left, self.facts, self.hardware = config, left, facts, hardware
         self.options = Options(config=config, left=left, facts=facts, hardware=hardware)
         self.way = WAYS[0]
+        self._ranks: dict[tuple[Any, ...], Memory] = {}
+        self._placements: dict[tuple[Any, ...], Placement | None] = {}
 
     def best(self) -> Layout | None:
         """None where nothing fits."""
@@ -123,7 +130,9 @@ class Search:
             for sizes in self.options.learning(ranks):
                 if sizes[0].get("trainer.offload_optimizer") and not self.way.offload:
                     continue
-                for learning in sizes:  # each takes less memory and more time than the one before
+                # Each takes less memory and more time than the one before.
+                largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
+                for learning in sizes[largest:]:
                     here = [*self._seated({**seats, **learning})]
                     yield from here
                     cost = min((layout.cost for layout in here), default=0.0)
@@ -134,9 +143,9 @@ class Search:
     def _seated(self, values: Values) -> Iterator[Layout]:
         """In which ways an engine goes with such a trainer: each with as many sequences at once as
         fit, and no turns taken where nothing would be gained."""
-        if not self._rank_fits(values):
-            return
         for turns in self.options.turns:
+            if self._placed({**values, **turns}) is None:
+                continue
             for sampling in self.options.sampling(values, fewer=self.way.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
                     yield layout
@@ -145,22 +154,44 @@ class Search:
                         return
                     break
 
-    def _rank_fits(self, values: Values) -> bool:
+    def _rank_fits(self, seats: Values, learning: Values) -> bool:
         """On a GPU without an engine."""
         try:
-            rank = trainer_memory(with_values(self.config, values), self.facts, gpu=True)
+            return self._rank({**seats, **learning}).total * self.way.spare <= self.free_gib * GIB
         except ConfigError:
             return False
-        return rank.total * self.way.spare <= self.free_gib * GIB
+
+    def _rank(self, values: Values) -> Memory:
+        """Worked out once for all engines that it is tried with."""
+        own = tuple(item for item in values.items() if item[0].startswith("trainer."))
+        if own not in self._ranks:
+            config = with_values(self.config, values)
+            self._ranks[own] = trainer_memory(config, self.facts, gpu=True)
+        return self._ranks[own]
+
+    def _placed(self, values: Values) -> Placement | None:
+        """None where there are too few GPUs, or none that a sleeping engine would share."""
+        seats = tuple(values.get(knob) for knob in SEATS)
+        if seats not in self._placements:
+            try:
+                config = with_values(self.config, values)
+            except ConfigError:
+                return None  # of whatever value
+            try:
+                self._placements[seats] = place(config, self.hardware.idle)
+            except ConfigError:
+                self._placements[seats] = None
+        return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
         """With these values of all that is open but an engine's share; None where it does not
         fit."""
         try:
+            placement = self._placed(values)
+            if placement is None:
+                return None
+            shared, rank = placement.shared, self._rank(values)
             config = with_values(self.config, values)
-            placement = place(config, self.hardware.idle)
-            shared = placement.shared
-            rank = trainer_memory(config, self.facts, gpu=True)
             check_machines(config, self.facts, rank, placement)
             if self.config.data.sources:
                 share = self.share(config, rank, shared=shared)
@@ -253,7 +284,7 @@ class Search:
             layout is not None
             for seats in self.options.placements
             for learning in self.options.least(seats)
-            if self._rank_fits({**seats, **learning})
+            if self._rank_fits(seats, learning)
             for turns in self.options.turns
             for layout in [
                 self.layout(

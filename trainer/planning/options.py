@@ -34,7 +34,7 @@ STAYING_GIB = 2.0
 def with_values(config: Config, values: Values) -> Config:
     """Raises ConfigError where that breaks a rule."""
     rollout, trainer = (
-        tuple((knob.partition(".")[2], v) for knob, v in values.items() if knob.startswith(section))
+        tuple([item for item in values.items() if item[0].startswith(section)])
         for section in ("rollout.", "trainer.")
     )
     return replace(
@@ -47,7 +47,8 @@ def with_values(config: Config, values: Values) -> Config:
 # A search tries tens of thousands of pairs of a few hundred sections.
 @lru_cache(maxsize=4096)
 def _changed(section: Section, values: tuple[tuple[str, Any], ...]) -> Section:
-    return replace(section, **dict(values)) if values else section
+    own = {knob.partition(".")[2]: value for knob, value in values}
+    return replace(section, **own) if own else section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +144,11 @@ class Options:
     def learning(self, ranks: int) -> Iterator[list[Values]]:
         """How the trainer works, in lists of which only the micro-batches differ, the largest
         first."""
+        sizes = self.micro_batches(ranks)
         for stage in self.stages(ranks):
-            for compiled in self._either("trainer.compile", allowed=self.compiles):
+            gathers = stage.get("trainer.zero_stage", self.config.trainer.zero_stage) == 3
+            for compiled in self._either("trainer.compile", allowed=self.compiles and not gathers):
                 for recomputed in self._either("trainer.activation_checkpointing"):
-                    sizes = self.micro_batches(ranks)
                     yield [{**stage, **compiled, **recomputed, **size} for size in sizes]
 
     def least(self, seats: Values) -> Iterator[Values]:
