@@ -15,7 +15,7 @@ from unittest.mock import patch
 import ray
 import torch
 
-from keel.configs.schema import Config
+from keel.configs.schema import Config, SamplingConfig
 from keel.data.dataset import Dataset
 from keel.model.weight_transfer.buckets import Bucket
 from keel.rewards.judge.service import JudgeService
@@ -40,7 +40,8 @@ class LocalLearner:
     """One rank of the trainer in this process; `keel.trainer.learner.Learner` without Ray."""
 
     def __init__(self, model: str, config: Config) -> None:
-        torch.set_num_threads(config.trainer.threads)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(config.trainer.threads)
         self.engine = TrainerEngine(model, config)
         self._config = config
         self.tokens: Mapping[int, TokenNumbers] = {}
@@ -87,8 +88,13 @@ class LocalLearner:
         return self.engine.export(folder)
 
 
+SHARE = 0.1
+"""Of a GPU, as Ray books it: engines of several kinds and the trainer are on the same."""
+
+
 class Engines:
-    """vLLM actors, of the last two kinds that were needed."""
+    """vLLM actors, of the last kinds that were needed: two on a CPU, more on a GPU, where they take
+    longer to start."""
 
     def __init__(self) -> None:
         self._pools: dict[EngineSpec, RayRolloutPool] = {}
@@ -98,10 +104,14 @@ class Engines:
         spec = EngineSpec.of(task.config, model)
         kind = kind_of(spec)
         if kind not in self._pools:
-            for other in [*self._pools][:-1]:
+            for other in [*self._pools][: -3 if task.gpu else -1]:
                 self._pools.pop(other).shutdown()
-            startup_s = task.config.run.startup_deadline_s
-            self._pools[kind] = ray_pool(spec, gpu=False, startup_deadline_s=startup_s)
+            self._pools[kind] = ray_pool(
+                spec,
+                gpu=task.gpu,
+                startup_deadline_s=task.config.run.startup_deadline_s,
+                options=(lambda _: {"num_gpus": SHARE}) if task.gpu else None,
+            )
             self._pools[kind].start()
         pool = self._pools[kind]
         pool.update(learner.version, learner.publish()).result()
@@ -114,9 +124,12 @@ class Engines:
 
 
 def kind_of(spec: EngineSpec) -> EngineSpec:
-    """The spec without what a change of weights changes. (Sampling seeds are then the same in all
+    """The spec without what a change of weights changes, and how is sampled, which each request
+    says; but an engine records sampling masks or does not. (Sampling seeds are then the same in all
     runs; prompts and weights are each seed's own.)"""
-    return replace(spec, model_path="", tokenizer="", seed=0)
+    sampling = SamplingConfig(top_k=spec.config.sampling.top_k)
+    config = replace(spec.config, sampling=sampling)
+    return replace(spec, model_path="", tokenizer="", seed=0, config=config)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Figures, tables and raw numbers of `docs/stability` from the lines that `stability.py` wrote.
+"""Figures, tables and raw numbers of `docs/stability` from the runs' lines.
 
     python -m benchmarks.stability.report runs/stability/runs.jsonl docs/stability
 
@@ -234,7 +234,7 @@ def commands(arms: Runs) -> str:
         seeds = "|".join(str(run["seed"]) for run in runs)
         options = [*runs[0]["overrides"], f"run.steps={runs[0]['steps']}", f"run.seed={seeds}"]
         lines += [f"# {arm} ({sum(run['seconds'] for run in runs)} s for all seeds)"]
-        lines += ["keel train quickstart " + " ".join(options)]
+        lines += [f"keel train {runs[0].get('recipe', 'quickstart')} " + " ".join(options)]
     return "```\n" + "\n".join(lines) + "\n```"
 
 
