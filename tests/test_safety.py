@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import pickle
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,10 @@ WORDS = re.compile(
 """Of files that are looked at."""
 
 
-def calls() -> Iterator[tuple[str, str, dict[str, ast.expr]]]:
+@cache
+def calls() -> list[tuple[str, str, dict[str, ast.expr]]]:
     """File, the name as it is called, and the keywords."""
+    found: list[tuple[str, str, dict[str, ast.expr]]] = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if not WORDS.search(text := path.read_text()):
@@ -52,7 +54,8 @@ def calls() -> Iterator[tuple[str, str, dict[str, ast.expr]]]:
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call):
                     keywords = {k.arg or "**": k.value for k in node.keywords}
-                    yield str(path.relative_to(ROOT)), dotted(node.func), keywords
+                    found.append((str(path.relative_to(ROOT)), dotted(node.func), keywords))
+    return found
 
 
 def dotted(node: ast.expr) -> str:
@@ -62,15 +65,12 @@ def dotted(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-CALLS = list(calls())
-
-
 def is_false(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
 
 def test_models_bring_no_code() -> None:
-    loaders = [c for c in CALLS if c[1].endswith(".from_pretrained") and c[1].startswith("Auto")]
+    loaders = [c for c in calls() if c[1].endswith(".from_pretrained") and c[1].startswith("Auto")]
     assert len(loaders) > 5
     for file, name, keywords in loaders:
         options = ast.unparse(keywords["**"]) if "**" in keywords else ""
@@ -79,7 +79,7 @@ def test_models_bring_no_code() -> None:
 
 
 def test_files_are_no_pickles() -> None:
-    for file, name, keywords in CALLS:
+    for file, name, keywords in calls():
         if name == "torch.load":
             assert ast.unparse(keywords["weights_only"]) == "True", file
         if name in ("np.load", "numpy.load", "np.savez", "np.savez_compressed", "np.save"):
@@ -99,14 +99,14 @@ def test_a_recipe_names_no_pickle_of_its_own(
 
 
 def test_yaml_makes_plain_data() -> None:
-    for file, name, keywords in CALLS:
+    for file, name, keywords in calls():
         assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), file
         if name == "yaml.compose":
             assert ast.unparse(keywords["Loader"]) == "yaml.SafeLoader", file
 
 
 def test_text_is_run_in_sandboxes_alone() -> None:
-    for file, name, keywords in CALLS:
+    for file, name, keywords in calls():
         assert name not in ("os.system", "os.popen") and "shell" not in keywords, file
         assert name not in ("eval", "exec") or file in RUNS_TEXT, f"{file}: {name}"
 

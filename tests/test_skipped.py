@@ -81,3 +81,15 @@ def test_one_line_says_what_was_skipped_for_want_of_what(
 def test_without_skips_nothing_is_said(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("def test_itself(): ...")
     assert not any("skipped" in line for line in last_lines(tmp_path))
+
+
+def test_a_file_that_is_left_out_as_a_whole_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("def test_itself(): ...")
+    costly = "import pytest\n\npytestmark = {mark}\nraise RuntimeError\n"
+    (tmp_path / "test_costly.py").write_text(costly.format(mark="pytest.mark.e2e"))
+    unit = ("-m", "not e2e and not gpu")
+    assert last_lines(tmp_path, *unit)[-1].startswith("1 passed")
+    assert "1 error" in last_lines(tmp_path)[-1]
+    assert "1 error" in last_lines(tmp_path, "-m", "not e2e or gpu")[-1]
+    (tmp_path / "test_costly.py").write_text(costly.format(mark="pytest.mark.other"))
+    assert "1 error" in last_lines(tmp_path, *unit)[-1]

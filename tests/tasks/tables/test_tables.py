@@ -8,6 +8,7 @@ import json
 import re
 import sqlite3
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from keel.rewards.rules.verifiers import verifier_for
 from keel.tasks.tables.__main__ import main, tasks
 from keel.tasks.tables.task import Answer, clear_first
 
-TASKS = list(tasks(56, seed=5))
 REVENUE = "o.units * p.price * (1 - coalesce(nullif(o.discount_percent, ''), 0) / 100.0)"
 ALL = (
     "orders o join products p on p.product = o.product join customers c on c.customer = o.customer"
@@ -64,6 +64,11 @@ FITS = {
     "gaps": "select count(*) from readings r join stations s on s.station = r.station "
     "where altitude > :metres and (temperature = '-999.0' or humidity = '')",
 }
+
+
+@cache
+def some() -> list[dict[str, Any]]:
+    return list(tasks(56, seed=5))
 
 
 def base_of(files: dict[str, str]) -> sqlite3.Connection:
@@ -120,7 +125,7 @@ def named(question: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", FITS)
 def test_every_answer_by_sql(kind: str) -> None:
-    chosen = [task for task in TASKS if f"-{kind}-" in task["id"]]
+    chosen = [task for task in some() if f"-{kind}-" in task["id"]]
     assert len(chosen) == 4
     for task in chosen:
         base = base_of(task["environment"]["files"])
@@ -160,7 +165,7 @@ def test_a_file_of_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     path = tmp_path / "tables.jsonl"
     assert main([str(path), "--count", "3", "--seed", "5"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == TASKS[:3]
+    assert lines == some()[:3]
     given = EnvironmentConfig(target="keel.agents.environments.interpreter:Interpreter")
     source = SourceConfig(name="t", source="jsonl", path=str(path), environment=given)
     prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
@@ -172,4 +177,4 @@ def test_a_file_of_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([str(path)]) == 2 and "name a new file" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
     assert main([str(other), "--count", "3"]) == 0  # a seed that nobody knows
-    assert json.loads(other.read_text().splitlines()[0]) != TASKS[0]
+    assert json.loads(other.read_text().splitlines()[0]) != some()[0]
