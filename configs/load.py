@@ -14,19 +14,20 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from keel.configs.auto import spelled_out, taken_out
 from keel.configs.convert import build
 from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
+from keel.configs.dump import dump_config, escaped
 from keel.configs.hostile import calls, lookalike, misread, tree_of
 from keel.configs.schema import Config, ConfigError
 from keel.configs.shipped import find, hint_of
@@ -150,37 +151,8 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
         if inner is not None and inner is hints[field.name] and isinstance(given, dict):
             complete[field.name] = _with_defaults(inner, cast(dict[str, Any], given))
         elif field.name not in tree and inner is None and field.default is not MISSING:
-            complete[field.name] = _escaped(field.default)
+            complete[field.name] = escaped(field.default)
     return complete
-
-
-def dump_config(config: Config) -> str:
-    """Every knob of `config` as YAML that `load_config` reads back to an equal `Config`."""
-    tree = _escaped(asdict(config))
-    return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what OmegaConf may take for a number where PyYAML does not: 1e-6. (OmegaConf's own
-    way to YAML makes a config of its own first: 20 ms.)"""
-
-    def text(self, data: str) -> yaml.Node:
-        style = "'" if data and data[0] in "+-.0123456789" else None
-        return cast(Any, self).represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.text)
-
-
-def _escaped(value: Any) -> Any:
-    """Literal `${` would be read back as a reference; backslashes before it are escapes."""
-    if isinstance(value, dict):
-        return {k: _escaped(v) for k, v in cast(dict[str, Any], value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_escaped(v) for v in cast(Sequence[Any], value)]
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    return value
 
 
 def _read(
@@ -203,8 +175,7 @@ def _read(
         for key, node, line in nodes:
             if problem := misread(node):
                 raise ConfigError(f"{path}:{line}: {key} = {node.value[:40]}: {problem}")
-        values = _values(text)
-        layer = cast(dict[str, Any], OmegaConf.to_container(values))
+        layer = _copied(_values(text))
     except yaml.YAMLError as error:
         said = f"{_reason(error)}{lookalike(error, text)}"
         raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {said}") from error
@@ -212,10 +183,9 @@ def _read(
         raise ConfigError(_explain(error, lines, str(path))) from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply, or an alias that holds itself") from error
-    if "defaults" not in values:
+    if "defaults" not in layer:
         return [layer], lines
-    base = values["defaults"]
-    del layer["defaults"]
+    base = layer.pop("defaults")
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{lines['defaults']}: defaults = {base!r}: must be the path of a recipe")
     beside = path.parent / base
@@ -246,16 +216,28 @@ def _composed(text: str) -> Sequence[_Placed] | None:
 
 
 @lru_cache(maxsize=64)
-def _values(text: str) -> DictConfig:
+def _values(text: str) -> dict[str, Any]:
     """Not to be changed: it is shared."""
-    return cast(DictConfig, OmegaConf.create(text))
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text)))
 
 
 @lru_cache(maxsize=256)
-def _overriding(text: str) -> DictConfig:
-    """What stands behind an override's `=`, as `value`. Not to be changed: it is shared."""
+def _overriding(text: str) -> tuple[str, Any]:
+    """What is wrong with what stands behind an override's `=`, or ""; and its value. Not to be
+    changed: it is shared."""
+    node = tree_of(text)
+    if node is not None and (problem := misread(node)):
+        return problem, None
     # from_dotlist rather than yaml.safe_load: values then mean what they mean in a recipe.
-    return OmegaConf.from_dotlist([f"value={text}"])
+    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    return "", cast(dict[str, Any], parsed)["value"]
+
+
+def _copied(value: Any) -> Any:
+    """Plain data of its own."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in cast(dict[Any, Any], value).items()}
+    return [_copied(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _placed(path: Path) -> tuple[Path, Path]:
@@ -339,15 +321,14 @@ def _apply(tree: dict[str, Any], where: dict[str, str], override: str) -> None:
     if not equals or not _STEP.search(key):
         raise ConfigError(f"{origin}: write key=value without spaces, such as run.steps=20")
     try:
-        node = tree_of(text)
-        if node is not None and (problem := misread(node)):
-            raise ConfigError(f"{origin}: {problem}")
-        parsed = _overriding(text)
+        problem, shared = _overriding(text)
     except RecursionError as error:
         raise ConfigError(f"{origin}: nested too deeply") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
-    value = cast(dict[str, Any], OmegaConf.to_container(parsed))["value"]
+    if problem:
+        raise ConfigError(f"{origin}: {problem}")
+    value = _copied(shared)
 
     steps = [bracketed or plain for bracketed, plain in _STEP.findall(key)]
     node: Any = tree

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -158,13 +158,18 @@ def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
 
 def knobs_of(path: Path, notes: list[str]) -> dict[str, str]:
     """As written, whatever release wrote it: names and values alone are compared."""
-    flat: dict[str, str] = {}
     try:
-        text = path.read_text(encoding="utf-8")
-        tree_of(text)  # aliases that stand for millions of values would all be written out
-        flatten(yaml.safe_load(text), "", flat)
+        return dict(knobs_in(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError) as error:
         notes.append(f"{path}: no knobs can be read there ({str(error).splitlines()[0]})")
+    return {}
+
+
+@lru_cache(maxsize=64)  # a tenth of a second, and the config of a run that is followed stays
+def knobs_in(text: str) -> dict[str, str]:
+    flat: dict[str, str] = {}
+    tree_of(text)  # aliases that stand for millions of values would all be written out
+    flatten(yaml.safe_load(text), "", flat)
     return flat
 
 

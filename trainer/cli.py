@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -72,6 +72,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+@cache
 def parser() -> argparse.ArgumentParser:
     root = Parser(
         prog="keel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any
 
 from openai import APIConnectionError, DefaultAsyncHttpxClient
@@ -13,7 +14,8 @@ MOST_BYTES = 16 << 20
 
 # httpx, or what openai has come to use in its place.
 _BASE = next(kind for kind in DefaultAsyncHttpxClient.__mro__ if kind.__name__ == "AsyncClient")
-_Stream: Any = importlib.import_module(_BASE.__module__.partition(".")[0]).AsyncByteStream
+_HTTPX: Any = importlib.import_module(_BASE.__module__.partition(".")[0])
+_Stream: Any = _HTTPX.AsyncByteStream
 
 
 class TooLarge(APIConnectionError):
@@ -44,11 +46,17 @@ async def _count(response: Any) -> None:
     response.stream = _Counted(response)
 
 
+@cache  # reading them takes 30 ms, and each server that is found anew gets a client
+def _certificates(*, trust_env: bool) -> Any:
+    return _HTTPX.create_ssl_context(trust_env=trust_env)
+
+
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
     """For `AsyncOpenAI(http_client=…)`. Follows no redirect: a call would become many that nobody
     counts, at addresses that nobody named. trust_env: whether proxies of the environment count."""
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,
+        verify=_certificates(trust_env=trust_env),
         follow_redirects=False,
         headers={"accept-encoding": "identity"},
         event_hooks={"response": [_count]},

@@ -85,4 +85,7 @@ def test_a_recipe_runs_nothing(tmp_path: Path, tag: str) -> None:
         path = recipe(tmp_path, "run: {dir: '" + text.replace("'", "''") + "'}")
         with pytest.raises(ConfigError, match=r"recipe.yaml:2: run.dir: .* refer to knobs alone"):
             load_config(path)
+    path.write_text("defaults: '${oc.env:HOME}'")
+    with pytest.raises(ConfigError, match=r"defaults: .*/\$\{oc.env:HOME\}: no such file"):
+        load_config(path)
     assert not (tmp_path / "ran").exists()

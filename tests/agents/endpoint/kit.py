@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from keel.agents.budget import Budget
 from keel.agents.endpoint.record import Recording
@@ -168,6 +168,10 @@ async def served(recorded: Recording) -> AsyncIterator[tuple[Endpoint, Address, 
     async with Endpoint() as endpoint:
         address = endpoint.add(recorded)
         async with AsyncOpenAI(
-            base_url=address.base_url, api_key=address.api_key, max_retries=0, timeout=PATIENCE_S
+            base_url=address.base_url,
+            api_key=address.api_key,
+            max_retries=0,
+            timeout=PATIENCE_S,
+            http_client=DefaultAsyncHttpxClient(verify=False),  # plain HTTP needs no certificates
         ) as client:
             yield endpoint, address, client
