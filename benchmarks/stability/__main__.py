@@ -3,7 +3,7 @@
     python -m benchmarks.stability --out runs/stability --report docs/stability    # the small one
     python -m benchmarks.stability --out runs/stability --only staleness --seeds 0 --steps 10
     CUDA_VISIBLE_DEVICES=0 python -m benchmarks.stability --out OUT --recipe embedded-100m
-    … --only large_stale --try 'large_stale/δ = 1: algorithm.mask_delta=1'
+    … --only stale_100m --try 'stale_100m/δ = 1: algorithm.mask_delta=1'
 
 Every run is a recipe, `quickstart` on a CPU or `embedded-100m` on a GPU, with the overrides of its
 experiment and arm (`experiments.py`), which the report lists. `--try` adds an arm. A run goes

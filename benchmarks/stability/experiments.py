@@ -59,6 +59,12 @@ TRUNCATION_ARMS: Mapping[str, Sequence[str]] = {
     "sampling mask": (),
     "no sampling mask": NO_SETS,
 }
+WITHOUT_ONE: Mapping[str, Sequence[str]] = {
+    "all four": (),
+    "no sequence mask": NO_MASK,
+    "no routing replay": NO_ROUTES,
+    "no sampling mask": NO_SETS,
+}
 EXPERIMENTS: Mapping[str, Experiment] = {
     "staleness": Experiment(
         steps=48,
@@ -107,23 +113,17 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         steps=32, overrides=("rollout.sampling.top_p=0.8",), arms=TRUNCATION_ARMS
     ),
     "truncation_hot": Experiment(steps=32, overrides=HOT, arms=TRUNCATION_ARMS),
-    "large_fresh": Experiment(steps=48, overrides=(), arms={"recipe": ()}, recipe=LARGE),
-    "large_stale": Experiment(
-        steps=48,
-        overrides=lagging(8, 4, 2e-4),
-        arms={
-            "all four": (),
-            "no sequence mask": NO_MASK,
-            "no routing replay": NO_ROUTES,
-            "no sampling mask": NO_SETS,
-        },
-        recipe=LARGE,
+    "stale_100m": Experiment(
+        steps=40, overrides=lagging(8, 4, 8e-5), arms=WITHOUT_ONE, recipe=LARGE
     ),
-    "large_kl": Experiment(
-        steps=48,
-        overrides=(*lagging(8, 4, 2e-4), *beta(0.1, "spelling", "spiral", "sums", "gcd")),
+    "stale_fast_100m": Experiment(
+        steps=40, overrides=lagging(8, 4, 2e-4), arms=WITHOUT_ONE, recipe=LARGE
+    ),
+    "kl_100m": Experiment(
+        steps=40,
+        overrides=beta(0.3, "spelling", "spiral", "sums", "gcd"),
         arms={"unbiased_k3": (), "k3": ("algorithm.kl=k3",)},
         recipe=LARGE,
     ),
-    "large_hot": Experiment(steps=48, overrides=HOT, arms=TRUNCATION_ARMS, recipe=LARGE),
+    "truncation_hot_100m": Experiment(steps=40, overrides=HOT, arms=TRUNCATION_ARMS, recipe=LARGE),
 }

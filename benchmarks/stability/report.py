@@ -42,10 +42,13 @@ class Shown:
 REWARD = Shown("reward/mean", "training reward")
 HELDOUT = Shown("heldout", "held-out pass@1")
 OUTSIDE = Shown("mismatch/ratio_outside_fraction", "share of ratios outside [0.9, 1.1]")
+DRIFT = Shown("mismatch/kl", "KL(π_old ‖ π_θ) before the step", log=True)
+MASKED = Shown("mask/sequence_fraction", "share of completions masked")
+STALE = (DRIFT, MASKED, OUTSIDE)
 EXPLAINED_BY: Mapping[str, Sequence[Shown]] = {
     "staleness": (
         Shown("mismatch/kl", "KL(π_old ‖ π_θ) before the step"),
-        Shown("mask/sequence_fraction", "share of completions masked"),
+        MASKED,
         Shown("mask/logp_gap_max", "largest gap of a completion, nats per token"),
     ),
     "kl": (
@@ -57,12 +60,15 @@ EXPLAINED_BY: Mapping[str, Sequence[Shown]] = {
         Shown("grad_norm", "gradient norm", log=True),
     ),
     "routing": (
-        Shown("mismatch/kl", "KL(π_old ‖ π_θ) before the step", log=True),
+        DRIFT,
         Shown("mismatch/ratio_max", "largest ratio"),
         OUTSIDE,
     ),
     "truncation": (Shown("mismatch/ratio_mean", "mean ratio π_θ/π_old"), OUTSIDE),
     "truncation_hot": (Shown("mismatch/ratio_mean", "mean ratio π_θ/π_old"), OUTSIDE),
+    "stale_100m": STALE,
+    "stale_fast_100m": STALE,
+    "kl_100m": (Shown("kl/ref", "KL to the reference, nats per token"),),
 }
 ALSO_KEPT = (
     "mismatch/logp_abs",
@@ -82,8 +88,13 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 def write_report(source: Path, folder: Path) -> None:
     """All of it; experiments that `source` has nothing of are left as they were."""
     folder.mkdir(parents=True, exist_ok=True)
+    raw = folder / "runs.jsonl"
     runs = [json.loads(line) for line in source.read_text().splitlines()]
-    (folder / "runs.jsonl").write_text("".join(json.dumps(compact(run)) + "\n" for run in runs))
+    runs = [run for run in runs if run["experiment"] in EXPLAINED_BY]
+    new = {run["experiment"] for run in runs}
+    before = raw.read_text().splitlines() if raw.exists() else []
+    kept = [line for line in before if json.loads(line)["experiment"] not in new]
+    raw.write_text("\n".join([*kept, *(json.dumps(compact(run)) for run in runs)]) + "\n")
     page = folder.with_suffix(".md")
     text = page.read_text()
     for experiment in EXPLAINED_BY:
