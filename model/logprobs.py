@@ -28,6 +28,7 @@ __all__ = [
     "SupportHead",
     "head_inputs",
     "install_support_head",
+    "kept_mass",
     "policy_logprobs",
     "support_head",
     "support_logprobs",
@@ -92,6 +93,9 @@ class HeadInputs:
     """[nnz] int32."""
     kept_offsets: Tensor
     """[n+1] int64; all spans are empty where sampling was not truncated."""
+    probes: Tensor
+    """[m] int64, indices into the n: one trainable token of each segment, which one is up to its
+    tokens alone."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What heads found out about the above in an earlier pass; see `support_head`."""
 
@@ -111,8 +115,9 @@ def head_inputs(batch: MicroBatch, start: int = 0, stop: int | None = None) -> H
     belongs to the same segment. `start` and `stop` bound the positions t−1, not the tokens t, for a
     rank that computes those hidden states only; `hidden_rows` then count from `start`.
     """
-    rows = trainable_rows(batch)
-    rows = rows[(rows > start) & (rows <= (len(batch.token_ids_N) if stop is None else stop))]
+    every, stop = trainable_rows(batch), len(batch.token_ids_N) if stop is None else stop
+    rows = every[(every > start) & (every <= stop)]
+    probes = _one_of_each_segment(batch, every)
     kept = _spans(batch.kept, rows, len(batch.token_ids_N))
     return HeadInputs(
         rows=torch.from_numpy(rows),
@@ -120,6 +125,7 @@ def head_inputs(batch: MicroBatch, start: int = 0, stop: int | None = None) -> H
         targets=torch.from_numpy(batch.token_ids_N[rows].astype(np.int64)),
         kept_ids=torch.from_numpy(kept.ids),
         kept_offsets=torch.from_numpy(kept.offsets),
+        probes=torch.from_numpy(np.flatnonzero(np.isin(rows, probes))),
     )
 
 
@@ -159,6 +165,42 @@ def policy_logprobs(
         temperature=temperature,
         memo=inputs.memo,
     )
+
+
+@torch.no_grad()
+def kept_mass(
+    hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
+) -> Tensor:
+    r"""[2] float32: what the policy gives to whole sampling masks, Σ_{v∈S} π(v), summed over one
+    token of each segment (`HeadInputs.probes`), and how many these are.
+
+    logp: [n] as `policy_logprobs` has found them, inside the masks. With the same over the whole
+    vocabulary, π(o) = π(o | S) · Σ_{v∈S} π(v).
+
+    Σ at the time of sampling is `top_p` or more. What a policy moves out of S later changes no
+    ratio over S: this is where it shows.
+    """
+    hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
+    picked = inputs.probes
+    whole, _ = head(
+        hidden_ND.index_select(0, to_device(inputs.hidden_rows[picked], hidden_ND.device)),
+        inputs.targets[picked],
+        inputs.kept_ids[:0],
+        torch.zeros(len(picked) + 1, dtype=torch.int64),
+        temperature=temperature,
+        memo={},
+    )
+    mass = (whole - logp[to_device(picked, logp.device)]).exp()
+    return torch.stack([mass.sum(), mass.new_tensor(float(len(picked)))])
+
+
+def _one_of_each_segment(batch: MicroBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of the `rows` of each segment one, drawn by what its tokens are."""
+    _, first, counts = np.unique(batch.segment_N[rows], return_index=True, return_counts=True)
+    if not len(first):
+        return rows
+    drawn = np.add.reduceat(batch.token_ids_N[rows].astype(np.int64), first)
+    return rows[first + drawn % counts]
 
 
 def _spans(kept: KeptSets | None, rows: NDArray[np.int64], tokens: int) -> KeptSets:

@@ -253,6 +253,16 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "a few; at `top_k` nothing is truncated by top_p",
         ),
         Metric(
+            "sampling/kept_mass",
+            "share, 0 to 1",
+            "What the policy gives to the sampling masks as a whole, before each optimizer step: a "
+            "mean over one token of each completion or turn. With truncated sampling only. What a "
+            "policy moves out of the masks changes no ratio, so that neither the clip nor "
+            "`algorithm.mask_delta` sees it.",
+            "above `rollout.sampling.top_p` (where `top_k` does not cut first), and steady",
+            "alarms, stability",
+        ),
+        Metric(
             "staleness/mean",
             "optimizer steps",
             "Age of the weights that sampled a token, when it is trained on.",

@@ -32,6 +32,8 @@ class AlarmsConfig:
     """`kl/ref`, in nats per token, above."""
     entropy: float = 0.0
     """`entropy/kept`, in nats per token, below. Off: as for `uniform`."""
+    kept_mass: float = 0.0
+    """`sampling/kept_mass`, below. Off: what is healthy is up to `rollout.sampling.top_p`."""
     skipped: float = 0.5
     """`train/skipped_steps`: optimizer steps without a finite gradient, above: any at all."""
     every: int = 20

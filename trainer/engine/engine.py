@@ -37,7 +37,7 @@ from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
 from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.lr_schedule import learning_rate
-from keel.trainer.engine.objectives import SHARES, SplitGaps, attention_held
+from keel.trainer.engine.objectives import SHARES, SplitGaps, looked_at
 from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
     Inputs,
@@ -218,7 +218,7 @@ class TrainerEngine:
         if self._part.rank > 0:  # every rank of its group has computed the same
             return {}
         nll = ({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored)
-        return merge([*nll, *(attention_held(held) for _, held in scored)])
+        return merge([*nll, *(looked_at(looked) for _, looked in scored)])
 
     def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
@@ -267,7 +267,7 @@ class TrainerEngine:
         inputs = Inputs.of(batch, self._device, self._part)
         reference = self._reference_logp(inputs)
         with self._replayed(self._network, inputs) as replay:
-            logp, entropy, indexers, held = self._engine(inputs=inputs)
+            logp, entropy, indexers, looked = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
                 self._engine.backward(logp.sum() + 0 * indexers)
@@ -293,7 +293,7 @@ class TrainerEngine:
             found["train/tokens"] = Sum(tokens)
             if layers := self._network.learning_indexers:
                 found["indexer/kl"] = Mean(float(indexers), tokens * layers)
-            found |= attention_held(held)
+            found |= looked_at(looked)
             if self._part.rank == 0:  # every rank of its group has computed the same
                 found |= share.metrics
             if replay is not None:
@@ -305,11 +305,11 @@ class TrainerEngine:
         return metrics
 
     def _scored(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
-        """Without gradient: [R] log-probabilities, and the attention that the top k hold."""
+        """Without gradient: [R] log-probabilities, and what `looked_at` reads."""
         inputs = Inputs.of(batch, self._device, self._part)
         with torch.no_grad(), self._replayed(self._network, inputs):
-            logp, _, _, held = self._engine(inputs=inputs)
-        return inputs, whole_sequences(inputs, logp, None)[0], held
+            logp, _, _, looked = self._engine(inputs=inputs)
+        return inputs, whole_sequences(inputs, logp, None)[0], looked
 
     def _apply_gradients(self) -> float:
         clip = self._config.trainer.grad_clip

@@ -114,11 +114,18 @@ def nll_share(
     )
 
 
-def attention_held(held: Tensor) -> dict[str, Metric]:
-    """`indexer/held` of the [2] that `keel.trainer.engine.policy.PolicyNetwork` returns: the share
-    of attention that the top k hold, a mean over tokens with more than k before them and layers."""
-    share, count = held.tolist()
-    return {"indexer/held": Mean(share, count)} if count else {}
+def looked_at(looked: Tensor) -> dict[str, Metric]:
+    """`indexer/held` and `sampling/kept_mass` of the [4] that
+    `keel.trainer.engine.policy.PolicyNetwork` returns, where it has looked: the share of attention
+    that the top k hold, a mean over tokens with more than k before them and layers; and a mean over
+    tokens of what the policy gives to their sampling masks."""
+    held, queries, mass, tokens = looked.tolist()
+    found: dict[str, Metric] = {}
+    if queries:
+        found["indexer/held"] = Mean(held, queries)
+    if tokens:
+        found["sampling/kept_mass"] = Mean(mass, tokens)
+    return found
 
 
 SHARES: Mapping[Loss, Callable[..., Any]] = {"grpo": grpo_share, "nll": nll_share}

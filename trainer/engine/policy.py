@@ -19,7 +19,13 @@ from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
 from keel.model.invariant.layers import use_invariant_layers
 from keel.model.layers.fused import use_fused_layers
-from keel.model.logprobs import HeadInputs, head_inputs, policy_logprobs, trainable_rows
+from keel.model.logprobs import (
+    HeadInputs,
+    head_inputs,
+    kept_mass,
+    policy_logprobs,
+    trainable_rows,
+)
 from keel.model.noise import switch_off_noise
 from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import Replay, replay_routes, router_modules
@@ -72,6 +78,8 @@ class Inputs:
     position_N: NDArray[np.int32]
     watched: bool = False
     """Whether any segment is watched: see `seen_tokens`."""
+    truncated: bool = False
+    """Whether there are sampling masks in the step; the same on all ranks."""
 
     @property
     def padding(self) -> bool:
@@ -116,6 +124,7 @@ class Inputs:
             selected_NLk=batch.selected_NLk,
             position_N=batch.position_N,
             watched=batch.watched is not None,
+            truncated=batch.kept is not None,
         )
 
 
@@ -172,9 +181,10 @@ class PolicyNetwork(nn.Module):
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probability [R] (float32) of each sampled token over its mask; entropy [R] of that
         distribution, without gradient; the indexers' loss, summed over layers and tokens (0
-        without gradient where none is computed); and [2] the attention that their top k hold, as in
-        `SparsePass.held`, of all layers together (0 where nobody has looked). R: of this rank's
-        part of the row."""
+        without gradient where none is computed); and [4] of what is only looked at: the attention
+        that their top k hold, as in `SparsePass.held`, of all layers together, and
+        `keel.model.logprobs.kept_mass` (0 where nobody has looked). R: of this rank's part of the
+        row."""
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
         warming = self._dense and self.learning_indexers > 0  # measured, too, where nothing learns
         sparse = SparsePass(dense=self._dense, loss=learning or warming)
@@ -193,9 +203,13 @@ class PolicyNetwork(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, SupportHead)
         scores = policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
-        held = torch.stack(sparse.held).sum(0) if sparse.held else hidden.new_zeros(2).float()
+        none = hidden.new_zeros(2, dtype=torch.float32)
+        held = torch.stack(sparse.held).sum(0) if sparse.held else none
+        mass = none
+        if inputs.truncated and torch.is_grad_enabled():
+            mass = kept_mass(hidden, head, inputs.head, scores[0], temperature=self.temperature)
         lost = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
-        return *scores, lost, held
+        return *scores, lost, torch.cat([held, mass])
 
 
 class Reference:

@@ -48,6 +48,12 @@ ALARMS = (
     Alarm("masked", "mask/sequence_fraction", "of the sequences are masked as too far off policy"),
     Alarm("kl", "kl/ref", "nats a token away from the reference policy"),
     Alarm("entropy", "entropy/kept", "nats of entropy a token: hardly anything is tried", True),
+    Alarm(
+        "kept_mass",
+        "sampling/kept_mass",
+        "of its probability the policy gives to the sampling masks: no ratio shows the rest",
+        True,
+    ),
     Alarm("skipped", "train/skipped_steps", "optimizer steps without a finite gradient"),
 )
 

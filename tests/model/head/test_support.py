@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.model.head import ops as support_ops
 from keel.model.head.support import HeadSpec, support_head
-from keel.model.logprobs import head_inputs, policy_logprobs, support_logprobs, trainable_rows
+from keel.model.logprobs import (
+    head_inputs,
+    kept_mass,
+    policy_logprobs,
+    support_logprobs,
+    trainable_rows,
+)
 from keel.rl.packing import MicroBatch
 from keel.rl.types import KeptSets
 
@@ -315,6 +321,37 @@ def test_passes_over_one_batch_share_their_inputs():
         again = policy_logprobs(hidden, head, inputs)
         assert inputs.memo, "what was found out in one pass is kept for the next"
         assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
+
+
+def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax():
+    batch, weight = micro_batch(), torch.randn(12, 6)
+    hidden, inputs = torch.randn(9, 6, requires_grad=True), head_inputs(batch)
+    head = head_of(weight)
+    logp, _ = policy_logprobs(hidden, head, inputs, temperature=0.8)
+    mass = kept_mass(hidden, head, inputs, logp, temperature=0.8)
+    tokens = inputs.rows[inputs.probes].tolist()
+    assert sorted(batch.segment_N[tokens]) == [0, 1], "one token of each segment"
+    whole = (hidden.detach().double() @ weight.double().t() / 0.8).softmax(-1)
+    spans = [torch.as_tensor(batch.kept[t]).long() for t in tokens]
+    expected = sum(
+        float(whole[t - 1, span].sum()) if len(span) else 1.0  # nothing was cut off
+        for t, span in zip(tokens, spans, strict=True)
+    )
+    assert 0 < expected < 2
+    close(mass, torch.tensor([expected, 2.0]), 1e-5)
+    assert not mass.requires_grad
+
+
+def test_which_tokens_are_weighed_is_up_to_their_segments_alone():
+    batch = micro_batch()
+    every = head_inputs(batch)
+    picked = every.rows[every.probes].tolist()
+    halves = [head_inputs(batch, 0, 4), head_inputs(batch, 4, 9)]  # of two ranks
+    assert [t for half in halves for t in half.rows[half.probes].tolist()] == picked
+    nothing = replace(batch, trainable_N=np.zeros(9, np.bool_), split_S=np.arange(2))
+    inputs = head_inputs(nothing)
+    logp, head = torch.zeros(0), head_of(torch.randn(12, 6))
+    assert kept_mass(torch.randn(9, 6), head, inputs, logp).tolist() == [0, 0]
 
 
 def test_spans_of_tokens_that_do_not_train_are_left_out():

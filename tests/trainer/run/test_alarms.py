@@ -32,7 +32,7 @@ def lost(*reasons: str) -> ScoredGroup:
 
 @pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.knob)
 def test_each_rings_beyond_its_threshold_alone(alarm: Any) -> None:
-    config = AlarmsConfig(uniform=0.95, entropy=0.005)
+    config = AlarmsConfig(uniform=0.95, entropy=0.005, kept_mass=0.45)
     limit = getattr(config, alarm.knob)
     beyond, within = (0.5 * limit, 2 * limit) if alarm.below else (limit + 1, 0.5 * limit)
     assert Alarms(config).look(1, FINE | {alarm.metric: within}, []) == (0, [])
