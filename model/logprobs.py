@@ -191,7 +191,7 @@ def kept_mass(
         memo={},
     )
     mass = (whole - logp[to_device(picked, logp.device)]).exp()
-    return torch.stack([mass.sum(), mass.new_tensor(float(len(picked)))])
+    return torch.stack([mass.sum(), mass.new_full((), len(picked))])
 
 
 def _one_of_each_segment(batch: MicroBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:

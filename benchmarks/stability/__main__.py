@@ -163,7 +163,8 @@ def parse() -> argparse.Namespace:
 
 
 def wanted(options: argparse.Namespace, done: Container[tuple[str, str, int]]) -> list[Run]:
-    """Seed by seed, so that what there is when time is up can be compared."""
+    """Arm by arm, so that one engine serves all seeds. Raises SystemExit for an arm to try of an
+    experiment that there is not."""
     only = options.only
     if only is None:
         only = [name for name, each in EXPERIMENTS.items() if each.recipe == options.recipe]
@@ -176,11 +177,13 @@ def wanted(options: argparse.Namespace, done: Container[tuple[str, str, int]]) -
     for text in options.tried:
         where, _, knobs = text.partition(":")
         name, _, arm = where.partition("/")
+        if name not in EXPERIMENTS or not arm:
+            raise SystemExit(f"--try {text!r}: must be EXPERIMENT/ARM: KNOBS, of {[*EXPERIMENTS]}")
         arms[name, arm] = tuple(knobs.split())
     return [
         Run(name, arm, seed, options.steps or EXPERIMENTS[name].steps, knobs)
-        for seed in options.seeds
         for (name, arm), knobs in arms.items()
+        for seed in options.seeds
         if (name, arm, seed) not in done
     ]
 
