@@ -19,17 +19,16 @@ from keel.configs.schema import Config
 from keel.model import ray_calls
 from keel.model.invariant import variables
 from keel.model.weight_transfer.receiver import Outcome, Receiver
-from keel.rl.buffer import split_updates
 from keel.rl.futures import done
 from keel.rl.metrics import Metric, merge
-from keel.rl.packing import TrainBatch, pack
+from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import Lost, OutOfMemory
-from keel.trainer.run.saved import saved
+from keel.trainer.run.shares import shares
 from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts, joined_tokens, last_lines
 
 GRACE_S, LOST_S = 5.0, 90.0
@@ -96,6 +95,7 @@ class Learner:
         ]
         prepare = partial(ray_calls.call, expert_parallel=trainer.expert_parallel)
         self._prepared = [prepare(rank.prepare) for rank in self._ranks]
+        self._warming: list[Any] = []
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
         self._senders: list[threading.Thread] = []
@@ -131,6 +131,12 @@ class Learner:
         self._whereabouts = self._all("whereabouts", limit=limit)
         (rendezvous,) = self._wait([ray_calls.call(self._ranks[0].listen)], limit)
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
+
+    def warm_up(self) -> None:
+        """Have the ranks compile what steps need, beside the engines' first completions: not waited
+        for before the first step (`TrainerEngine.warm_up`)."""
+        with self._order:
+            self._warming = [ray_calls.call(rank.warm_up) for rank in self._ranks]
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps. examine:
@@ -184,6 +190,9 @@ class Learner:
 
     def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
         """Call a method of every rank with the share of its group."""
+        if self._warming:
+            self._wait(self._warming, self._limit("compiling kernels"))
+            self._warming = []
         began = time.monotonic()
         # One object a group of ranks: each fetches its own share and nothing else.
         shipped = [ray_calls.put(share) for share in shares]
@@ -375,25 +384,6 @@ def maybe_of_another(error: RayError) -> bool:
     cause = ray_calls.cause(error)
     own = isinstance(cause, Unwritten) or type(cause).__name__ == "OutOfMemoryError"  # torch's
     return isinstance(cause, RuntimeError | OSError) and not own
-
-
-def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
-    """What each group of ranks trains on: a batch for each optimizer step."""
-    algorithm, trainer = config.algorithm, config.trainer
-    shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
-    watched = saved(groups, config.run).segments
-    for part in split_updates(groups, algorithm.updates_per_batch):
-        packed = pack(
-            part,
-            ranks=trainer.groups,
-            micro_batch_tokens=trainer.micro_batch_tokens,
-            skip_uniform_groups=algorithm.skip_uniform_groups,
-            sequence_mask=algorithm.mask_delta is not None,
-            watched=watched,
-        )
-        for share, batch in zip(shares, packed, strict=True):
-            share.append(batch)
-    return shares
 
 
 def _joined(parts: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:

@@ -217,6 +217,8 @@ def running(
         )
         if sleep:
             system.wake()
+        elif ranks is not None:
+            ranks.warm_up()
         yield system
 
 

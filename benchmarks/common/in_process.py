@@ -28,10 +28,10 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer import agents
 from keel.trainer.cluster.nodes import end_ray, start_ray
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.learner import shares
 from keel.trainer.nonfinite import said_of
 from keel.trainer.prepare import Task
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.shares import shares
 from keel.trainer.supervised.wiring import SftTask, Teaching, starting_model
 from keel.trainer.system import System, episodes, model_folder, scorer_of
 

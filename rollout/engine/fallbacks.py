@@ -4,6 +4,8 @@ one loud line. `keel.rollout.vllm_contract` knows what each part leans on."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import vllm
 
@@ -66,6 +68,23 @@ def bounds_kv_cache() -> bool:
     if lost := changes("kv_cache"):
         warn_of_large_cache(_changed(lost))
     return not lost
+
+
+def quick_start(architectures: Sequence[str]) -> AbstractContextManager[None]:
+    """Around building an engine: without what none of Keel's needs of a start. architectures: of
+    its model, where that is all in this process."""
+    if lost := changes("start"):
+        _LOG.warning(
+            "%s. Engines start half a minute later on a new machine. Install %s to have it said no "
+            "more",
+            _changed(lost),
+            _right(),
+        )
+        return nullcontext()
+    from keel.rollout.engine.quick_start import known_here, plain_warm_up  # noqa: PLC0415
+
+    known_here(architectures)
+    return plain_warm_up()
 
 
 def begin_requests(engine: vllm.LLMEngine) -> Begin:

@@ -34,6 +34,7 @@ from keel.rollout.engine.fallbacks import (
     bounds_kv_cache,
     choose_recorder,
     no_copies,
+    quick_start,
     require,
     warn_of_large_cache,
     warn_of_small_share,
@@ -71,9 +72,8 @@ class VllmEngine:
         """vLLM's own id of each unfinished request."""
         self._updating = self._asleep = False
 
-        text = AutoConfig.from_pretrained(
-            spec.model_path, trust_remote_code=False
-        ).get_text_config()
+        whole = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
+        text = whole.get_text_config()
         moe = is_moe(text)
         self._routes = spec.keep_routing and moe
         self._kept = spec.keep_sampling_mask
@@ -82,7 +82,13 @@ class VllmEngine:
             name, routes=self._routes, kept=self._kept and spec.config.sampling.truncated
         )
         self._no_copies = no_copies(spec.config)
-        self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
+        if name == "packed":
+            from keel.rollout.fastpath.compile_ahead import compile_ahead  # noqa: PLC0415
+
+            compile_ahead(spec, text.vocab_size)
+        alone = spec.config.tensor_parallel == 1
+        with quick_start(whole.architectures or () if alone else ()):
+            self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         self._begins = begin_requests(self._llm)

@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
 from keel.rollout.fastpath.sampling_mask import MEAN, StepSets
-from keel.rollout.fastpath.truncate_kernels import truncate
+from keel.rollout.fastpath.truncate_kernels import launch, truncate
 
 WIDEST = 2048
 """Ids of a row that are filed. A row with more is read again as a whole."""
@@ -253,7 +253,8 @@ def draw(
     been read to its end) the mask is empty and the rest means nothing. `width`: the most ids
     that a row keeps as a rule; with `cuts`, the largest top_k of the rows.
 
-    All results are new tensors: a later step may run before they are read.
+    All results are new tensors: a later step may run before they are read. On the device `meta`,
+    kernels are only compiled.
     """
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, WIDEST)
@@ -274,7 +275,9 @@ def draw(
         ids = torch.empty((rows, width), dtype=torch.int32, device=device)
         if record:
             bits = torch.zeros((rows, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
-        _find[(rows, -(-vocab_size // BLOCK))](
+        launch(
+            _find,
+            (rows, -(-vocab_size // BLOCK)),
             logits,
             logits.stride(0),
             sampled,
@@ -294,7 +297,9 @@ def draw(
         flat = torch.empty(rows * min(width, MEAN), dtype=torch.int32, device=device)
         sets = StepSets(counts, flat, ids, bits)
     widest = max(NARROWEST, triton.next_power_of_2(width))
-    _draw[(rows,)](
+    launch(
+        _draw,
+        (rows,),
         logits,
         logits.stride(0),
         states,

@@ -12,6 +12,8 @@ ids stay, and no row keeps more than its top_k.
 # Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -228,6 +230,14 @@ def _cut(
     tl.store(counts_ptr + row, count)
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run a kernel; where its first argument is a tensor on the device `meta`, only compile it."""
+    if args[0].is_meta:
+        kernel.warmup(*args, grid=grid, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
 def truncate(
     logits: Tensor,
     states: Tensor,
@@ -242,7 +252,8 @@ def truncate(
 
     `logits` [rows, V] are the model's. `states` [rows] says which request a row is of;
     `temperature` (above 0), `top_k` (1 to `width`) and `top_p` are by request, and `width` is at
-    most `WIDEST_TOP_K`. A row where `sampled` [rows] is 0 keeps none.
+    most `WIDEST_TOP_K`. A row where `sampled` [rows] is 0 keeps none. On the device `meta`, kernels
+    are only compiled.
     """
     rows, vocab_size = logits.shape
     device = logits.device
@@ -258,7 +269,9 @@ def truncate(
     bounds, found, counts = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(3))
     keys = torch.empty((rows, room), dtype=torch.int64, device=device)
     ids = torch.empty((rows, width), dtype=torch.int32, device=device)
-    _maxima[(rows, blocks)](
+    launch(
+        _maxima,
+        (rows, blocks),
         logits,
         logits.stride(0),
         states,
@@ -271,8 +284,10 @@ def truncate(
         GROUPS=block_groups,
     )
     size = triton.next_power_of_2(groups)
-    _bound[(rows,)](states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
-    _file[(rows, blocks)](
+    launch(_bound, (rows,), states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
+    launch(
+        _file,
+        (rows, blocks),
         logits,
         logits.stride(0),
         states,
@@ -286,7 +301,9 @@ def truncate(
         SIZE=BLOCK,
         num_warps=8,
     )
-    _cut[(rows,)](
+    launch(
+        _cut,
+        (rows,),
         logits,
         logits.stride(0),
         states,

@@ -244,3 +244,61 @@ def test_samplers_that_are_not_covered_stay_vllms() -> None:
         setattr(runner.sampler, name, value)
         assert not kept_sampler.install(runner)
         assert type(runner.sampler) is Sampler
+
+
+@pytest.mark.skipif(
+    INTERPRETED, reason="no NVIDIA GPU is visible (an interpreter compiles nothing)"
+)
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(151_936, "float32"), (50_257, "bfloat16")])
+def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
+    vocabulary: int, dtype: str
+) -> None:
+    from triton import knobs
+
+    from keel.configs.schema import RolloutConfig, SamplingConfig
+    from keel.rollout.fastpath.compile_ahead import compile_ahead
+    from keel.rollout.fastpath.sample_kernels import Cuts, draw
+    from keel.rollout.spec import EngineSpec
+
+    head = "float32" if dtype == "float32" else "model"
+    sampling = SamplingConfig(temperature=0.9, top_p=0.9, top_k=77)
+    spec = EngineSpec(
+        model_path="",
+        tokenizer="",
+        config=RolloutConfig(sampling=sampling, head_dtype=head, max_num_seqs=96),
+        dtype="bfloat16",
+        max_model_len=64,
+        seed=0,
+        keep_routing=False,
+        keep_sampling_mask=True,
+    )
+    compiled: list[str] = []
+
+    def note(**what: Any) -> None:
+        compiled.append(what["repr"])
+
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, note
+    try:
+        thread = compile_ahead(spec, vocabulary)
+        assert thread is not None
+        thread.join(100)
+        ahead = list(compiled)
+        for rows in (96, 33):
+            padded = torch.randn(rows, -(-vocabulary // 64) * 64, device=DEVICE)
+            draw(
+                padded.to(getattr(torch, dtype))[:, :vocabulary],
+                torch.arange(rows, dtype=torch.int32, device=DEVICE),
+                torch.arange(rows, device=DEVICE),
+                sampled=torch.ones(rows, dtype=torch.int32, device=DEVICE),
+                temperature=torch.full((96,), 0.9, device=DEVICE),
+                seeds=torch.arange(96, device=DEVICE),
+                width=77,
+                record=True,
+                cuts=Cuts(
+                    torch.full((96,), 77, dtype=torch.int32, device=DEVICE),
+                    torch.full((96,), 0.9, device=DEVICE),
+                ),
+            )
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    assert len(ahead) >= 5 and compiled == ahead

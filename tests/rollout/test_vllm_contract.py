@@ -68,6 +68,12 @@ def test_the_installed_vllm_has_what_is_needed(part: Part) -> None:
             "another signature",
             "does not use get_kv_cache_configs",
         ),
+        (
+            "start",
+            "vllm.sampling_params:SamplingParams.for_sampler_warmup",
+            "another signature",
+            "for_sampler_warmup takes",
+        ),
     ],
 )
 def test_what_has_changed_is_named(
@@ -128,6 +134,38 @@ def test_what_nothing_stands_in_for_ends_in_one_error(doctored: Any) -> None:
     doctored("vllm.forward_context:get_forward_context", "renamed")
     with pytest.raises(RuntimeError, match=r"get_forward_context is gone.* install vLLM 0\.32"):
         require("engine", "v1")
+
+
+def test_an_engine_starts_without_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import ModelRegistry, SamplingParams  # noqa: PLC0415
+    from vllm.model_executor.models import registry  # noqa: PLC0415
+
+    from keel.rollout.engine.fallbacks import quick_start  # noqa: PLC0415
+
+    def elsewhere(_: object) -> None:
+        raise AssertionError("a process for looking at a class")
+
+    name, before = "Qwen3MoeForCausalLM", SamplingParams.for_sampler_warmup
+    monkeypatch.setitem(ModelRegistry.models, name, ModelRegistry.models[name])
+    monkeypatch.setattr(registry, "_run_in_subprocess", elsewhere)
+    with quick_start([name, "NobodysModel"]):
+        assert ModelRegistry.models[name].inspect_model_cls().is_text_generation_model
+        assert not SamplingParams.for_sampler_warmup().logprobs
+    assert SamplingParams.for_sampler_warmup is before
+    assert SamplingParams.for_sampler_warmup().logprobs
+
+
+def test_a_start_that_has_changed_is_vllms_own(
+    doctored: Any, logged: list[logging.LogRecord]
+) -> None:
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    from keel.rollout.engine.fallbacks import quick_start  # noqa: PLC0415
+
+    doctored("vllm.v1.worker.gpu.warmup:_warmup_kernels", "another signature")
+    with quick_start(["Qwen3ForCausalLM"]):
+        assert SamplingParams.for_sampler_warmup().logprobs
+    assert "does not use for_sampler_warmup" in logged[0].getMessage()
 
 
 def test_copies_that_are_switched_off_are_not_looked_at(

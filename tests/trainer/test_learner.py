@@ -20,8 +20,9 @@ from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
-from keel.trainer.learner import Learner, Limit, shares
+from keel.trainer.learner import Learner, Limit
 from keel.trainer.run.restarts import Lost
+from keel.trainer.run.shares import shares
 from keel.trainer.worker import last_lines
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config

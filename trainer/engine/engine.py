@@ -49,6 +49,7 @@ from keel.trainer.engine.policy import (
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
+from keel.trainer.engine.warm_up import warm_up, worth_it
 from keel.trainer.engine.weights import Weights
 from keel.trainer.engine.zero import (
     SCALE_POWER,
@@ -115,7 +116,7 @@ class TrainerEngine:
         network = self._network = self._load(model_path, dtype)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
-        self._routed = bool(routers)
+        self._replays = bool(routers) and config.algorithm.keep_routing
         family = type(network.model).__name__
         experts = getattr(routers[0], "num_experts", 0) if routers else 0
         check_expert_parallel(trainer.expert_parallel, architecture=family, experts=experts)
@@ -138,16 +139,17 @@ class TrainerEngine:
         expected = len(routers) if trainer.expert_parallel > 1 else 0
         spread = ExpertLayers(network.model, expected=expected)
         self._weights = Weights(network.model, spread, stage=self._stage)
-        self._reference = None
+        self._reference = frozen = None
         if any(source.kl_coef > 0 for source in config.data.sources):
             sharded = frozen_config(options) if self._weights.gathered else None
-            self._reference = Reference(self._load(model_path, dtype), self._device, sharded)
+            replays = self._replays and config.algorithm.ref_routing == "replay"
+            frozen = self._load(model_path, dtype)
+            self._reference = Reference(frozen, self._device, sharded, replays=replays)
             if trainer.compile:
-                compile_layers(self._reference.network.model)
+                compile_layers(frozen.model)
         summed = self._summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
         if summed:
             self._note(sum_in_one_pass(self._engine.optimizer))
-        frozen = self._reference.network if self._reference else None
         of = {"stage": self._stage, "sums": summed}
         self._offload, note = make_offload(self._engine, frozen, self._device, config, **of)
         self._note(note)
@@ -179,6 +181,11 @@ class TrainerEngine:
         return self._steps
 
     # Training
+
+    def warm_up(self) -> None:
+        """Compile what steps need (`keel.trainer.engine.warm_up`), if nobody has to wait for it."""
+        if worth_it(self._config, gpu=self._device.type == "cuda"):
+            warm_up(self._network, self._reference, self._config, self._device, self._part)
 
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> dict[str, Metric]:
         """Train on one batch of rollouts: one optimizer step for each of `batches`, in order, or
@@ -265,8 +272,8 @@ class TrainerEngine:
         """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
         the device: meanwhile the host prepares the next micro-batch."""
         inputs = Inputs.of(batch, self._device, self._part)
-        reference = self._reference_logp(inputs)
-        with self._replayed(self._network, inputs) as replay:
+        reference = self._reference.logp(inputs) if self._reference else None
+        with self._replayed(inputs) as replay:
             logp, entropy, indexers, looked = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
@@ -307,7 +314,7 @@ class TrainerEngine:
     def _scored(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Without gradient: [R] log-probabilities, and what `looked_at` reads."""
         inputs = Inputs.of(batch, self._device, self._part)
-        with torch.no_grad(), self._replayed(self._network, inputs):
+        with torch.no_grad(), self._replayed(inputs):
             logp, _, _, looked = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0], looked
 
@@ -315,18 +322,10 @@ class TrainerEngine:
         clip = self._config.trainer.grad_clip
         return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
 
-    def _reference_logp(self, inputs: Inputs) -> Tensor | None:
-        if self._reference is None:
-            return None
-        network = self._reference.network
-        replay = self._config.algorithm.ref_routing == "replay"
-        with self._replayed(network, inputs) if replay else nullcontext():
-            return self._reference.logp(inputs)
-
-    def _replayed(self, network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
+    def _replayed(self, inputs: Inputs) -> AbstractContextManager[Any]:
         # Nobody has recorded routes of conversations that are given.
-        replayed = self._routed and self._config.algorithm.keep_routing and inputs.loss == "grpo"
-        return recorded_routes(network, inputs) if replayed else nullcontext()
+        replayed = self._replays and inputs.loss == "grpo"
+        return recorded_routes(self._network, inputs) if replayed else nullcontext()
 
     # Weights
 

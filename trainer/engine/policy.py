@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -216,13 +216,19 @@ class Reference:
     """The frozen initial policy that the KL term pulls towards.
 
     Each rank holds a whole copy, unless `sharded` (DeepSpeed's configuration under ZeRO-3 or expert
-    parallelism) is given: then every rank must call `logp` each time.
+    parallelism) is given: then every rank must call `logp` each time. `replays`: sends tokens to
+    the experts that the engine recorded.
     """
 
     def __init__(
-        self, network: PolicyNetwork, device: torch.device, sharded: Mapping[str, Any] | None
+        self,
+        network: PolicyNetwork,
+        device: torch.device,
+        sharded: Mapping[str, Any] | None,
+        *,
+        replays: bool = False,
     ) -> None:
-        self.network = network.eval().requires_grad_(False)
+        self.network, self._replays = network.eval().requires_grad_(False), replays
         network.replays = False  # it selects by its own indexers, as it routes by its own routers
         self._forward: Callable[..., tuple[Tensor, ...]] = (
             network.to(device) if sharded is None else initialize(network, sharded, device)
@@ -231,7 +237,9 @@ class Reference:
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
         """[R] (of this rank's part) float32, over the same sampling masks as the policy's."""
-        logp, *_ = self._forward(inputs=inputs)
+        replays = self._replays and inputs.loss == "grpo"
+        with recorded_routes(self.network, inputs) if replays else nullcontext():
+            logp, *_ = self._forward(inputs=inputs)
         return logp
 
 

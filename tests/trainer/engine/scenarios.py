@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._dynamo.utils import counters
 
+from keel.trainer.engine.warm_up import warm_up
 from tests.forked import forked_from
 from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
@@ -28,13 +29,18 @@ Scenario = Callable[["Ranks"], Result]
 
 
 def training(stage: int, **changes: Any) -> Scenario:
-    """Train, publish before and after, export."""
-    model = changes.pop("model", "untied")
+    """Train, publish before and after, export. warm: what steps need is compiled before."""
+    model, warm = changes.pop("model", "untied"), changes.pop("warm", False)
 
     def run(ranks: Ranks) -> Result:
         config = make_config(ranks.world_size, stage, **changes)
         engine = ranks.engine(config, model)
         before = ranks.published(engine)
+        if warm:
+            draws = torch.get_rng_state()
+            warm_up(engine._network, engine._reference, config, engine.device, engine._part)
+            assert torch.equal(torch.get_rng_state(), draws)
+            assert all(one.grad is None for one in engine._network.parameters())
         counters.clear()
         metrics = ranks.train(engine, config, range(STEPS))
         exported = ranks.folder / f"exported-{ranks.world_size}-{next(ranks.serial)}"
@@ -134,6 +140,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "accumulated": training(0, tokens=TIGHT),
         "recomputed": training(0, activation_checkpointing=True),
         "compiled": training(0, tokens=TIGHT, compile=True),
+        "warm": training(0, warm=True),
+        "warm compiled": training(0, tokens=TIGHT, compile=True, warm=True),
         "plain tied": training(0, model="tied"),
         "plain dense": training(0, model="dense"),
         "plain sparse": training(0, model="sparse"),
@@ -143,6 +151,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     },
     2: {
         **{f"stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
+        "warm stage 1": training(1, tokens=TIGHT, warm=True),
+        "warm stage 2 sequence": training(2, sequence_parallel=2, warm=True),
         **{f"stage {s} sparse": training(s, tokens=TIGHT, model="sparse") for s in STAGES},
         **{
             f"indexers alone, stage {stage}": training(

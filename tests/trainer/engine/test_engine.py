@@ -52,6 +52,19 @@ def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any], name:
     assert results["plain"]["graphs"] == 0
 
 
+@pytest.mark.parametrize("name", ["plain", "stage 1", "stage 2 sequence"])
+def test_a_warm_up_is_seen_in_nothing(results: dict[str, Any], name: str) -> None:
+    cold, warm = results[name], results[f"warm {name}".replace(" plain", "")]
+    same(warm["after"], cold["after"], atol=0)
+    for one, other in zip(cold["metrics"], warm["metrics"], strict=True):
+        assert values(one) == pytest.approx(values(other), rel=0, abs=0, nan_ok=True)
+
+
+def test_after_a_warm_up_a_step_compiles_nothing(results: dict[str, Any]) -> None:
+    assert results["warm compiled"]["graphs"] == 0
+    same(results["warm compiled"]["after"], results["compiled"]["after"], atol=0)
+
+
 def model_of(name: str) -> str:
     return next((model for model in ("tied", "dense", "sparse") if model in name), "untied")
 
