@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import SamplingConfig
@@ -32,6 +33,10 @@ class RolloutWorker:
     """Becomes an asyncio actor in `keel.rollout.pool.ray_engines`; one process, one engine."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        # Where Triton keeps kernels by itself. Else torch has it keep them in a folder that vLLM
+        # has removed at the end, and every start compiles them again.
+        kernels = Path(os.environ.get("TRITON_HOME", "~"), ".triton", "cache").expanduser()
+        os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
         # vLLM is loaded in the actor's process only, under its environment.
         with heavy_imports():
             from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415

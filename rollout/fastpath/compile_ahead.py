@@ -34,7 +34,7 @@ def compile_ahead(spec: EngineSpec, vocabulary: int) -> threading.Thread | None:
         try:
             draw(
                 on_meta(rows, padded, dtype=getattr(torch, dtype))[:, :vocabulary],
-                on_meta(rows, dtype=torch.int32),
+                on_meta(rows, dtype=torch.int64),
                 on_meta(rows, dtype=torch.int64),
                 sampled=on_meta(rows, dtype=torch.int32),
                 temperature=on_meta(rows, dtype=torch.float32),

@@ -231,9 +231,10 @@ def _cut(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel; where its first argument is a tensor on the device `meta`, only compile it."""
+    """Run a kernel; where its first argument is a tensor on the device `meta`, only compile it, and
+    what launches it."""
     if args[0].is_meta:
-        kernel.warmup(*args, grid=grid, **options)
+        assert kernel.warmup(*args, grid=grid, **options).run
     else:
         kernel[grid](*args, **options)
 

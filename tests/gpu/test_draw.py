@@ -287,7 +287,7 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
             padded = torch.randn(rows, -(-vocabulary // 64) * 64, device=DEVICE)
             draw(
                 padded.to(getattr(torch, dtype))[:, :vocabulary],
-                torch.arange(rows, dtype=torch.int32, device=DEVICE),
+                torch.arange(rows, device=DEVICE),
                 torch.arange(rows, device=DEVICE),
                 sampled=torch.ones(rows, dtype=torch.int32, device=DEVICE),
                 temperature=torch.full((96,), 0.9, device=DEVICE),

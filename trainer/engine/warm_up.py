@@ -21,8 +21,9 @@ from keel.rl.types import NO_ROUTE, KeptSets
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
 
 _LOG = logging.getLogger(__name__)
-SEGMENTS, TOKENS, PROMPT, KEPT = 2, 64, 16, 4
-"""Trajectories, tokens of each and of its prompt, and ids of a sampling mask."""
+SEGMENTS, TOKENS, PROMPT, KEPT = 3, 61, 16, 4
+"""Trajectories, tokens of each and of its prompt, and ids of a sampling mask. Their products are no
+sizes of a model: torch.compile takes equal sizes for one, and would compile again for others."""
 
 
 def worth_it(config: Config, *, gpu: bool) -> bool:
@@ -32,7 +33,7 @@ def worth_it(config: Config, *, gpu: bool) -> bool:
 
 
 def made_up(network: PolicyNetwork, *, routed: bool, truncated: bool) -> MicroBatch:
-    """Two trajectories; their routes are left to the routers."""
+    """Trajectories; their routes are left to the routers."""
     count = SEGMENTS * TOKENS
     vocabulary = network.model.config.get_text_config().vocab_size
     token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)
