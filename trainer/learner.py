@@ -28,8 +28,14 @@ from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import Lost, OutOfMemory
-from keel.trainer.run.shares import shares
-from keel.trainer.worker import StepReport, TrainerWorker, Whereabouts, joined_tokens, last_lines
+from keel.trainer.worker import (
+    StepReport,
+    TrainerWorker,
+    Whereabouts,
+    joined_tokens,
+    last_lines,
+    shares,
+)
 
 GRACE_S, LOST_S = 5.0, 90.0
 """After one rank's failure: wait this long to learn what the others say; and where it may be that

@@ -16,11 +16,13 @@ from keel.configs.schema import Config
 from keel.model import ray_calls
 from keel.model.imports import heavy_imports
 from keel.model.weight_transfer.receiver import Outcome, Receiver
+from keel.rl.buffer import split_updates
 from keel.rl.metrics import Metric
-from keel.rl.packing import TrainBatch
-from keel.rl.types import TokenNumbers
+from keel.rl.packing import TrainBatch, pack
+from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.nonfinite import Finding
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.saved import saved
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -75,6 +77,25 @@ def joined_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Toke
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
         for number in numbers
     }
+
+
+def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
+    """What each group of ranks trains on: a batch for each optimizer step."""
+    algorithm, trainer = config.algorithm, config.trainer
+    shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
+    watched = saved(groups, config.run).segments
+    for part in split_updates(groups, algorithm.updates_per_batch):
+        packed = pack(
+            part,
+            ranks=trainer.groups,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            skip_uniform_groups=algorithm.skip_uniform_groups,
+            sequence_mask=algorithm.mask_delta is not None,
+            watched=watched,
+        )
+        for share, batch in zip(shares, packed, strict=True):
+            share.append(batch)
+    return shares
 
 
 class TrainerWorker:

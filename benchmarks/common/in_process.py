@@ -31,9 +31,9 @@ from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.nonfinite import said_of
 from keel.trainer.prepare import Task
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.shares import shares
 from keel.trainer.supervised.wiring import SftTask, Teaching, starting_model
 from keel.trainer.system import System, episodes, model_folder, scorer_of
+from keel.trainer.worker import shares
 
 
 class LocalLearner:

@@ -22,8 +22,7 @@ from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
 from keel.trainer.learner import Learner, Limit
 from keel.trainer.run.restarts import Lost
-from keel.trainer.run.shares import shares
-from keel.trainer.worker import last_lines
+from keel.trainer.worker import last_lines, shares
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
 from tests.waiting import PATIENCE_S

@@ -35,7 +35,7 @@ from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
-from keel.trainer.engine.layer_compile import compile_layers
+from keel.trainer.engine.layer_compile import compile_layers, warm_up, worth_it
 from keel.trainer.engine.lr_schedule import learning_rate
 from keel.trainer.engine.objectives import SHARES, SplitGaps, looked_at
 from keel.trainer.engine.offload import make_offload
@@ -49,7 +49,6 @@ from keel.trainer.engine.policy import (
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
-from keel.trainer.engine.warm_up import warm_up, worth_it
 from keel.trainer.engine.weights import Weights
 from keel.trainer.engine.zero import (
     SCALE_POWER,
@@ -183,7 +182,7 @@ class TrainerEngine:
     # Training
 
     def warm_up(self) -> None:
-        """Compile what steps need (`keel.trainer.engine.warm_up`), if nobody has to wait for it."""
+        """Compile what steps need, where nobody has to wait for it (`layer_compile.warm_up`)."""
         if worth_it(self._config, gpu=self._device.type == "cuda"):
             warm_up(self._network, self._reference, self._config, self._device, self._part)
 

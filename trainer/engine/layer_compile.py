@@ -1,17 +1,33 @@
-"""torch.compile of the decoder layers: norms, projections, rotary embedding and residuals fuse."""
+"""torch.compile of the decoder layers: norms, projections, rotary embedding and residuals fuse.
+
+And a warm-up, which has all that a step needs compiled while nobody waits for it: in the first step
+that takes some 20 s, in which the engines do nothing.
+"""
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from keel.configs.schema import Config
 from keel.model.routing.replay import router_modules
 from keel.model.torch_internals import specialise_and_recompute
+from keel.model.ulysses import Slice
+from keel.rl.packing import MicroBatch
+from keel.rl.types import NO_ROUTE, KeptSets
+from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
 
+_LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
 """torch.compile's; on a CPU it needs a C++ compiler, and minutes."""
+SEGMENTS, TOKENS, PROMPT, KEPT = 3, 61, 16, 4
+"""Trajectories, tokens of each and of its prompt, and ids of a sampling mask. Their products are no
+sizes of a model: torch.compile takes equal sizes for one, and would compile again for others."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -31,3 +47,71 @@ def compile_layers(model: PreTrainedModel) -> None:
     layers: Any = model.get_decoder().layers
     for layer in layers:
         layer.compile(backend=BACKEND, dynamic=True)
+
+
+def worth_it(config: Config, *, gpu: bool) -> bool:
+    """Whether ranks have the memory for it while engines sample (those that sleep take it), and
+    anything to compile. Under ZeRO 3 weights are gathered by passes that DeepSpeed drives."""
+    return gpu and not config.rollout.sleep and config.trainer.zero_stage != 3
+
+
+def made_up(network: PolicyNetwork, *, routed: bool, truncated: bool) -> MicroBatch:
+    """Trajectories; their routes are left to the routers."""
+    count = SEGMENTS * TOKENS
+    vocabulary = network.model.config.get_text_config().vocab_size
+    token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)
+    position = np.tile(np.arange(TOKENS, dtype=np.int32), SEGMENTS)
+    segment = np.repeat(np.arange(SEGMENTS), TOKENS)
+    sampled = position >= PROMPT
+    routers = router_modules(network.model)
+    shape = (count, len(routers), getattr(routers[0], "top_k", 0) if routers else 0)
+    masks = [
+        np.arange(token, token + KEPT * kept)
+        for token, kept in zip(token_ids, sampled, strict=True)
+    ]
+    return MicroBatch(
+        token_ids_N=token_ids,
+        position_N=position,
+        segment_N=segment.astype(np.int32),
+        sequence_N=segment.astype(np.int64),
+        trainable_N=sampled,
+        logp_old_N=np.where(sampled, -1.0, 0.0).astype(np.float32),
+        advantage_N=np.zeros(count, np.float32),
+        kl_coef_N=np.zeros(count, np.float32),
+        sequence_tokens_S=np.full(SEGMENTS, TOKENS - PROMPT),
+        sequence_weight_S=np.ones(SEGMENTS, np.float32),
+        routes_NLK=np.full(shape, NO_ROUTE, np.int16) if routed else None,
+        kept=KeptSets.from_lists(masks) if truncated else None,
+    )
+
+
+def warm_up(
+    network: PolicyNetwork,
+    reference: Reference | None,
+    config: Config,
+    device: torch.device,
+    part: Slice,
+) -> None:
+    """Both passes over a few made-up tokens, by all ranks. No parameter's gradient is kept and no
+    random number drawn: what is trained afterwards is the same. Where the memory is too short, the
+    first step compiles what is left."""
+    routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
+    truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated
+    batch = made_up(network, routed=routed, truncated=truncated)
+    inputs = Inputs.of(batch, device, part)
+    layers: Any = network.model.get_decoder().layers
+    first = [one for one in layers[0].parameters() if one.requires_grad][:1]
+    try:
+        if reference is not None:
+            reference.logp(inputs)
+        with recorded_routes(network, inputs) if routed else nullcontext():
+            logp, *_ = network(inputs=inputs)
+            if first:
+                # Down to the first layer, through all others. Asked for like this, it is added to
+                # no parameter's gradient, and DeepSpeed is told of none.
+                torch.autograd.grad(logp.sum(), first, allow_unused=True)
+    except torch.OutOfMemoryError as error:
+        _LOG.info("not warmed up: %s", error)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

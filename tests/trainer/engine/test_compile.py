@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from keel.model import attention
 from keel.model.attention import Segments, use_packed_attention
 from keel.trainer.engine import layer_compile
-from keel.trainer.engine.warm_up import SEGMENTS, TOKENS
+from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS
 
 pytestmark = pytest.mark.e2e
 
