@@ -9,9 +9,10 @@
 The arms alternate, each a process of its own, and the first steps of each are left out. After
 every arm FOLDER/results.json and FOLDER/report.md are written anew. Arms of TRL are those of
 `trl_grpo.ARMS`, of verl `verl_grpo.ARMS`, ours those of `keel_grpo.ARMS`. verl needs versions that
-do not go with ours: `pip install --target PACKAGES -r requirements/peers-verl.txt`. An arm that would not end within `--budget-s`,
-judged by the last one of its name, is not started. A FOLDER that has results already gets further
-ones, so arms can be spread over several calls; with `--scratch` they use one model. The verdict
+do not go with ours: `pip install --target=PACKAGES -r requirements/peers-verl.txt`. An arm that
+would not end within `--budget-s`, judged by the last one of its name, is not started. A FOLDER that
+has results already gets further ones, so arms can be spread over several calls; with `--scratch`
+they use one model. The verdict
 over several draws is `benchmarks.peers.draws`'s.
 """
 
@@ -120,7 +121,7 @@ class Bench:
         if name == "trl" and find_spec("trl") is None:
             return "TRL is not installed (requirements/peers.txt)"
         if name == "verl" and not self._options.verl_path and find_spec("verl") is None:
-            return "verl is not installed, and --verl-path is not given (requirements/peers-verl.txt)"
+            return "verl is not installed and no --verl-path is given (requirements/peers-verl.txt)"
         return ""
 
     def _one(self, arm: str) -> ArmRun:

@@ -192,8 +192,9 @@ DIFFERENCES = """\
   the optimizer in host memory.
 - verl: an engine of its own version of vLLM, float32 weights, gradients and optimizer state as
   Keel's, the reference policy in host memory, `low_var_kl` instead of the unbiased KL, no mask of
-  off-policy sequences. `verl` checkpoints activations, `verl-fast` keeps them and does not ask the
-  engine for log-probabilities, `verl-liger` has Liger's kernels besides, `verl-plain` and
+  off-policy sequences. `verl` checkpoints activations, `verl-fast` keeps them, does not ask the
+  engine for log-probabilities and sees sooner than after two seconds that all completions are
+  there, `verl-liger` has Liger's kernels besides, `verl-plain` and
   `verl-fast-plain` do not fuse the head with the loss. flash-attn's kernels are torch's build."""
 
 

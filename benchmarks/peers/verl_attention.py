@@ -1,11 +1,11 @@
 """What verl takes from the package flash-attn, over the kernels that torch has.
 
-verl imports this module in each of its processes (`actor_rollout_ref.model.external_lib`). flash-attn
-comes as source alone and takes an hour to build; torch has the same FlashAttention-2 kernels. So
-`NAME` is an attention of transformers that calls them on packed sequences, with offsets read once a
-micro-batch from the position ids (with flash-attn, transformers reads them again in every layer).
-And `cross_entropy_loss` stands for flash-attn's: one pass over the logits forward, one backward,
-the gradient where the logits were. Without it verl would go through the logits row by row.
+verl imports this module in each of its processes (`actor_rollout_ref.model.external_lib`).
+flash-attn comes as source alone and takes an hour to build; torch has the same FlashAttention-2
+kernels. So `NAME` is an attention of transformers that calls them on packed sequences, with offsets
+read once a micro-batch from the position ids (with flash-attn, transformers reads them again in
+every layer). And `verl_cross_entropy` stands for flash-attn's; without one verl would go through
+the logits row by row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import weakref
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,13 +23,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch's builds for CPUs come without
-    triton = None
-
-NAME = "torch_flash_attention"
+NAME = "torch_varlen"
+"""Without the word flash, by which transformers would look for a package."""
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -50,7 +46,7 @@ def packed(position_ids: Tensor) -> Packed:
 
 
 class Latest:
-    """Offsets of the position ids that were asked for last: those of all layers of a micro-batch."""
+    """Offsets of the position ids asked for last: those of all layers of a micro-batch."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
@@ -109,105 +105,24 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, row: Packed, scaling: float | None) 
 def _reference(q: Tensor, k: Tensor, v: Tensor, row: Packed, scaling: float | None) -> Tensor:
     """The same without a GPU, sequence by sequence."""
     bounds, outputs = row.offsets.tolist(), []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        one = (x[start:stop].transpose(0, 1) for x in (q, k, v))
-        made = F.scaled_dot_product_attention(*one, is_causal=True, scale=scaling, enable_gqa=True)
+    for start, stop in pairwise(bounds):
+        one, keys, values = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+        made = F.scaled_dot_product_attention(
+            one, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+        )
         outputs.append(made.transpose(0, 1))
     return torch.cat(outputs)
 
 
-if triton is not None:
-
-    @triton.jit
-    def _losses(logits, labels, losses, lse, stride, columns, BLOCK: tl.constexpr):  # noqa: N803
-        row = tl.program_id(0)
-        start = logits + row.to(tl.int64) * stride
-        largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, columns, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            x = tl.load(start + at, mask=at < columns, other=-float("inf")).to(tl.float32)
-            higher = tl.maximum(largest, x)
-            # A lane that has seen nothing yet has no finite maximum to subtract.
-            known = tl.where(higher == -float("inf"), 0.0, higher)
-            total = total * tl.exp(largest - known) + tl.exp(x - known)
-            largest = higher
-        top = tl.max(largest, 0)
-        z = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
-        chosen = tl.load(start + tl.load(labels + row)).to(tl.float32)
-        tl.store(lse + row, z)
-        tl.store(losses + row, z - chosen)
-
-    @triton.jit
-    def _gradients(
-        logits,
-        labels,
-        lse,
-        upstream,
-        gradient,
-        stride,
-        columns,
-        BLOCK: tl.constexpr,  # noqa: N803
-    ):
-        row, block = tl.program_id(0), tl.program_id(1)
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        place = row.to(tl.int64) * stride + at
-        x = tl.load(logits + place, mask=at < columns, other=-float("inf")).to(tl.float32)
-        p = tl.exp(x - tl.load(lse + row))
-        p = tl.where(at == tl.load(labels + row), p - 1.0, p) * tl.load(upstream + row)
-        tl.store(gradient + place, p, mask=at < columns)
-
-
-class CrossEntropy(torch.autograd.Function):
-    """Losses [N] float32 of logits [N, V]."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, inplace: bool) -> Tensor:
-        logits, labels = logits.contiguous(), labels.contiguous()
-        losses, lse = (
-            torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2)
-        )
-        if len(logits):
-            _losses[(len(logits),)](
-                logits, labels, losses, lse, logits.stride(0), logits.shape[1], BLOCK=4096
-            )
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.inplace = inplace
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, lse = ctx.saved_tensors
-        gradient = logits if ctx.inplace else torch.empty_like(logits)
-        rows, columns = logits.shape
-        if rows:
-            _gradients[(rows, triton.cdiv(columns, 4096))](
-                logits,
-                labels,
-                lse,
-                upstream[0].contiguous(),
-                gradient,
-                logits.stride(0),
-                columns,
-                BLOCK=4096,
-            )
-        return gradient, None, None
-
-
-def cross_entropy_loss(
-    logits: Tensor, labels: Tensor, inplace_backward: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Losses per row, and flash-attn's second output, which verl does not read."""
-    losses = CrossEntropy.apply(logits, labels, inplace_backward)
-    return losses, torch.zeros_like(losses)
-
-
 def install() -> None:
-    """Make both known, here and to the modules of verl that look for flash-attn."""
+    """Make both known: to transformers, and to the module of verl that looks for flash-attn."""
     AttentionInterface.register(NAME, attention)
-    if triton is None:
+    if not torch.cuda.is_available():
         return
-    from verl.utils import torch_functional  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    # ruff: noqa: PLC0415  where there is no GPU, none of it is needed
+    from verl.utils import torch_functional  # pyright: ignore[reportMissingImports]
+
+    from benchmarks.peers.verl_cross_entropy import cross_entropy_loss
 
     if not torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
         torch_functional.cross_entropy_loss = cross_entropy_loss

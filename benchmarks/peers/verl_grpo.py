@@ -1,8 +1,8 @@
-"""One arm of the comparison: verl's PPO trainer with GRPO on one GPU, started as its users start it.
+"""One arm of the comparison: verl's trainer with GRPO on one GPU, started as its users start it.
 
     python -m benchmarks.peers.verl_grpo --workload FILE --out FILE --scratch FOLDER --arm verl
 
-Needs requirements/peers-verl.txt, which do not go together with Keel's: `compare --verl-path FOLDER`
+Needs requirements/peers-verl.txt, which do not go together with Keel's: `compare --verl-path`
 gives this arm a folder of packages of its own. Times are those that verl's file logger writes after
 each step. verl's own version of vLLM samples, not the one of the other arms.
 
@@ -11,12 +11,14 @@ there; weights, gradients and optimizer state in float32 and computations in bfl
 trainer on one GPU by turns, the engine asleep in between; no padding; micro-batches by tokens; one
 update per step. The reference policy is in host memory, as verl always has it.
 
-Not as in the other arms, since verl has no such thing: the unbiased KL estimate (`low_var_kl` is its
-nearest), and the mask of off-policy sequences (its rejection of samples compares the trainer's
+Not as in the other arms, since verl has no such thing: the unbiased KL estimate (`low_var_kl` is
+its nearest), and the mask of off-policy sequences (its rejection of samples compares the trainer's
 probabilities with the engine's, which truncated sampling sets apart). verl computes π_old over the
 whole vocabulary and with the trainer, as TRL does, and asks the engine for its log-probabilities to
 report how far they are off. flash-attn is replaced by the same kernels of torch
-(`verl_attention`), and the turn by one that takes the benchmark's tokenizer (`verl_turn`).
+(`verl_attention`), and the turn by one that takes the benchmark's tokenizer (`verl_parts`). In the
+arms that start with `verl-fast`, and in `verl-liger`, the trainer also looks sooner whether all
+completions are there than every two seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from typing import Any
 from benchmarks.peers import reward
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, version
 
-ATTENTION = "torch_flash_attention"  # verl_attention.NAME, which needs torch to be read
+ATTENTION = "torch_varlen"  # verl_attention.NAME, which needs torch to be read
 TURN = "benchmark_turn"
 SOURCE = "peers"
 PHASES = {
@@ -84,11 +86,13 @@ class Settings:
     """Liger's kernels for norms, rotation and feed-forward."""
     engine_log_probs: bool = True
     """The engine's log-probabilities, which verl asks for unless told otherwise."""
+    prompt: bool = False
+    """`verl_parts.Prompt` instead of verl's replay buffer."""
     gpu_memory_utilization: float = 0.5
     """Share of the GPU for vLLM while it is awake; 0.5 is verl's default."""
 
 
-FAST = Settings(gradient_checkpointing=False, engine_log_probs=False)
+FAST = Settings(gradient_checkpointing=False, engine_log_probs=False, prompt=True)
 ARMS = {
     "verl": Settings(),
     "verl-plain": Settings(fused=False),
@@ -205,6 +209,9 @@ def overrides(
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init._node_ip_address": "127.0.0.1",
     }
+    if settings.prompt:
+        trainer["v1.sampler.custom_sampler.path"] = str(Path(__file__).with_name("verl_parts.py"))
+        trainer["v1.sampler.custom_sampler.name"] = "Prompt"
     return {
         **under("data", data),
         **under("actor_rollout_ref.model", model),
@@ -217,7 +224,7 @@ def overrides(
 
 
 def under(section: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys with the section before each; a leading + (hydra's sign of a new key) stays there."""
+    """The keys with the section before each, but behind a + (hydra's sign of a new key)."""
     return {
         f"+{section}.{key[1:]}" if key.startswith("+") else f"{section}.{key}": value
         for key, value in keys.items()
@@ -241,7 +248,7 @@ def write_inputs(folder: Path, workload: Workload) -> None:
                 "extra_info": {"index": index},
             }
             file.write(json.dumps(row) + "\n")
-    turn = [{"name": TURN, "_target_": "benchmarks.peers.verl_turn.Turn"}]
+    turn = [{"name": TURN, "_target_": "benchmarks.peers.verl_parts.Turn"}]
     (folder / "turn.yaml").write_text(json.dumps(turn) + "\n")  # JSON is YAML
 
 
@@ -289,7 +296,7 @@ class Watched:
 
 
 def environment(log: Path, scratch: Path) -> dict[str, str]:
-    """Of verl and all that it starts, through Ray too. How its vLLM samples is for that to choose."""
+    """Of verl and all that it starts, through Ray too."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_OTHER_ARMS}
     return {
         **kept,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import verl_attention, verl_grpo
+from benchmarks.peers import compare, verl_attention, verl_grpo
 from benchmarks.peers.compare import Bench, arguments, environment
 from benchmarks.peers.report import ArmRun, report
 from benchmarks.peers.reward import variety_of_all, variety_of_solution
@@ -106,10 +106,14 @@ def test_its_arms_have_packages_of_their_own(
     assert "VLLM_USE_V2_MODEL_RUNNER" not in made
 
 
-def test_arms_are_told_what_is_theirs(tmp_path: Path) -> None:
+def test_arms_are_told_what_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "gpu_reader", lambda: None)
+    monkeypatch.setattr(Bench, "write", lambda self: None)
     words = ["--out", str(tmp_path), "--arms", "keel,verl-fast,trl", "--set", "a=b"]
     bench = Bench(arguments(words), tmp_path, SMALL)
-    ours, verl, trl = (bench._command(arm, tmp_path / "out") for arm in ("keel", "verl-fast", "trl"))
+    ours, verl, trl = (
+        bench._command(arm, tmp_path / "out") for arm in ("keel", "verl-fast", "trl")
+    )
     assert "benchmarks.peers.verl_grpo" in verl and "--arm=verl-fast" in verl
     scratch = f"--scratch={tmp_path}"
     assert [scratch in each for each in (ours, verl, trl)] == [True, True, False]
@@ -122,7 +126,9 @@ def test_arms_are_told_what_is_theirs(tmp_path: Path) -> None:
 
 
 def test_the_report_sets_other_arms_beside_verl() -> None:
-    steps = [{"step": 2, "seconds": s, "tokens": 1000, "phases": {}, "notes": {}} for s in (4.0, 8.0)]
+    steps = [
+        {"step": 2, "seconds": s, "tokens": 1000, "phases": {}, "notes": {}} for s in (4.0, 8.0)
+    ]
     runs = [
         ArmRun(arm=arm, run=1, status="done", peak_gib=peak, steps=[step])
         for arm, peak, step in zip(("keel", "verl"), (30.0, 60.0), steps, strict=True)
@@ -137,7 +143,7 @@ def test_the_reward_is_the_same_in_every_form() -> None:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Softmax attention over all of a packed row, with a mask: [heads, N, D] in, [N, heads, D] out."""
+    """Softmax attention over a packed row, with a mask: [heads, N, D] in, [N, heads, D] out."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     causal = torch.ones(len(sequence), len(sequence)).tril().bool()
     seen = causal & (sequence[:, None] == sequence[None, :])
