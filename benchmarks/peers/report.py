@@ -168,10 +168,11 @@ def verdict(summaries: Mapping[str, Summary]) -> str:
 
 
 DIFFERENCES = """\
-- Same for all arms: model files, prompts, group size, lengths, temperature, top-p and top-k,
-  reward, learning rate, AdamW's betas, no weight decay, gradient clipping, ratio clipping, β with a
-  reference policy in bfloat16, unbiased KL, off-policy sequence mask, no scaling of advantages,
-  mean over sequences of the mean over tokens. Engine: one version of vLLM, bfloat16, CUDA graphs.
+- Same for all arms (what verl lacks: below): model files, prompts, group size, lengths,
+  temperature, top-p and top-k, reward, learning rate, AdamW's betas, no weight decay, gradient
+  clipping, ratio clipping, β with a reference policy in bfloat16, unbiased KL, off-policy
+  sequence mask, no scaling of advantages, mean over sequences of the mean over tokens. Engine:
+  one version of vLLM, bfloat16, CUDA graphs.
 - Weights: `trl` trains bfloat16 weights with bfloat16 gradients and optimizer state, 8 bytes a
   parameter: the least that TRL can do with, and too coarse for this learning rate. Keel trains
   float32 master weights with float32 gradients and optimizer state and computes in bfloat16, 18
@@ -194,8 +195,8 @@ DIFFERENCES = """\
   Keel's, the reference policy in host memory, `low_var_kl` instead of the unbiased KL, no mask of
   off-policy sequences. `verl` checkpoints activations, `verl-fast` keeps them, does not ask the
   engine for log-probabilities and sees sooner than after two seconds that all completions are
-  there, `verl-liger` has Liger's kernels besides, `verl-plain` and
-  `verl-fast-plain` do not fuse the head with the loss. flash-attn's kernels are torch's build."""
+  there, `verl-liger` has Liger's kernels besides, `verl-plain` and `verl-fast-plain` do not fuse
+  the head with the loss. flash-attn's kernels are torch's build."""
 
 
 def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = True) -> str:
