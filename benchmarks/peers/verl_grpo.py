@@ -67,7 +67,7 @@ NOTES = (
     "actor/perf/max_memory_reserved_gb",
     "timing_s/step",
 )
-FUSED_TOKENS, PLAIN_TOKENS = 16_384, 9_216
+CHECKPOINTED, KEPT = 16_384, 9_216
 """Tokens of a micro-batch with gradient checkpointing (verl's default), and of one without at
 `QWEN3_06B`'s width and depth: about 30 GiB of activations."""
 OF_OTHER_ARMS = ("VLLM_USE_V2_MODEL_RUNNER",)
@@ -86,13 +86,13 @@ class Settings:
     """Liger's kernels for norms, rotation and feed-forward."""
     engine_log_probs: bool = True
     """The engine's log-probabilities, which verl asks for unless told otherwise."""
-    prompt: bool = False
-    """`verl_parts.Prompt` instead of verl's replay buffer."""
+    quick_poll: bool = False
+    """`verl_parts.QuickReplayBuffer` instead of verl's."""
     gpu_memory_utilization: float = 0.5
     """Share of the GPU for vLLM while it is awake; 0.5 is verl's default."""
 
 
-FAST = Settings(gradient_checkpointing=False, engine_log_probs=False, prompt=True)
+FAST = Settings(gradient_checkpointing=False, engine_log_probs=False, quick_poll=True)
 ARMS = {
     "verl": Settings(),
     "verl-plain": Settings(fused=False),
@@ -105,9 +105,9 @@ ARMS = {
 def micro_batch(workload: Workload, settings: Settings) -> int:
     """Tokens, at the most; those of one sequence at least."""
     if settings.gradient_checkpointing:
-        return max(FUSED_TOKENS, workload.context)
+        return max(CHECKPOINTED, workload.context)
     widest = 28 * 1024 / (workload.shape.layers * workload.shape.hidden_size)
-    return max(int(PLAIN_TOKENS * min(1.0, widest)), workload.context)
+    return max(int(KEPT * min(1.0, widest)), workload.context)
 
 
 def overrides(
@@ -162,7 +162,7 @@ def overrides(
         "strategy": "fsdp2",
         "fsdp_config.model_dtype": "bfloat16",
         "log_prob_use_dynamic_bsz": True,
-        "log_prob_max_token_len_per_gpu": max(tokens, FUSED_TOKENS),
+        "log_prob_max_token_len_per_gpu": max(tokens, CHECKPOINTED),
     }
     rollout = {
         "name": "vllm",
@@ -177,7 +177,7 @@ def overrides(
         "free_cache_engine": True,
         "calculate_log_probs": settings.engine_log_probs,
         "log_prob_use_dynamic_bsz": True,
-        "log_prob_max_token_len_per_gpu": max(tokens, FUSED_TOKENS),
+        "log_prob_max_token_len_per_gpu": max(tokens, CHECKPOINTED),
         "agent.num_workers": 4,
         "agent.default_agent_loop": TURN,
         "agent.agent_loop_config_path": str(folder / "turn.yaml"),
@@ -209,9 +209,9 @@ def overrides(
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init._node_ip_address": "127.0.0.1",
     }
-    if settings.prompt:
+    if settings.quick_poll:
         trainer["v1.sampler.custom_sampler.path"] = str(Path(__file__).with_name("verl_parts.py"))
-        trainer["v1.sampler.custom_sampler.name"] = "Prompt"
+        trainer["v1.sampler.custom_sampler.name"] = "QuickReplayBuffer"
     return {
         **under("data", data),
         **under("actor_rollout_ref.model", model),

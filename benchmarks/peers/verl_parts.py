@@ -5,7 +5,7 @@ conversations with it. In the tokenizer of `shape.build_tokenizer` it is none, a
 nothing to join: `Turn` has the prompt made as for models in general.
 
 verl's trainer looks every two seconds whether all completions are there, and no knob says
-otherwise. That is a tenth of this benchmark's step; `Prompt` looks twenty times a second.
+otherwise: a tenth of this benchmark's step. `QuickReplayBuffer` looks twenty times a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Turn(SingleTurnAgentLoop):
         super().__init__(*args, **{**kwargs, "hf_model_type": None})
 
 
-class Prompt(ReplayBuffer):
+class QuickReplayBuffer(ReplayBuffer):
     """`trainer.v1.sampler.custom_sampler`"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
