@@ -1,1 +1,1 @@
-"""Keel beside TRL: the same model, prompts, lengths and sampling."""
+"""Keel beside TRL and verl: the same model, prompts, lengths and sampling."""

@@ -1,15 +1,18 @@
-"""Keel and TRL side by side on one GPU: the same model, prompts, lengths and sampling.
+"""Keel, TRL and verl side by side on one GPU: the same model, prompts, lengths and sampling.
 
     pip install -r requirements/peers.txt
     python -m benchmarks.peers.compare --out FOLDER
     python -m benchmarks.peers.compare --out FOLDER --small      # on a CPU: does it run at all
     python -m benchmarks.peers.compare --out FOLDER --draw 3     # a workload that nobody tuned for
+    python -m benchmarks.peers.compare --out FOLDER --arms keel-turns,verl,trl --verl-path PACKAGES
 
 The arms alternate, each a process of its own, and the first steps of each are left out. After
 every arm FOLDER/results.json and FOLDER/report.md are written anew. Arms of TRL are those of
-`trl_grpo.ARMS`, ours those of `keel_grpo.ARMS`. An arm that would not end within `--budget-s`,
-judged by the last one of its name, is not started. A FOLDER that has results already gets further
-ones, so arms can be spread over several calls; with `--scratch` they use one model. The verdict
+`trl_grpo.ARMS`, of verl `verl_grpo.ARMS`, ours those of `keel_grpo.ARMS`. verl needs versions that
+do not go with ours: `pip install --target=PACKAGES -r requirements/peers-verl.txt`. An arm that
+would not end within `--budget-s`, judged by the last one of its name, is not started. A FOLDER that
+has results already gets further ones, so arms can be spread over several calls; with `--scratch`
+they use one model. The verdict
 over several draws is `benchmarks.peers.draws`'s.
 """
 
@@ -53,16 +56,18 @@ SMALL_ORDER = "keel,keel-async,trl"
 DRAWN_ORDER = "keel-auto,trl-liger,trl"
 INSTEAD = {"trl-lean": "trl-lean-awake"}
 """What to try when an arm fails."""
-GUESS_S = {"trl": 120.0, "keel": 90.0}
+GUESS_S = {"trl": 120.0, "keel": 90.0, "verl": 150.0}
 """How long an arm takes, by the start of its name, until one of that name has been timed."""
 MARK = "PEERS_ARM"
 """Environment variable that tells the processes of an arm from all others."""
 BUILD_S = 180.0
 
 
-def environment(mark: str) -> dict[str, str]:
-    """Of an arm: no network, no telemetry, and its mark."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+def environment(mark: str, packages: Path | None = None) -> dict[str, str]:
+    """Of an arm: no network, no telemetry, and its mark. packages: a folder of them, instead of
+    those that this process was told of."""
+    known = str(packages.resolve()) if packages else os.environ.get("PYTHONPATH")
+    paths = [str(ROOT), *filter(None, [known])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -97,12 +102,11 @@ class Bench:
         waiting = list(arms)
         while waiting:
             arm = waiting.pop(0)
-            expected = self._took.get(arm) or GUESS_S[arm.partition("-")[0]]
+            expected = self._took.get(arm) or GUESS_S[system(arm)]
             if expected > self.left:
                 why = f"{expected:.0f} s expected, {self.left:.0f} s left"
                 made = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
-            elif arm.startswith("trl") and find_spec("trl") is None:
-                why = "TRL is not installed (requirements/peers.txt)"
+            elif why := self._missing(system(arm)):
                 made = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
             else:
                 made = self._one(arm)
@@ -112,19 +116,28 @@ class Bench:
             self.runs.append(made)
             self.write()
 
+    def _missing(self, name: str) -> str:
+        """What has to be installed for an arm of this system; empty: nothing."""
+        if name == "trl" and find_spec("trl") is None:
+            return "TRL is not installed (requirements/peers.txt)"
+        if name == "verl" and not self._options.verl_path and find_spec("verl") is None:
+            return "verl is not installed and no --verl-path is given (requirements/peers-verl.txt)"
+        return ""
+
     def _one(self, arm: str) -> ArmRun:
         number, mark = len(self.runs) + 1, uuid.uuid4().hex
         name = f"{number}-{arm}"
         out, log = self._options.out / f"{name}.json", self._options.out / f"{name}.log"
         deadline = min(self._options.arm_s, self.left)
         began, wall_began = time.monotonic(), time.time()
+        packages = self._options.verl_path if system(arm) == "verl" else None
         print(f"{name}: started, {self.left:.0f} s left", flush=True)
         with log.open("wb") as file:
             process = subprocess.Popen(
                 self._command(arm, out),
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment(mark),
+                env=environment(mark, packages),
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -184,18 +197,18 @@ class Bench:
         return made
 
     def _command(self, arm: str, out: Path) -> list[str]:
-        options = self._options
-        ours = arm.startswith("keel")
+        options, name = self._options, system(arm)
         return [
             sys.executable,
             "-m",
-            f"benchmarks.peers.{'keel' if ours else 'trl'}_grpo",
+            f"benchmarks.peers.{name}_grpo",
             f"--workload={self._scratch / 'workload.json'}",
             f"--out={out.resolve()}",
             f"--arm={arm}",
             f"--steps={options.steps}",
             f"--warmup={options.warmup}",
-            *([f"--scratch={self._scratch}", *options.set] if ours else []),
+            *([f"--scratch={self._scratch}"] if name != "trl" else []),
+            *(options.set if name == "keel" else []),
             *([f"run.gpu_gib={options.within:g}"] if arm == WITHIN else []),
         ]
 
@@ -241,6 +254,11 @@ class Bench:
                 + " over what was in use before"
             ),
         }
+
+
+def system(arm: str) -> str:
+    """Whose arm it is: a key of `GUESS_S`, and the start of a module's name."""
+    return arm.partition("-")[0]
 
 
 def earlier(out: Path) -> list[ArmRun]:
@@ -332,6 +350,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--within", type=float, metavar="GIB", help=f"of the GPU, for {WITHIN} alone"
     )
     parser.add_argument(
+        "--verl-path", type=Path, metavar="PACKAGES", help="of verl's arms, instead of PYTHONPATH"
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="key=value", help="a knob of Keel's arms"
     )
     options = parser.parse_args(argv)
@@ -341,8 +362,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if WITHIN in options.arms and not options.within:
         parser.error(f"{WITHIN}: --within says in how many GiB")
     for arm in options.arms:
-        if arm.partition("-")[0] not in GUESS_S:
-            parser.error(f"--arms: {arm!r} is neither an arm of trl nor of keel")
+        if system(arm) not in GUESS_S:
+            parser.error(f"--arms: {arm!r} is no arm of {', '.join(GUESS_S)}")
     return options
 
 

@@ -92,8 +92,8 @@ def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
 
 
 def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    """Speed and memory of each arm, and both relative to the arms of TRL."""
-    peers = [name for name in (BASE, "trl-lean") if name in summaries]
+    """Speed and memory of each arm, and both relative to arms of the peers."""
+    peers = [name for name in (BASE, "trl-lean", "verl") if name in summaries]
     yield (
         "| arm | runs, steps | s per step | tokens per second | slowest … fastest step | peak GiB |"
         + "".join(f" speed ÷ {name} | memory ÷ {name} |" for name in peers)
@@ -132,6 +132,10 @@ SHOWN = (
     "kl",
     "kl/ref",
     "shortest completion",
+    "critic/score/mean",
+    "actor/kl_loss",
+    "training/rollout_probs_diff_mean",
+    "response_length/min",
     "sampling/sampling_logp_difference/mean",
     "sampling/importance_sampling_ratio/mean",
 )
@@ -164,10 +168,11 @@ def verdict(summaries: Mapping[str, Summary]) -> str:
 
 
 DIFFERENCES = """\
-- Same for all arms: model files, prompts, group size, lengths, temperature, top-p and top-k,
-  reward, learning rate, AdamW's betas, no weight decay, gradient clipping, ratio clipping, β with a
-  reference policy in bfloat16, unbiased KL, off-policy sequence mask, no scaling of advantages,
-  mean over sequences of the mean over tokens. Engine: one version of vLLM, bfloat16, CUDA graphs.
+- Same for all arms (what verl lacks: below): model files, prompts, group size, lengths,
+  temperature, top-p and top-k, reward, learning rate, AdamW's betas, no weight decay, gradient
+  clipping, ratio clipping, β with a reference policy in bfloat16, unbiased KL, off-policy
+  sequence mask, no scaling of advantages, mean over sequences of the mean over tokens. Engine:
+  one version of vLLM, bfloat16, CUDA graphs.
 - Weights: `trl` trains bfloat16 weights with bfloat16 gradients and optimizer state, 8 bytes a
   parameter: the least that TRL can do with, and too coarse for this learning rate. Keel trains
   float32 master weights with float32 gradients and optimizer state and computes in bfloat16, 18
@@ -185,7 +190,13 @@ DIFFERENCES = """\
   gradient checkpointing, a smaller micro-batch and engine share, and vLLM's sleep mode
   (`trl-lean-awake`: without sleep). `keel` checkpoints activations, with the same engine
   share as `trl-lean`; its engine does not sleep. `keel-fast` keeps all activations, `keel-lean` has
-  the optimizer in host memory."""
+  the optimizer in host memory.
+- verl: an engine of its own version of vLLM, float32 weights, gradients and optimizer state as
+  Keel's, the reference policy in host memory, `low_var_kl` instead of the unbiased KL, no mask of
+  off-policy sequences. `verl` checkpoints activations, `verl-fast` keeps them, does not ask the
+  engine for log-probabilities and sees sooner than after two seconds that all completions are
+  there, `verl-liger` has Liger's kernels besides, `verl-plain` and `verl-fast-plain` do not fuse
+  the head with the loss. flash-attn's kernels are torch's build."""
 
 
 def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = True) -> str:
@@ -193,7 +204,7 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
     the figures are of a kind that the goal is about."""
     summaries = summarize(runs)
     lines = [
-        "# Keel and TRL on one GPU",
+        "# Keel and its peers on one GPU",
         "",
         *(f"- {name}: {value}" for name, value in facts.items()),
         "",

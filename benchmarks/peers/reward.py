@@ -1,4 +1,4 @@
-"""The reward of both systems: the share of a completion's words that differ."""
+"""The reward of all systems: the share of a completion's words that differ."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def variety(prompt: object, trajectory: Spoken) -> float:
 def variety_of_all(completions: Sequence[Sequence[Mapping[str, Any]]], **_: object) -> list[float]:
     """In TRL's form."""
     return [distinct(str(messages[-1]["content"])) for messages in completions]
+
+
+def variety_of_solution(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: object = None, **_: object
+) -> float:
+    """In verl's form: `reward.custom_reward_function`."""
+    return distinct(solution_str)
 
 
 def distinct(text: str) -> float:

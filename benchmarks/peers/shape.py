@@ -1,4 +1,4 @@
-"""A model folder and prompts that both systems load without a network.
+"""A model folder and prompts that all systems load without a network.
 
     python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED] [--seed 0] [--sharpness 8]
 

@@ -1,4 +1,4 @@
-"""What both systems are given: sizes, sampling, optimizer. Plain data, written as JSON."""
+"""What all systems are given: sizes, sampling, optimizer. Plain data, written as JSON."""
 
 from __future__ import annotations
 
