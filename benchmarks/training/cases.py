@@ -13,8 +13,9 @@ from benchmarks.common.batch_shape import Row, made_config
 from benchmarks.common.models import QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B, REPLAY
 from keel.configs.schema import TrainerConfig
 from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import trainer_memory
-from keel.trainer.planning.step_time import Machine, Rates, compute_seconds, traffic_seconds
+from keel.trainer.planning.step_time import Rates, compute_seconds, traffic_seconds
 
 SLICE_LAYERS = 6
 SHAPES: Mapping[str, PreTrainedConfig] = {

@@ -29,8 +29,9 @@ from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
 from keel.trainer.engine import layer_compile, policy
 from keel.trainer.engine.policy import Inputs
+from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import GIB
-from keel.trainer.planning.step_time import Machine, body_parameters
+from keel.trainer.planning.step_time import body_parameters
 
 MEAN_SET = 8
 H200 = Machine()
@@ -81,14 +82,16 @@ class TimedEngine(SyntheticEngine):
             self.mark("between")
 
         self._engine.backward = marked  # type: ignore[method-assign]
+        if self._reference is not None:
+            logp = self._reference.logp
 
-    def _reference_logp(self, inputs: Inputs) -> Tensor | None:
-        if self._reference is None:
-            return None
-        self.mark("reference")
-        logp = super()._reference_logp(inputs)
-        self.mark("between")
-        return logp
+            def scored(inputs: Inputs) -> Tensor:
+                self.mark("reference")
+                found = logp(inputs)
+                self.mark("between")
+                return found
+
+            self._reference.logp = scored  # type: ignore[method-assign]
 
     def _apply_gradients(self) -> float:
         self.mark("optimizer")

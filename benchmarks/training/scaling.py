@@ -27,6 +27,7 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import (
     BYTES,
     GIB,
@@ -37,7 +38,7 @@ from keel.trainer.planning.memory import (
 )
 from keel.trainer.planning.placement import Node, place
 from keel.trainer.planning.plan import Plan, count, make_plan
-from keel.trainer.planning.step_time import Machine, StepTime, compute_seconds, seconds, step_time
+from keel.trainer.planning.step_time import StepTime, compute_seconds, seconds, step_time
 
 H200 = Machine()
 

@@ -34,6 +34,7 @@ from keel.trainer.cluster.ray_internals import (
     quieten_token_question,
     without_unused_processes,
 )
+from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import GIB, gib
 from keel.trainer.planning.placement import (
     Hardware,
@@ -43,7 +44,6 @@ from keel.trainer.planning.placement import (
     idle_nodes,
     place,
 )
-from keel.trainer.planning.step_time import Machine
 from keel.trainer.run.interrupt import shielded
 
 CONNECT_S = 10.0
@@ -230,6 +230,11 @@ def gpu_gib() -> float:
     return min(sizes, default=0) / GIB
 
 
+def gpu_name() -> str:
+    """Of the first GPU here; empty without any."""
+    return torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else ""
+
+
 def taken_gib() -> float:
     """Memory that others already have of a GPU here, of the one where it is most, in GiB; 0 for
     less than `NOTICED_GIB`, and where nvidia-smi does not say."""
@@ -269,6 +274,7 @@ def hardware_here(config: Config) -> Hardware:
         gpu=True,
         nodes=tuple(allowed(_nodes_found(), run)),
         gpu_gib=min(run.gpu_gib or size, size or run.gpu_gib),
+        gpu_name=gpu_name(),
         taken_gib=taken_gib(),
         note=_place_found(),
     )
@@ -297,6 +303,7 @@ def hardware_said(config: Config) -> Hardware:
         gpu=True,
         nodes=tuple(nodes),
         gpu_gib=size,
+        gpu_name=found.gpu_name,
         found=False,
         assumed=assumed,
         note="; ".join(notes),

@@ -205,6 +205,7 @@ class Search:
                 gpu_gib=self.hardware.gpu_gib,
                 shared=shared,
                 taken_gib=self.hardware.taken_gib,
+                machine=self.hardware.machine,
             )
         except ConfigError:
             return None
@@ -216,7 +217,8 @@ class Search:
         once = COMPILE_S / config.run.steps * config.trainer.compile
         time, stage = plan.time, config.trainer.zero_stage if config.trainer.ranks > 1 else 0
         if time is None:
-            return once + lesson_seconds(config, self.facts) * STAGE_COSTS[stage]
+            lesson = lesson_seconds(config, self.facts, self.hardware.machine)
+            return once + lesson * STAGE_COSTS[stage]
         # A host that takes nearly as long as its GPU is waited for, on a slow machine for longer.
         compute = (time.compute**HOST_POWER + time.launch**HOST_POWER) ** (1 / HOST_POWER)
         training = (compute + time.traffic) * STAGE_COSTS[stage]

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from keel.configs.schema import Config, ConfigError, RunConfig
+from keel.trainer.planning.gpus import Machine, machine_of
 from keel.trainer.planning.memory import GIB, gib
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
@@ -115,6 +116,8 @@ class Hardware:
     """Those with GPUs, as they are now."""
     gpu_gib: float = 0.0
     """Memory of a GPU; 0: nobody knows."""
+    gpu_name: str = ""
+    """As its driver says it; empty: nobody knows."""
     taken_gib: float = 0.0
     """Of that, what processes of others hold, on the GPU where it is most."""
     found: bool = True
@@ -131,7 +134,13 @@ class Hardware:
             "GPUs of each node": [node.gpus for node in self.nodes],
             "GiB of a GPU": round(self.gpu_gib),
             "GiB that others hold": round(self.taken_gib),
+            **({"GPU": self.gpu_name} if self.gpu_name else {}),
         }
+
+    @property
+    def machine(self) -> Machine:
+        """What its GPUs can do."""
+        return machine_of(self.gpu_name)
 
     @property
     def taken_said(self) -> str:

@@ -14,6 +14,7 @@ from keel.trainer.planning.families import (
     check_sequence_parallel,
     check_warm_up,
 )
+from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import (
     GIB,
     DoesNotFit,
@@ -31,7 +32,7 @@ from keel.trainer.planning.memory import (
     within,
 )
 from keel.trainer.planning.placement import Hardware, Placement, place
-from keel.trainer.planning.step_time import Machine, StepTime, step_time
+from keel.trainer.planning.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def plan_on(
             gpu_gib=hardware.gpu_gib,
             shared=placement.shared,
             taken_gib=hardware.taken_gib,
+            machine=hardware.machine,
         )
         check_machines(config, facts, plan.trainer, placement)
         return plan

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
+from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import (
     BYTES,
     context_tokens,
@@ -27,24 +28,6 @@ from keel.trainer.planning.memory import (
 MIB = 2**20
 COMPILE_S = 30.0
 """What `trainer.compile` takes longer in the first step, of the 30 to 40 s of that (H200)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """GPUs and their links. Rates in units a second; links in one direction."""
-
-    name: str = "NVIDIA H200"
-    gib: float = 139.0
-    flops: float = 989e12
-    """bfloat16, dense."""
-    memory_bytes: float = 4.8e12
-    link_bytes: float = 450e9
-    """Between GPUs of a node: NVLink's 900 GB/s is both directions."""
-    network_bytes: float = 50e9
-    """Of one GPU's network card: 400 Gb/s."""
-    host_bytes: float = 25e9
-    """Between a GPU and its host's pinned memory: half of what PCIe 5 has. Assumed."""
-    node_gpus: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +163,7 @@ class StepTime:
         bound = "its host" if self.host_bound else "its GPU"
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         return [
-            f"ESTIMATE, not measured, for {self.machine}s and completions of full length: "
+            f"ESTIMATE, not measured, for {self.machine} and completions of full length: "
             f"{seconds(self.total)} per step",
             f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
@@ -242,9 +225,9 @@ def step_time(
     )
 
 
-def lesson_seconds(config: Config, facts: ModelFacts) -> float:
+def lesson_seconds(config: Config, facts: ModelFacts, machine: Machine) -> float:
     """One step of supervised learning, with every context at its limit."""
-    sft, trainer, machine, rates = config.sft, config.trainer, Machine(), Rates()
+    sft, trainer, rates = config.sft, config.trainer, Rates()
     tokens = sft.tokens_per_step or sft.conversations_per_step * sft.max_context_tokens
     held = max(trainer.micro_batch_tokens, context_tokens(config))
     micro_batches = math.ceil(tokens / trainer.groups / held)

@@ -125,12 +125,11 @@ def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyP
             loss.backward()
 
     rank: Any = SimpleNamespace(
-        _reference_logp=lambda _: None,
         _replayed=lambda *_: nullcontext(),
         _engine=Network(),
         _config=SimpleNamespace(algorithm=None),
         _world_size=1,
-        **dict.fromkeys(("_device", "_part", "_network")),
+        **dict.fromkeys(("_device", "_part", "_network", "_reference")),
     )
     look, seen = Look([]), list[float]()
     batch = step(latest()).micro_batches[0]

@@ -19,11 +19,11 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.gpus import Machine, machine_of
 from keel.trainer.planning.memory import BYTES, mlp_width
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import describe, make_plan
 from keel.trainer.planning.step_time import (
-    Machine,
     Rates,
     StepTime,
     body_parameters,
@@ -198,5 +198,37 @@ def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:
     parts = plan.time.rollout + plan.time.training + plan.time.weights
     assert plan.time.total == pytest.approx(parts)
     text = describe(config, moe, plan, [], hardware=GPU)
-    assert "ESTIMATE, not measured, for NVIDIA H200s" in text
+    assert "ESTIMATE, not measured, for NVIDIA H200 and" in text
     assert make_plan(config, moe, gpu=False).time is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "sheet", "tflops", "terabytes"),
+    [
+        ("NVIDIA H200", "H200", 989, 4.8),
+        ("NVIDIA H100 80GB HBM3", "H100", 989, 3.35),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756, 2.0),
+        ("NVIDIA H20", "H20", 148, 4.0),
+        ("NVIDIA GH200 480GB", "GH200", 989, 4.0),
+        ("NVIDIA A100-SXM4-80GB", "A100", 312, 2.04),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", 312, 1.56),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe", 312, 1.94),
+        ("NVIDIA GB200", "GB200", 2500, 8.0),
+        ("NVIDIA L40S", "L40S", 362, 0.864),
+        ("NVIDIA L4", "L4", 121, 0.3),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 165, 1.01),
+    ],
+)
+def test_a_gpu_is_known_by_its_drivers_name(
+    driver: str, sheet: str, tflops: float, terabytes: float
+) -> None:
+    found = machine_of(driver)
+    assert found.name == f"NVIDIA {sheet}"
+    assert (found.flops, found.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
+
+
+def test_of_a_gpu_that_is_not_known_the_plan_says_whose_rates_it_has() -> None:
+    assert machine_of("") == Machine()
+    found = machine_of("NVIDIA T4")
+    assert found.flops == Machine().flops
+    assert found.name == "NVIDIA H200 (Keel has no rates of NVIDIA T4)"
