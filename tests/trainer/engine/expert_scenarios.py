@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from keel.rl.metrics import Metric
+from keel.trainer.engine.layer_compile import warm_up
 from tests.trainer.engine.batches import LAYERS, TOP_K, VOCABULARY, Rollouts, write_tokenizer
 from tests.trainer.engine.scenarios import TIGHT, Ranks, Result, Scenario, make_config, run_rank
 
@@ -103,14 +104,22 @@ def configure(ranks: Ranks, stage: int, **changes: Any) -> Any:
 
 
 def training(
-    stage: int, family: str = "qwen3_moe", *, resume: bool = False, **changes: Any
+    stage: int,
+    family: str = "qwen3_moe",
+    *,
+    resume: bool = False,
+    warm: bool = False,
+    **changes: Any,
 ) -> Scenario:
-    """Publish, train, publish, export. `resume`: once more, from a checkpoint taken on the way."""
+    """Publish, train, publish, export. `resume`: once more, from a checkpoint taken on the way.
+    `warm`: what steps need is compiled before."""
 
     def run(ranks: Ranks) -> Result:
         config = configure(ranks, stage, **changes)
         engine = ranks.engine(config, family)
         before = ranks.published(engine)
+        if warm:
+            warm_up(engine._network, engine._reference, config, engine.device, engine._part)
         metrics = train(ranks, engine, config, range(SAVED_AFTER))
         folder = ranks.folder / f"{ranks.world_size}-{next(ranks.serial)}"
         if ranks.rank == 0:
@@ -214,6 +223,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         **{f"skipping, stage {s}": skipping(s) for s in (0, 2)},
         **{f"weights of {f}": starting(f) for f in ("deepseek_v2", "mixtral", "qwen2_moe")},
         "qwen3_moe, compiled, stage 1": training(1, compile=True),
+        "qwen3_moe, warm, stage 2": training(2, warm=True),
     },
     4: {
         "qwen3_moe, 4 ranks, stage 0": training(0),

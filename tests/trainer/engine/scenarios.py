@@ -141,6 +141,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "recomputed": training(0, activation_checkpointing=True),
         "compiled": training(0, tokens=TIGHT, compile=True),
         "warm": training(0, warm=True),
+        "warm sparse": training(0, model="sparse", warm=True),
         "warm compiled": training(0, tokens=TIGHT, compile=True, warm=True),
         "plain tied": training(0, model="tied"),
         "plain dense": training(0, model="dense"),

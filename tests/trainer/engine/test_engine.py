@@ -52,7 +52,7 @@ def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any], name:
     assert results["plain"]["graphs"] == 0
 
 
-@pytest.mark.parametrize("name", ["plain", "stage 1", "stage 2 sequence"])
+@pytest.mark.parametrize("name", ["plain", "plain sparse", "stage 1", "stage 2 sequence"])
 def test_a_warm_up_is_seen_in_nothing(results: dict[str, Any], name: str) -> None:
     cold, warm = results[name], results[f"warm {name}".replace(" plain", "")]
     same(warm["after"], cold["after"], atol=0)
