@@ -4,11 +4,11 @@ FlashAttention-4's for Hopper.
     python -m benchmarks.training.attention --out DIR [--kernels torch fa4]
 
 The second kind needs the packages flash-attn-4 and nvidia-cutlass-dsl with its extra cu13, which
-Keel's requirements do not name: nothing else uses them. bfloat16, causal. A line for each kernel and row: milliseconds and TFLOP/s (of the half of the
-scores that causal attention needs; a backward pass counts 2.5 forward ones), seconds of the first
-call, in which kernels are compiled, whether gradients are the same twice, and how far outputs and
-gradients are from plain attention in float32, where that fits. Trainers use torch's: Keel has no
-knob for the other.
+Keel's requirements do not name: nothing else uses them. bfloat16, causal. A line for each kernel
+and row: milliseconds and TFLOP/s (of the half of the scores that causal attention needs; a backward
+pass counts 2.5 forward ones), seconds of the first call, in which kernels are compiled, whether
+gradients are the same twice, and how far outputs and gradients are from plain attention in float32,
+where that fits. Trainers use torch's: Keel has no knob for the other.
 """
 
 from __future__ import annotations
