@@ -11,7 +11,7 @@ Each part's own files are the only ones that touch these things (tests/test_vllm
 | updates | weight_loading/ | an error |
 | copies | weight_loading/ | vLLM's loader for every update |
 | kv_cache | engine/kv_cache.py | vLLM's own size of the cache |
-| start | engine/quick_start.py | vLLM's own, slower start |
+| start, warm_up (GPUs) | engine/quick_start.py | vLLM's own, slower start |
 | packed | fastpath/ | the native recorder, vLLM's scheduler and sampler |
 | shims, v1 (CPUs) | engine/shims.py, recording/v1.py | an error |
 
@@ -26,7 +26,9 @@ from typing import Literal
 
 from keel.rollout.vllm_checks import Has, Need, Takes, Uses
 
-Part = Literal["engine", "begin", "updates", "copies", "kv_cache", "start", "packed", "shims", "v1"]
+Part = Literal[
+    "engine", "begin", "updates", "copies", "kv_cache", "start", "warm_up", "packed", "shims", "v1"
+]
 WRITTEN_FOR = "0.32"
 SCHED = "vllm.v1.core.sched"
 GPU = "vllm.v1.worker.gpu"
@@ -147,6 +149,8 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
     "start": (
         Has("vllm.model_executor.models.registry:_ModelRegistry", "models register_model"),
         Has("vllm.model_executor.models.registry:_LazyRegisteredModel", "load_model_cls"),
+    ),
+    "warm_up": (
         Takes("vllm.sampling_params:SamplingParams.for_sampler_warmup", ""),
         Uses("vllm.v1.worker.gpu.warmup:_warmup_kernels", "for_sampler_warmup"),
     ),

@@ -70,10 +70,11 @@ def bounds_kv_cache() -> bool:
     return not lost
 
 
-def quick_start(architectures: Sequence[str]) -> AbstractContextManager[None]:
+def quick_start(architectures: Sequence[str], *, gpu: bool) -> AbstractContextManager[None]:
     """Around building an engine: without what none of Keel's needs of a start. architectures: of
     its model, where that is all in this process."""
-    if lost := changes("start"):
+    parts: tuple[Part, ...] = ("start", "warm_up") if gpu else ("start",)
+    if lost := [change for part in parts for change in changes(part)]:
         _LOG.warning(
             "%s. Engines start half a minute later on a new machine. Install %s to have it said no "
             "more",
@@ -84,7 +85,7 @@ def quick_start(architectures: Sequence[str]) -> AbstractContextManager[None]:
     from keel.rollout.engine.quick_start import known_here, plain_warm_up  # noqa: PLC0415
 
     known_here(architectures)
-    return plain_warm_up()
+    return plain_warm_up() if gpu else nullcontext()
 
 
 def begin_requests(engine: vllm.LLMEngine) -> Begin:

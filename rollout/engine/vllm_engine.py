@@ -87,7 +87,7 @@ class VllmEngine:
 
             compile_ahead(spec, text.vocab_size)
         alone = spec.config.tensor_parallel == 1
-        with quick_start(whole.architectures or () if alone else ()):
+        with quick_start(whole.architectures or () if alone else (), gpu=not cpu):
             self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)

@@ -69,7 +69,7 @@ def test_the_installed_vllm_has_what_is_needed(part: Part) -> None:
             "does not use get_kv_cache_configs",
         ),
         (
-            "start",
+            "warm_up",
             "vllm.sampling_params:SamplingParams.for_sampler_warmup",
             "another signature",
             "for_sampler_warmup takes",
@@ -148,11 +148,13 @@ def test_an_engine_starts_without_what_it_does_not_need(monkeypatch: pytest.Monk
     name, before = "Qwen3MoeForCausalLM", SamplingParams.for_sampler_warmup
     monkeypatch.setitem(ModelRegistry.models, name, ModelRegistry.models[name])
     monkeypatch.setattr(registry, "_run_in_subprocess", elsewhere)
-    with quick_start([name, "NobodysModel"]):
+    with quick_start([name, "NobodysModel"], gpu=True):
         assert ModelRegistry.models[name].inspect_model_cls().is_text_generation_model
         assert not SamplingParams.for_sampler_warmup().logprobs
     assert SamplingParams.for_sampler_warmup is before
     assert SamplingParams.for_sampler_warmup().logprobs
+    with quick_start([name], gpu=False):
+        assert SamplingParams.for_sampler_warmup is before
 
 
 def test_a_start_that_has_changed_is_vllms_own(
@@ -163,7 +165,7 @@ def test_a_start_that_has_changed_is_vllms_own(
     from keel.rollout.engine.fallbacks import quick_start  # noqa: PLC0415
 
     doctored("vllm.v1.worker.gpu.warmup:_warmup_kernels", "another signature")
-    with quick_start(["Qwen3ForCausalLM"]):
+    with quick_start(["Qwen3ForCausalLM"], gpu=True):
         assert SamplingParams.for_sampler_warmup().logprobs
     assert "does not use for_sampler_warmup" in logged[0].getMessage()
 

@@ -19,7 +19,7 @@ FENCE: dict[str, tuple[Part, ...]] = {
     "weight_loading/": ("updates", "copies"),
     "engine/kv_cache.py": ("kv_cache",),
     "engine/begin.py": ("begin",),
-    "engine/quick_start.py": ("start",),
+    "engine/quick_start.py": ("start", "warm_up"),
     "fastpath/": ("packed",),
     "engine/shims.py": ("shims",),
     "recording/v1.py": ("v1",),
