@@ -12,8 +12,7 @@ every arm FOLDER/results.json and FOLDER/report.md are written anew. Arms of TRL
 do not go with ours: `pip install --target=PACKAGES -r requirements/peers-verl.txt`. An arm that
 would not end within `--budget-s`, judged by the last one of its name, is not started. A FOLDER that
 has results already gets further ones, so arms can be spread over several calls; with `--scratch`
-they use one model. The verdict
-over several draws is `benchmarks.peers.draws`'s.
+they use one model. The verdict over several draws is `benchmarks.peers.draws`'s.
 """
 
 from __future__ import annotations

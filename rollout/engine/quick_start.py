@@ -1,5 +1,5 @@
-"""What vLLM does at its start for engines of every kind, and Keel's do not need: 14 and 20 of 112
-seconds on an H100's host.
+"""What vLLM does at its start for engines of every kind, and Keel's do not need: 14 and some 24 of
+112 seconds on an H100's host.
 
 `SamplingParams.for_sampler_warmup` is replaced by a patch: `kernel_config.enable_jit_warmup: false`
 would be official, and would leave the whole round of steps out, by which vLLM also gives its

@@ -26,8 +26,9 @@ _LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
 """torch.compile's; on a CPU it needs a C++ compiler, and minutes."""
 SEGMENTS, TOKENS, PROMPT, KEPT = 3, 61, 16, 4
-"""Trajectories, tokens of each and of its prompt, and ids of a sampling mask. Their products are no
-sizes of a model: torch.compile takes equal sizes for one, and would compile again for others."""
+"""Of the dummy batch: trajectories, tokens of each and of its prompt, and ids of a sampling mask.
+Their products are no sizes of a model: torch.compile takes equal sizes for one, and would compile
+again for others."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -55,8 +56,8 @@ def worth_it(config: Config, *, gpu: bool) -> bool:
     return gpu and not config.rollout.sleep and config.trainer.zero_stage != 3
 
 
-def made_up(network: PolicyNetwork, *, routed: bool, truncated: bool) -> MicroBatch:
-    """Trajectories; their routes are left to the routers."""
+def dummy_batch(network: PolicyNetwork, *, routed: bool, truncated: bool) -> MicroBatch:
+    """Its routes are left to the routers."""
     count = SEGMENTS * TOKENS
     vocabulary = network.model.config.get_text_config().vocab_size
     token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)
@@ -92,12 +93,12 @@ def warm_up(
     device: torch.device,
     part: Slice,
 ) -> None:
-    """Both passes over a few made-up tokens, by all ranks. No parameter's gradient is kept and no
-    random number drawn: what is trained afterwards is the same. Where the memory is too short, the
-    first step compiles what is left."""
+    """A forward and a backward pass over a dummy batch, on all ranks. No parameter's gradient is
+    kept and no random number drawn: what is trained afterwards is the same. Out of memory, it ends,
+    and the first step compiles what is left."""
     routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
     truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated
-    batch = made_up(network, routed=routed, truncated=truncated)
+    batch = dummy_batch(network, routed=routed, truncated=truncated)
     inputs = Inputs.of(batch, device, part)
     layers: Any = network.model.get_decoder().layers
     first = [one for one in layers[0].parameters() if one.requires_grad][:1]

@@ -35,16 +35,22 @@ def blind(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *_: Any
     return query + seen + segments.offsets[-1] * segments.longest
 
 
-def test_all_layers_are_one_graph_for_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
-    monkeypatch.setattr(attention, "_varlen", blind)
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
+    """What is compiled, of models that take `blind` for flash attention."""
     graphs: list[GraphModule] = []
 
     def count(graph: GraphModule, _: list[Tensor]) -> Any:
         graphs.append(graph)
         return graph.forward
 
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    monkeypatch.setattr(attention, "_varlen", blind)
     monkeypatch.setattr(layer_compile, "BACKEND", count)
+    return graphs
+
+
+def test_all_layers_are_one_graph_for_rows_of_any_length(graphs: list[GraphModule]) -> None:
     model = AutoModelForCausalLM.from_config(CONFIG)
     use_packed_attention(model)
     layer_compile.compile_layers(model)
@@ -59,17 +65,8 @@ def test_all_layers_are_one_graph_for_rows_of_any_length(monkeypatch: pytest.Mon
     assert len(graphs) <= 2
 
 
-def test_the_warm_up_is_of_no_size_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_is_of_no_size_that_a_model_has(graphs: list[GraphModule]) -> None:
     """Sizes that are equal at the first call are taken for one, and other rows compile again."""
-    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
-    monkeypatch.setattr(attention, "_varlen", blind)
-    graphs: list[GraphModule] = []
-
-    def count(graph: GraphModule, _: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(layer_compile, "BACKEND", count)
     for head_dim in (64, 128, 192, 256):
         sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
         model = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIG.to_dict(), **sizes}))
