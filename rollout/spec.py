@@ -37,9 +37,12 @@ class EngineSpec:
     """Of a GPU that has more, what the run may take: `run.gpu_gib`."""
     batch_invariant: bool = False
     """`model.batch_invariant`"""
+    cache_bytes: int = 0
+    """What its share of a GPU leaves the KV cache for certain; 0: vLLM measures it as it starts,
+    while nobody else may take memory of that GPU."""
 
     @classmethod
-    def of(cls, config: Config, model: str) -> Self:
+    def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
         """An engine of this run; model: folder of the weights."""
         return cls(
             model_path=model,
@@ -56,6 +59,7 @@ class EngineSpec:
             chat_template=config.model.chat_template,
             gpu_gib=config.run.gpu_gib,
             batch_invariant=config.model.batch_invariant,
+            cache_bytes=cache_bytes,
         )
 
     def gpu_share(self, gpu_gib: float) -> float:

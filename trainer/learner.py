@@ -139,8 +139,8 @@ class Learner:
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
 
     def warm_up(self) -> None:
-        """Have the ranks compile what steps need, beside the engines' first completions: not waited
-        for before the first step (`TrainerEngine.warm_up`)."""
+        """Have the ranks compile what steps need, beside the engines' start and first completions:
+        not waited for before the first step (`TrainerEngine.warm_up`)."""
         with self._order:
             self._warming = [ray_calls.call(rank.warm_up) for rank in self._ranks]
 

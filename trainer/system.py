@@ -39,6 +39,7 @@ from keel.trainer.cluster.watch import Watch, watched
 from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import Lowering
+from keel.trainer.planning.memory import certain_cache
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
 from keel.trainer.run.restarts import Lost
@@ -162,7 +163,10 @@ def running(
             judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
         model = model_folder(task)
         scorer = stack.enter_context(scorer_of(config, judge, say, log))
-        spec = EngineSpec.of(config, model)
+        size = task.hardware.gpu_gib if task.gpu else 0.0
+        spec = EngineSpec.of(
+            config, model, cache_bytes=certain_cache(config, task.facts, size) if size else 0
+        )
         pool = ray_pool(
             spec,
             gpu=task.gpu,
@@ -190,17 +194,10 @@ def running(
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
         with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
-            engines, trainer = both.submit(pool.start), None
-            wait.measure = Standing(engines, lambda: trainer)
-            if ranks is not None:
-                ranks.prepared()
-            if seats and seats.placement.shared:
-                # vLLM takes all that the GPU has lost while it started for its own use, and makes
-                # its KV cache smaller by it: the trainer must not take memory in the meantime.
-                _up(engines, watch)
-            trainer = both.submit(ranks.start) if ranks is not None else None
-            trained = wait_for(trainer, watch.well) if trainer else ()
-            warnings = [*_up(engines, watch), *trained]
+            # An engine that measures what is left for its KV cache takes all that the GPU has lost
+            # meanwhile for its own use; one that will sleep may need all the memory.
+            first = bool(seats and seats.placement.shared) and (sleep or not spec.cache_bytes)
+            warnings = start_both(pool, ranks, both, watch, wait, engines_first=first, warm=not sleep)
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
@@ -217,9 +214,34 @@ def running(
         )
         if sleep:
             system.wake()
-        elif ranks is not None:
-            ranks.warm_up()
         yield system
+
+
+def start_both(
+    pool: RolloutPool,
+    ranks: Learner | None,
+    both: ThreadPoolExecutor,
+    watch: Watch,
+    wait: Wait,
+    *,
+    engines_first: bool,
+    warm: bool,
+) -> list[str]:
+    """Engines and ranks, until all are there; returns what they warn of. engines_first: ranks take
+    no memory of a GPU before. warm: ranks then compile what steps need (`Learner.warm_up`), which
+    is not waited for."""
+    engines, trainer = both.submit(pool.start), None
+    wait.measure = Standing(engines, lambda: trainer)
+    if ranks is None:
+        return [*_up(engines, watch)]
+    ranks.prepared()
+    if engines_first:
+        _up(engines, watch)
+    trainer = both.submit(ranks.start)
+    trained = wait_for(trainer, watch.well)
+    if warm:
+        ranks.warm_up()
+    return [*_up(engines, watch), *trained]
 
 
 def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:

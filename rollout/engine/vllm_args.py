@@ -64,6 +64,8 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             "enable_sleep_mode": config.sleep,
             **parallel_args(config),
         }
+        if spec.cache_bytes:
+            args["kv_cache_memory_bytes"] = spec.cache_bytes
         if not config.enforce_eager:
             sizes = captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
             args["cudagraph_capture_sizes"] = sizes

@@ -1,8 +1,9 @@
-"""What comes of engines that do not come up."""
+"""In which order engines and ranks start, and what comes of engines that do not come up."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from keel.rollout.spec import EngineError
 from keel.trainer import system
 from keel.trainer.run.restarts import Lost, Restarts
+from keel.trainer.run.waits import Wait
+
+PATIENCE_S = 20.0
 
 
 def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_never_begun() -> None:
@@ -27,3 +31,69 @@ def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_nev
         restarts.another(raised.value)
     restarts.begun = True
     restarts.another(raised.value)
+
+
+class Starting:
+    """A pool, ranks and their watch: who did what, in order."""
+
+    def __init__(self, *, waits_for: str) -> None:
+        """Engines are up only after the ranks did so."""
+        self.done: list[str] = []
+        self._waits_for, self._seen = waits_for, threading.Event()
+
+    def _did(self, what: str) -> None:
+        self.done.append(what)
+        if what == self._waits_for:
+            self._seen.set()
+
+    def start(self) -> tuple[str, ...]:
+        assert self._seen.wait(PATIENCE_S) if self._waits_for else True
+        self._did("engines are up")
+        return ("engines warn",)
+
+    def well(self) -> bool:
+        return False
+
+    @property
+    def ranks(self) -> Any:
+        owner = self
+
+        class Ranks:
+            def prepared(self) -> None:
+                owner._did("ranks have their libraries")
+
+            def start(self) -> list[str]:
+                owner._did("ranks are up")
+                return ["ranks warn"]
+
+            def warm_up(self) -> None:
+                owner._did("ranks warm up")
+
+        return Ranks()
+
+
+def started(starting: Starting, **how: bool) -> list[str]:
+    parts: Any = starting
+    with ThreadPoolExecutor(2) as both:
+        return system.start_both(parts, starting.ranks, both, parts, Wait("starting"), **how)
+
+
+def test_ranks_compile_what_they_need_while_engines_start() -> None:
+    starting = Starting(waits_for="ranks warm up")
+    warnings = started(starting, engines_first=False, warm=True)
+    assert warnings == ["engines warn", "ranks warn"]
+    assert starting.done[-3:] == ["ranks are up", "ranks warm up", "engines are up"]
+
+
+def test_ranks_take_no_memory_before_engines_that_measure_it_are_up() -> None:
+    starting = Starting(waits_for="ranks have their libraries")
+    started(starting, engines_first=True, warm=False)
+    assert starting.done == ["ranks have their libraries", "engines are up", "ranks are up"]
+
+
+def test_engines_alone_are_waited_for() -> None:
+    starting: Any = Starting(waits_for="")
+    with ThreadPoolExecutor(2) as both:
+        how = {"engines_first": True, "warm": True}
+        warnings = system.start_both(starting, None, both, starting, Wait("starting"), **how)
+    assert warnings == ["engines warn"]

@@ -19,6 +19,8 @@ from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.trainer.planning.cures import cures
 from keel.trainer.planning.memory import (
+    ENGINE_SPARE,
+    ENGINE_SPARE_GIB,
     GIB,
     DoesNotFit,
     Memory,
@@ -38,8 +40,6 @@ CURES_TRIED = 400
 SPARE = 1.06
 """Of a rank's memory: the model says up to 2 % too little (docs/scaling.md), and no trajectory is
 like another."""
-ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
-"""Of an engine's memory beside the KV cache, which nobody has measured."""
 KV_SPARE = 1.25
 """What an engine's cache may be larger than its completions (rollout/engine/kv_cache.py)."""
 MOST_SHARE, MOST_SHARE_AT_ALL = 0.92, 0.95

@@ -21,6 +21,8 @@ TRAINER_PROCESS_GIB = 1.2
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank
 what the driver had given away beside PyTorch's allocator, the same in every measured step."""
+ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
+"""Of an engine's memory beside the KV cache, which nobody has measured."""
 TRAINER_UNUSED_GIB = 1.5
 """What PyTorch's allocator holds at most beside a step's tensors: 0.2 to 2.4 in the same steps."""
 SAMPLER_BYTES = 20
@@ -145,6 +147,16 @@ def cached_sequences(
             f"(run.gpu_gib) is {gib(budget)}"
         )
     return sequences
+
+
+def certain_cache(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
+    """Bytes that an engine's share of such a GPU leaves its KV cache for certain; 0 where that does
+    not hold all its answers, so that vLLM has to find out how much it can have."""
+    memory = engine_memory(config, facts, gpu=True)
+    cache = memory.parts["KV cache"]
+    rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
+    left = config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
+    return int(left) if left >= cache else 0
 
 
 def within(memory: Memory, budget: float) -> Memory:

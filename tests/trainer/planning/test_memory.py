@@ -24,6 +24,8 @@ from keel.trainer.planning.memory import (
     TRAINER_CUDA_GIB,
     TRAINER_UNUSED_GIB,
     DoesNotFit,
+    certain_cache,
+    engine_memory,
     held_bytes,
     support_head_bytes,
 )
@@ -161,6 +163,18 @@ def test_the_support_head_takes_what_was_measured(
     sampling = SamplingConfig(top_k=0 if mean_set is None else 512)
     config = recipe(micro_batch_tokens=32_768, rollout={"sampling": sampling})
     assert support_head_bytes(config, facts, 2) / GIB == pytest.approx(measured, rel=0.1)
+
+
+def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_measure() -> None:
+    """A tenth and 1 GiB are kept back of what the engine takes beside the cache."""
+    config = recipe(rollout={"gpu_memory_utilization": 0.5})
+    parts = engine_memory(config, DENSE, gpu=True).parts
+    beside = sum(size for name, size in parts.items() if name != "KV cache")
+    whole = certain_cache(config, DENSE, 80.0)
+    assert whole == pytest.approx(40 * GIB - 1.1 * beside - GIB, abs=1)
+    just = (parts["KV cache"] + 1.1 * beside + GIB) / GIB / 0.5
+    assert certain_cache(config, DENSE, just + 0.01) >= parts["KV cache"]
+    assert certain_cache(config, DENSE, just - 0.01) == 0
 
 
 def test_an_engine_that_cannot_hold_one_trajectory_is_refused_with_its_sum() -> None:
