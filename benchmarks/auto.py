@@ -1,6 +1,7 @@
 """Whole GRPO steps with every knob left to Keel, beside layouts tuned by hand.
 
     python -m benchmarks.auto --out OUT [--shapes 0.6b,1.7b,1.4b-a0.4b] [--seconds 540] [--steps 3]
+    python -m benchmarks.auto --out OUT --shapes 30b-a3b-slice --layers 8       # on all GPUs
 
 For each shape: a model with random weights, and `keel train` on the same prompts with all defaults,
 with the best layout that docs/performance.md has, and with neighbours of what was chosen. Prints
@@ -27,12 +28,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from benchmarks.common.models import QWEN3_06B, QWEN3_17B, Mixture
+from benchmarks.common.models import QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B, Mixture
 from benchmarks.peers.keel_grpo import AUTO, read_steps, recipe, stop
 from benchmarks.peers.memory import PeakMemory, gpu_reader, settled, tree_reader
 from benchmarks.peers.shape import MARKS, TENTH, build_tokenizer, write_prompts
 from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
-from benchmarks.peers.workload import SMALL
+from benchmarks.peers.workload import SMALL, Workload
 from keel.trainer.planning.remembered import CHOSEN
 
 LEAST_S = 45.0
@@ -61,6 +62,7 @@ class Shape:
     model: PreTrainedConfig
     arms: Mapping[str, Mapping[str, Any]]
     """Tuned by hand: knobs, by name."""
+    workload: Workload = WORKLOAD
 
 
 SHAPES = {
@@ -81,7 +83,15 @@ SHAPES = {
             "turns": {**TUNED, "trainer.micro_batch_tokens": 36_864},
         },
     ),
+    "30b-a3b-slice": Shape(
+        model=QWEN3_30B_A3B,
+        arms={"spread": {"trainer.expert_parallel": 2}},
+        workload=replace(
+            WORKLOAD, prompts_per_step=32, group_size=8, prompt_tokens=128, completion_tokens=1920
+        ),
+    ),
 }
+"""The last with as many of its layers as `--layers` says."""
 TINY = Mixture(hidden=64, layers=2, experts=4, per_token=2, expert=32, vocabulary=2048)
 
 
@@ -207,6 +217,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="for everything together")
     parser.add_argument("--arm-seconds", type=float, default=100.0, help="at most, for one arm")
     parser.add_argument("--steps", type=int, default=3, help="measured, after a first one")
+    parser.add_argument("--layers", type=int, default=8, help="of 30b-a3b-slice")
     parser.add_argument("--arms", type=int, default=2, help="beside the defaults, for each shape")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -215,12 +226,13 @@ def main() -> None:
     shapes = SHAPES if gpu else {"tiny": small}
     if options.shapes:
         shapes = {name: shapes[name] for name in options.shapes.split(",")}
-    base = WORKLOAD if gpu else SMALL
     found: dict[str, list[Arm]] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         model, prompts = options.out / name / "model", options.out / name / "prompts.jsonl"
-        tokens = base.shape.tokens
-        write_model(model, shape.model, tokens, base.sharpness)
+        base = shape.workload if gpu else SMALL
+        if name == "30b-a3b-slice":
+            shape.model.num_hidden_layers = options.layers
+        write_model(model, shape.model, base.shape.tokens, base.sharpness)
         workload = replace(base, model=str(model), prompts=str(prompts))
         write_prompts(prompts, workload)
         arms = [Arm(name="defaults", knobs={})]

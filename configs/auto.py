@@ -21,6 +21,7 @@ KNOBS = frozenset(
         "rollout.sleep",
         "trainer.activation_checkpointing",
         "trainer.compile",
+        "trainer.keep_attention",
         "trainer.micro_batch_tokens",
         "trainer.offload_optimizer",
         "trainer.offload_while_sampling",

@@ -79,6 +79,8 @@ RESUMABLE_KNOBS = frozenset(
         "trainer.offload_optimizer",
         "trainer.micro_batch_tokens",
         "trainer.activation_checkpointing",
+        "trainer.attention_kernels",
+        "trainer.keep_attention",
         "trainer.compile",
         "trainer.offload_while_sampling",
         "trainer.threads",

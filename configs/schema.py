@@ -188,6 +188,7 @@ class Config:
             ("rollout.tensor_parallel", self.rollout.tensor_parallel, 1),
             ("trainer.sequence_parallel", self.trainer.sequence_parallel, 1),
             ("trainer.compile", self.trainer.compile, False),
+            ("trainer.attention_kernels", self.trainer.attention_kernels != "flash4", True),
             ("trainer.zero_stage", self.trainer.zero_stage, min(2, self.trainer.zero_stage)),
         ):
             require(value == wanted, knob, value, f"must be {wanted} with model.batch_invariant")

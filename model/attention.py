@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.device import to_device
+from keel.model.layers.flash4 import attend4, operator4, takes
+from keel.model.torch_internals import varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
-NAME = "keel_packed"
-"""Name of this attention in transformers' registry."""
+NAME, NAME4 = "keel_packed", "keel_packed_4"
+"""Names of this attention in transformers' registry: with PyTorch's kernels, and with
+FlashAttention-4's where these are for the heads that come (`keel.model.layers.flash4`). Without
+"flash", by which transformers would take them for its own."""
 
 SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 """transformers 5.19's and 5.17's name of what `keel.model.sparse` computes."""
@@ -88,8 +94,9 @@ class Segments:
         )
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make `model` attend inside `segments` (a keyword of its forward) only.
+def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
+    """Make `model` attend inside `segments` (a keyword of its forward) only. flash4: by
+    FlashAttention-4's kernels, which must be there (`keel.model.layers.flash4.missing`).
 
     Raises `ValueError` for a model whose layers would silently mix segments or ignore this.
     """
@@ -108,12 +115,20 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             "attention interface, so packed segments would see each other"
         )
     AttentionInterface.register(NAME, packed_attention)
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(NAME4, packed_attention4)
+    model.set_attn_implementation(NAME4 if flash4 else NAME)
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Called from a compiled layer, not a part of its graph."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`context_fn` of activation checkpointing that keeps what attention on GPUs gave, so that it
+    is not computed again: other than the rest of a layer it takes the square of a context's length,
+    and no more memory."""
+    return create_selective_checkpoint_contexts([varlen_operator(), operator4()])
 
 
 class UnsupportedAttention(ValueError):
@@ -131,12 +146,13 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    kernels: Callable[..., Tensor] | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """transformers attention function: causal inside each segment.
 
     query [1, Hq, N, D]; key and value [1, Hkv, N, D]. Returns ([1, N, Hq, Dv], None). Where the row
-    is cut over ranks, N is this rank's part of it.
+    is cut over ranks, N is this rank's part of it. kernels: `attend` by default.
     """
     if segments is None:
         raise UnsupportedAttention(
@@ -154,8 +170,14 @@ def packed_attention(
             f"{', '.join(unknown) or 'attention to later tokens'}: not supported"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    operator = attend if segments.group is None else _spread(attend)
+    kernels = kernels or attend
+    operator = kernels if segments.group is None else _spread(kernels)
     return operator(query, key, value, segments, scaling, sliding_window)[None], None
+
+
+def packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    """`packed_attention` by FlashAttention-4, where that is for the heads that come."""
+    return packed_attention(*args, **options, kernels=_attend4)
 
 
 def attend(
@@ -169,6 +191,20 @@ def attend(
     """Attention of a whole row: query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, Dv]."""
     operator = _varlen if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, scaling, window)
+
+
+def _attend4(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """The same by FlashAttention-4, where it is for such heads."""
+    if not takes(query, value):
+        return attend(query, key, value, segments, scaling, window)
+    return attend4(query, key, value, segments.offsets, segments.longest, scaling, window)
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:

@@ -61,6 +61,13 @@ def storage_id(storage: UntypedStorage) -> int:
     return storage._cdata
 
 
+def varlen_operator() -> Any:
+    """PyTorch's attention over offsets, as its dispatcher knows it."""
+    import torch.nn.attention.varlen  # noqa: PLC0415  (registers it)
+
+    return torch.ops.torch_attn._varlen_attn.default
+
+
 def all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
     """Row j goes to rank j, and row i comes from rank i: [n, …] → [n, …]. Differentiable, and a
     part of a compiled graph, which the one of `torch.distributed.nn` is not."""

@@ -15,6 +15,7 @@ DEEPSPEED = "trainer/engine/deepspeed_internals.py"
 NAMED = (
     DEEPSPEED,
     "model/invariant/vllm_kernels.py",
+    "model/layers/flash4.py",
     "model/torch_internals.py",
     "model/transformers_internals.py",
     "trainer/cluster/ray_internals.py",

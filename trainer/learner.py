@@ -176,8 +176,10 @@ class Learner:
 
     def lowered(self, config: Config) -> None:
         """Go on with the smaller micro-batches of `config`, or with activation checkpointing."""
-        if config.trainer.activation_checkpointing > self._config.trainer.activation_checkpointing:
-            self._all("recompute", limit=self._limit("switching activation checkpointing on"))
+        trainers = (self._config.trainer, config.trainer)
+        before, now = ((t.activation_checkpointing, t.keep_attention) for t in trainers)
+        if now != before:
+            self._all("recompute", now[1], limit=self._limit("switching activation checkpointing"))
         self._config = config
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:

@@ -197,7 +197,9 @@ def running(
             # An engine that measures what is left for its KV cache takes all that the GPU has lost
             # meanwhile for its own use; one that will sleep may need all the memory.
             first = bool(seats and seats.placement.shared) and (sleep or not spec.cache_bytes)
-            warnings = start_both(pool, ranks, both, watch, wait, engines_first=first, warm=not sleep)
+            warnings = start_both(
+                pool, ranks, both, watch, wait, engines_first=first, warm=not sleep
+            )
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:

@@ -124,9 +124,12 @@ class TrainerWorker:
         with heavy_imports():
             import keel.model.weight_transfer.sender  # noqa: PLC0415
             import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
+        from keel.model.embedded.cache import default_cache_dir  # noqa: PLC0415
+        from keel.model.layers.flash4 import keep_compiled  # noqa: PLC0415
         from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
 
         check_libraries(expert_parallel=expert_parallel)
+        keep_compiled(default_cache_dir() / "attention")
 
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")
@@ -198,9 +201,9 @@ class TrainerWorker:
             version=self.engine.version, steps=self.engine.steps, metrics={}, out_of_memory=short
         )
 
-    def recompute(self) -> None:
+    def recompute(self, keep_attention: bool) -> None:
         """`TrainerEngine.recompute`"""
-        self.engine.recompute()
+        self.engine.recompute(keep_attention=keep_attention)
 
     def _stepped(self, metrics: dict[str, Metric]) -> StepReport:
         return StepReport(

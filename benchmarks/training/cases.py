@@ -60,6 +60,9 @@ class Case:
     expert_parallel: int = 1
     sequence_parallel: int = 1
     recompute: bool = False
+    keep_attention: bool = False
+    flash4: bool = False
+    """With FlashAttention-4's kernels."""
     compiled: bool = False
     reference: bool = False
     """With a frozen reference policy, as a positive `kl_coef` asks for."""
@@ -68,7 +71,7 @@ class Case:
     def engine(self) -> Case:
         """Cases where this is the same share an engine: activation checkpointing and the sizes of
         micro-batches can be changed in place."""
-        return replace(self, length=0, micro_batch_tokens=0, recompute=False)
+        return replace(self, length=0, micro_batch_tokens=0, recompute=False, keep_attention=False)
 
     @property
     def groups(self) -> int:
@@ -97,6 +100,8 @@ class Case:
             sequence_parallel=self.sequence_parallel,
             micro_batch_tokens=self.micro_batch_tokens,
             activation_checkpointing=self.recompute,
+            keep_attention=self.keep_attention,
+            attention_kernels="flash4" if self.flash4 else "torch",
             compile=self.compiled,
             lr=1e-9,
             deadline_s=90,
@@ -111,7 +116,8 @@ class Case:
         if self.sequence_parallel > 1:
             parts.append(f"tokens over {self.sequence_parallel}")
         parts += ["recompute"] * self.recompute + ["reference"] * self.reference
-        parts += ["compiled"] * self.compiled
+        parts += ["compiled"] * self.compiled + ["flash4"] * self.flash4
+        parts += ["attention kept"] * self.keep_attention
         return ", ".join(parts)
 
 
@@ -182,18 +188,23 @@ def peers(*, small: bool) -> Iterator[Case]:
 
 
 def long(shape: str, ranks: int, *, small: bool) -> Iterator[Case]:
-    """Trajectories of 32k tokens a rank and then 64k, one a micro-batch, spread over all ranks."""
+    """Trajectories of 32k tokens a rank and then 64k, one a micro-batch, spread over all ranks:
+    with FlashAttention-4's kernels (not on a CPU), with attention's results kept as well, and with
+    PyTorch's kernels."""
     unit = 64 if small else 1024
-    for length in (32 * unit * ranks, 64 * unit * ranks):
-        yield Case(
-            shape=shape,
-            length=length,
-            micro_batch_tokens=length,
-            step_tokens=2 * length,
-            ranks=ranks,
-            sequence_parallel=ranks,
-            recompute=True,
-        )
+    for flash4, kept in ((not small, True), (not small, False), (False, False)):
+        for length in (32 * unit * ranks, 64 * unit * ranks):
+            yield Case(
+                shape=shape,
+                length=length,
+                micro_batch_tokens=length,
+                step_tokens=2 * length,
+                ranks=ranks,
+                sequence_parallel=ranks,
+                recompute=True,
+                keep_attention=kept,
+                flash4=flash4,
+            )
 
 
 def on_ranks(shapes: Sequence[str], ranks: int, *, small: bool) -> Iterator[Case]:

@@ -175,7 +175,7 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
     batch = step_batch(case, row, facts, device)
     kept = batch.micro_batches[0].kept
     assert kept is not None
-    with recomputing(engine, case.recompute):
+    with recomputing(engine, case):
         free()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -273,15 +273,14 @@ def memory_used(device: torch.device) -> dict[str, float]:
 
 
 @contextmanager
-def recomputing(engine: TimedEngine, switch: bool) -> Iterator[None]:
-    model = engine._network.model
-    if switch:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+def recomputing(engine: TimedEngine, case: Case) -> Iterator[None]:
+    if case.recompute:
+        engine.recompute(keep_attention=case.keep_attention)
     try:
         yield
     finally:
-        if switch:
-            model.gradient_checkpointing_disable()
+        if case.recompute:
+            engine._network.model.gradient_checkpointing_disable()
 
 
 def profiled(engine: TimedEngine, case: Case, batch: TrainBatch, job: Job) -> dict[str, Any]:

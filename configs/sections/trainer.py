@@ -7,6 +7,10 @@ from typing import Literal
 
 from keel.configs.sections.base import require
 
+LONG = 4096
+"""Tokens of a context from which attention takes a part of a step that other kernels and kept
+results are worth."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
@@ -59,10 +63,18 @@ class TrainerConfig:
     indexer_loss: float = 1.0
     """Weight of the indexers' own loss (DeepSeek-V3.2, Eq. 3 and 4): the sum over layers, the mean
     over a step's tokens. It reaches the indexers alone; 0: they stay as they are."""
+    attention_kernels: Literal["auto", "torch", "flash4"] = "auto"
+    """On GPUs: PyTorch's (flash attention 2), or FlashAttention-4's, on Hopper and Blackwell: up to
+    twice as fast over long contexts. auto: the latter where a context may have 4,096 tokens and
+    the package is there."""
     activation_checkpointing: bool = False
     """Compute the activations of decoder layers again in the backward pass: less memory, about a
     third more work. auto: where they would not fit, or in too small micro-batches; never on a
     CPU."""
+    keep_attention: bool = False
+    """With `activation_checkpointing`: what attention gave is kept, not computed again: a layer's
+    input once more in memory, in contexts of 32,768 tokens and more a fifth less time. auto: where
+    a context may have 4,096 tokens and it fits; never on a CPU."""
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2).
     auto: where it saves more in the run's steps than the 30 s that it takes at their start, of
@@ -81,6 +93,13 @@ class TrainerConfig:
     """Weights go to the engines in buckets of this size, in MiB."""
     deadline_s: float = 1800.0
     """Longest wait for one optimizer step, in seconds."""
+
+    def flash4(self, longest: int) -> bool:
+        """Whether attention in contexts of up to so many tokens is to be FlashAttention-4's, where
+        GPU and packages are for it."""
+        if self.attention_kernels == "auto":
+            return longest >= LONG
+        return self.attention_kernels == "flash4"
 
     def __post_init__(self) -> None:
         for name in (

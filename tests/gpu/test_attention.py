@@ -1,41 +1,70 @@
-"""The fused kernel for packed segments equals plain attention over padded blocks."""
+"""The fused kernels for packed segments equal plain attention over padded blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from keel.model.attention import Segments, packed_attention
+from keel.model.attention import Segments, packed_attention, packed_attention4
+from keel.model.layers.flash4 import missing, takes
 from tests.gpu.marks import GPU
 
 pytestmark = GPU
 
+LENGTHS = [1, 130, 64, 7, 300, 65]
+
+
+def kernels(name: str) -> Callable[..., Any]:
+    if name == "torch":
+        return packed_attention
+    if why := missing(torch.device("cuda")):
+        pytest.skip(why)
+    return packed_attention4
+
+
+def inputs(heads: int, kv_heads: int, width: int, of_values: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((heads, width), (kv_heads, width), (kv_heads, of_values))
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    return [torch.randn(1, many, sum(LENGTHS), wide, **options) for many, wide in shapes]
+
+
+def trained(
+    attend: Callable[..., Any], given: list[Tensor], dtype: torch.dtype, window: int | None
+) -> list[Tensor]:
+    """Output and gradients, in float32."""
+    segments = Segments.of(LENGTHS, "cuda")
+    leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+    output, _ = attend(
+        torch.nn.Identity(), *leaves, None, segments=segments, scaling=0.125, sliding_window=window
+    )
+    torch.manual_seed(1)
+    (output.float() * torch.randn(output.shape, device="cuda")).sum().backward()
+    grads = [leaf.grad for leaf in leaves]
+    return [x.float() for x in (output, *grads) if x is not None]
+
 
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_varlen_equals_padded(window: int | None, kv_heads: int) -> None:
-    torch.manual_seed(0)
-    lengths = [1, 130, 64, 7, 300, 65]
-    segments = Segments.of(lengths, "cuda")
-    heads = {"query": 8, "key": kv_heads, "value": kv_heads}
-    inputs = {
-        name: torch.randn(1, count, sum(lengths), 64, device="cuda", dtype=torch.bfloat16)
-        for name, count in heads.items()
-    }
-    weights = torch.randn(1, sum(lengths), 8, 64, device="cuda")
+@pytest.mark.parametrize("name", ["torch", "flash4"])
+def test_packed_equals_padded(name: str, kv_heads: int, window: int | None) -> None:
+    attend, given = kernels(name), inputs(8, kv_heads, 64, 64)
+    fused = trained(attend, given, torch.bfloat16, window)
+    plain = trained(packed_attention, given, torch.float32, window)
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
-    def run(dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs.values()]
-        output, _ = packed_attention(
-            torch.nn.Identity(),
-            *leaves,
-            None,
-            segments=segments,
-            scaling=0.125,
-            sliding_window=window,
-        )
-        (output.float() * weights).sum().backward()
-        return [output.float(), *(leaf.grad.float() for leaf in leaves)]
 
-    for fused, plain in zip(run(torch.bfloat16), run(torch.float32), strict=True):
-        torch.testing.assert_close(fused, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128), (256, 256)])
+def test_flash4_is_for_wide_heads_and_for_values_of_another_width(widths: tuple[int, int]) -> None:
+    attend, given = kernels("flash4"), inputs(4, 4, *widths)
+    query, value = (x[0].transpose(0, 1) for x in (given[0], given[2]))
+    assert takes(query, value)
+    fused = trained(attend, given, torch.bfloat16, None)
+    plain = trained(packed_attention, given, torch.float32, None)
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))

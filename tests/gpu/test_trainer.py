@@ -6,12 +6,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from keel.configs.schema import Dtype
+from keel.model.layers.flash4 import missing
 from keel.model.weight_transfer.buckets import unpack_flat
 from keel.rl.metrics import values
 from tests.gpu.marks import GPU
@@ -61,6 +63,25 @@ def test_half_precision_follows_float32_under_every_stage(ranks: Ranks, dtype: D
             assert first["train/skipped_steps"] == 0
             kind = getattr(torch, dtype)
             assert all(tensor.dtype == kind for tensor in result["after"].values())
+
+
+@pytest.mark.parametrize("kernels", ["torch", "flash4"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_is_compiled_and_kept_by_either_kernels(
+    ranks: Ranks, compiled: bool, kernels: Literal["torch", "flash4"]
+) -> None:
+    """Kept: `trainer.keep_attention`."""
+    if kernels == "flash4" and (why := missing(torch.device("cuda"))):
+        pytest.skip(why)
+    plain = values(training(1, dtype="bfloat16", attention_kernels="torch")(ranks)["metrics"][0])
+    for recomputed in (False, True):
+        how = {"activation_checkpointing": recomputed, "keep_attention": recomputed}
+        result = training(1, dtype="bfloat16", attention_kernels=kernels, compile=compiled, **how)(
+            ranks
+        )
+        first = values(result["metrics"][0])
+        assert first["loss"] == pytest.approx(plain["loss"], abs=0.01)
+        assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.03)
 
 
 def test_a_scale_of_the_loss_that_is_too_large_is_halved_and_its_steps_skipped(

@@ -21,7 +21,7 @@ from keel.model.ray_calls import CALL_S, bounded
 from keel.trainer.cluster.lookouts import reached
 from keel.trainer.cluster.nodes import cluster_nodes
 from keel.trainer.planning.choose import choose, said
-from keel.trainer.planning.lowering import Lowering
+from keel.trainer.planning.lowering import LOWERED, Lowering
 from keel.trainer.planning.options import Values, with_values
 from keel.trainer.planning.placement import Hardware, Node, allowed, place
 from keel.trainer.run import checkpoint
@@ -101,6 +101,7 @@ class Layouts:
             trainer,
             micro_batch_tokens=min(now.micro_batch_tokens, trainer.micro_batch_tokens),
             activation_checkpointing=now.activation_checkpointing,
+            keep_attention=now.keep_attention,
         )
         return replace(self.whole, trainer=trainer)
 
@@ -164,7 +165,7 @@ class Layouts:
         hardware = replace(self.hardware, nodes=tuple(n for n in free if n.gpus))
         left = frozenset(self.chosen)
         if self.lowering.times:
-            left -= {"trainer.micro_batch_tokens", "trainer.activation_checkpointing"}
+            left -= {f"trainer.{name}" for name in LOWERED}
         fixed = left - {RANKS, ENGINES}
         why = f"No layout of {self.least} ranks or more (trainer.min_ranks) finds room there"
         tries: Iterator[tuple[Config, frozenset[str]]] = (

@@ -43,6 +43,7 @@ from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
     Reference,
+    flash4_here,
     indexer_weight,
     recorded_routes,
     seen_tokens,
@@ -63,7 +64,7 @@ from keel.trainer.engine.zero import (
     zero_stage,
 )
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
-from keel.trainer.planning.families import check_expert_parallel, check_sequence_parallel
+from keel.trainer.planning.families import check_parallel
 from keel.trainer.planning.memory import context_tokens, summed_apart
 from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
@@ -112,18 +113,18 @@ class TrainerEngine:
         """What made gradients of the last `step` other than finite, on this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
 
+        self._flash4, note = flash4_here(config, self._device)
+        self._note(note)
         network = self._network = self._load(model_path, dtype)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
         self._replays = bool(routers) and config.algorithm.keep_routing
-        family = type(network.model).__name__
-        experts = getattr(routers[0], "num_experts", 0) if routers else 0
-        check_expert_parallel(trainer.expert_parallel, architecture=family, experts=experts)
         if trainer.activation_checkpointing:
-            self.recompute()
-        text = network.model.config.get_text_config()
+            self.recompute(keep_attention=trainer.keep_attention)
+        family, text = type(network.model).__name__, network.model.config.get_text_config()
+        experts = getattr(routers[0], "num_experts", 0) if routers else 0
         heads = text.num_attention_heads
-        check_sequence_parallel(trainer.sequence_parallel, architecture=family, heads=heads)
+        check_parallel(trainer, architecture=family, experts=experts, heads=heads)
         options = deepspeed_config(trainer, dtype, self._device, hidden_size=text.hidden_size)
         self._adam: torch.optim.AdamW
 
@@ -212,9 +213,9 @@ class TrainerEngine:
             drop_gradients(self._engine, self._network)
         return alone
 
-    def recompute(self) -> None:
+    def recompute(self, *, keep_attention: bool) -> None:
         """Compute activations again in backward passes from now on."""
-        self._network.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
         """`nll` of a batch of conversations (see `keel.rl.supervised.loss`), and `indexer/held` in
@@ -395,4 +396,5 @@ class TrainerEngine:
             attention=config.trainer.attention,
             indexer_loss=config.trainer.indexer_loss > 0,
             batch_invariant=config.model.batch_invariant,
+            flash4=self._flash4,
         )

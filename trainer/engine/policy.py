@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
-from keel.model.attention import Segments, use_packed_attention
+from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
 from keel.model.invariant.layers import use_invariant_layers
+from keel.model.layers.flash4 import INSTALL, missing
 from keel.model.layers.fused import use_fused_layers
 from keel.model.logprobs import (
     HeadInputs,
@@ -36,8 +37,32 @@ from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE, TokenNumbers
 from keel.trainer.engine.zero import initialize
+from keel.trainer.planning.memory import context_tokens
 
 Attention = Literal["sparse", "warm-up", "dense"]
+
+
+def flash4_here(config: Config, device: torch.device) -> tuple[bool, str]:
+    """Whether attention is FlashAttention-4's in this run, on this device; and a line about it
+    where only the package is missing.
+
+    Raises `RuntimeError` where the recipe asks for it in vain.
+    """
+    trainer, longest = config.trainer, context_tokens(config)
+    own = config.model.batch_invariant or config.model.dtype == "float32"
+    if own or not trainer.flash4(longest) or device.type != "cuda":
+        return False, ""
+    if not (why := missing(device)):
+        return True, ""
+    if trainer.attention_kernels == "flash4":
+        raise RuntimeError(f"trainer.attention_kernels = 'flash4': {why}. Leave it out (auto)")
+    if not why.startswith(INSTALL):
+        return False, ""
+    return False, (
+        f"{why}. Attention in contexts of {longest:,} tokens takes PyTorch's kernels, which are up "
+        "to half as fast. Install it, or set trainer.attention_kernels to torch to have it said no "
+        "more"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +174,12 @@ class PolicyNetwork(nn.Module):
         attention: Attention = "sparse",
         indexer_loss: bool = True,
         batch_invariant: bool = False,
+        flash4: bool = False,
     ) -> None:
         """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
         for a model to which it makes no difference. `attention` and `indexer_loss` are about a
         model with sparse attention: as in `trainer.attention`, and whether its indexers learn.
-        `batch_invariant`: by the engine's own kernels."""
+        `batch_invariant`: by the engine's own kernels. `flash4`: `use_packed_attention`."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -167,7 +193,7 @@ class PolicyNetwork(nn.Module):
             self.learning_indexers = len(own) if learning else 0
         use_sparse_attention(model)
         self._sparse, self._dense = bool(own), attention != "sparse"
-        use_packed_attention(model)
+        use_packed_attention(model, flash4=flash4)
         if batch_invariant:
             use_invariant_layers(model)
         else:
@@ -177,6 +203,11 @@ class PolicyNetwork(nn.Module):
         self.model = model
         self.config = model.config  # where DeepSpeed looks for facts about the experts
         self.temperature = temperature
+
+    def recompute(self, *, keep_attention: bool) -> None:
+        """Compute activations again in backward passes from now on, or all but attention's."""
+        kept = {"context_fn": attention_kept} if keep_attention else {}
+        self.model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
 
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probability [R] (float32) of each sampled token over its mask; entropy [R] of that

@@ -9,9 +9,10 @@ from typing import Any
 from keel.configs.auto import KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.trainer.planning.layouts import Layout, Search
-from keel.trainer.planning.memory import GIB, engine_sequences, gib, held_bytes
+from keel.trainer.planning.memory import GIB, context_tokens, engine_sequences, gib, held_bytes
 from keel.trainer.planning.options import Values, with_values
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, plan_on
@@ -214,6 +215,15 @@ class Reasons:
             again = self._other(activation_checkpointing=True)
             return f"{kept} of activations fit{self._beside}; with it: {self._against(again)}"
         return f"without it: {self._against(self._other(activation_checkpointing=False))}"
+
+    def _keep_attention(self) -> str:
+        trainer = self._config.trainer
+        if not trainer.activation_checkpointing:
+            return "of no effect without trainer.activation_checkpointing"
+        if not trainer.keep_attention and context_tokens(self._config) < LONG:
+            return f"it takes little of contexts below {LONG:,} tokens"
+        other = self._against(self._other(keep_attention=not trainer.keep_attention))
+        return f"{'without' if trainer.keep_attention else 'with'} it: {other}"
 
     def _compile(self) -> str:
         search, trainer = self._search, self._config.trainer

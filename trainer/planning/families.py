@@ -3,7 +3,7 @@ before it starts anything."""
 
 from __future__ import annotations
 
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config, ConfigError, TrainerConfig
 
 EXPERT_PARALLEL = (
     "DeepseekV2ForCausalLM",
@@ -114,6 +114,24 @@ def check_selects(config: Config, *, top_k: int, longest: int) -> None:
         f"{longest:,} tokens, and the indexers select {top_k:,}, so all of it would be selected "
         f"and none learned to choose. It needs {cure}{smaller}; trainer.attention=dense trains "
         "without them"
+    )
+
+
+def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
+    """Raise `ConfigError` for a model that cannot be spread over ranks as the recipe says."""
+    check_expert_parallel(trainer.expert_parallel, architecture=architecture, experts=experts)
+    check_sequence_parallel(trainer.sequence_parallel, architecture=architecture, heads=heads)
+
+
+def check_attention_kernels(config: Config, *, gpu: bool, flash4: bool, machine: str) -> None:
+    """Raise `ConfigError` for kernels that are not for this machine; `flash4`: whether its GPUs are
+    of the generations that FlashAttention-4 is for."""
+    if config.trainer.attention_kernels != "flash4" or (gpu and flash4):
+        return
+    lacks = f"{machine} is of another generation" if gpu else "no GPU is here"
+    raise ConfigError(
+        "trainer.attention_kernels = 'flash4': FlashAttention-4 is for GPUs of Hopper's and "
+        f"Blackwell's generations, and {lacks}. Leave it out (auto)"
     )
 
 

@@ -22,8 +22,12 @@ class Machine:
     host_bytes: float = 25e9
     """Between a GPU and its host's pinned memory: half of what PCIe 5 has. Assumed."""
     node_gpus: int = 8
+    flash4: bool = True
+    """Of the generations that FlashAttention-4 is for: Hopper and Blackwell."""
 
 
+FLASH4 = re.compile(r"G?[BH]\d")
+"""Names of data-centre GPUs of these generations; Blackwell's for desks have other kernels."""
 PCIE4, PCIE5 = 32.0, 64.0
 SHEETS: tuple[tuple[str, float, float, float], ...] = (
     ("GB300", 2500, 8.0, 900),
@@ -69,6 +73,7 @@ def machine_of(name: str) -> Machine:
                 flops=1e12 * tflops,
                 memory_bytes=1e12 * terabytes,
                 link_bytes=1e9 * link,
+                flash4=bool(FLASH4.match(part)),
             )
     default = Machine()
     return replace(default, name=f"{default.name} (Keel has no rates of {name})")

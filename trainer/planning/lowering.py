@@ -14,6 +14,8 @@ from keel.trainer.planning.memory import context_tokens
 from keel.trainer.planning.remembered import lower
 from keel.trainer.run.restarts import OutOfMemory
 
+LOWERED = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
+"""Of `trainer`: what is lowered."""
 MOST = 3
 """Times that a run is lowered: what still does not fit is no error of a few per cent."""
 
@@ -44,20 +46,16 @@ class Lowering:
             raise error
         before, self.config, self.times = self.config, smaller, self.times + 1
         trainer = smaller.trainer
-        lower(
-            self.folder,
-            {
-                "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
-                "trainer.activation_checkpointing": trainer.activation_checkpointing,
-            },
-        )
+        lower(self.folder, {f"trainer.{name}": getattr(trainer, name) for name in LOWERED})
         if trainer.micro_batch_tokens < before.trainer.micro_batch_tokens:
             was = before.trainer.micro_batch_tokens
             change = (
                 f"trainer.micro_batch_tokens is now {trainer.micro_batch_tokens:,}, not {was:,}"
             )
-        else:
+        elif trainer.activation_checkpointing > before.trainer.activation_checkpointing:
             change = "trainer.activation_checkpointing is now on"
+        else:
+            change = "trainer.keep_attention is now off"
         return f"{error}\nOut of memory: {change}, for the rest of the run"
 
 
@@ -96,13 +94,15 @@ class Repeating:
 
 
 def lowered(config: Config) -> Config | None:
-    """With micro-batches half as large, or of one trajectory; then with activation checkpointing.
-    None where both are done."""
+    """With micro-batches half as large, or of one trajectory; then with activation checkpointing,
+    and with nothing of attention kept. None where all is done."""
     trainer, least = config.trainer, context_tokens(config)
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))
     elif not trainer.activation_checkpointing:
         trainer = replace(trainer, activation_checkpointing=True)
+    elif trainer.keep_attention:
+        trainer = replace(trainer, keep_attention=False)
     else:
         return None
     return replace(config, trainer=trainer)

@@ -193,7 +193,10 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
     experts = kept_layers * expert_elements(facts) if facts.moe_layers else 0.0
     activations = activation_elements(
-        facts, compiled=trainer.compile, recompute=trainer.activation_checkpointing
+        facts,
+        compiled=trainer.compile,
+        recompute=trainer.activation_checkpointing,
+        attention=trainer.keep_attention,
     )
     parts = {
         "weights": width * (shard if stage == 3 else held),
@@ -297,18 +300,22 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     return gradients + HEAD_CHUNK_BYTES * facts.vocab_size
 
 
-def activation_elements(facts: ModelFacts, *, compiled: bool, recompute: bool) -> float:
+def activation_elements(
+    facts: ModelFacts, *, compiled: bool, recompute: bool, attention: bool
+) -> float:
     """What all layers hold at most for each token, in units of the compute dtype, without tokens at
     their experts.
 
     That is at the start of the backward pass: what every layer keeps (`layer_elements`), or with
-    recomputation the layers' inputs alone; all of the last layer's, once it is computed again; and
-    that layer's gradients, of which the MLP's two and the residual's exist at a time.
+    recomputation the layers' inputs alone, and what attention gave (`attention`); all of the last
+    layer's, once it is computed again; and that layer's gradients, of which the MLP's two and the
+    residual's exist at a time.
     """
     whole = layer_elements(facts)
     gradients = 2 * mlp_width(facts) + facts.hidden_size
     if recompute:
-        return facts.layers * facts.hidden_size + whole + gradients
+        kept = facts.hidden_size + (facts.attention_width if attention else 0)
+        return facts.layers * kept + whole + gradients
     kept = layer_elements(facts, compiled=compiled)
     return facts.layers * kept + (whole - kept) + gradients
 

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from keel.configs.schema import Config, RolloutConfig, TrainerConfig
+from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes
 from keel.trainer.planning.placement import Hardware
@@ -148,15 +149,30 @@ class Options:
         for stage in self.stages(ranks):
             gathers = stage.get("trainer.zero_stage", self.config.trainer.zero_stage) == 3
             for compiled in self._either("trainer.compile", allowed=self.compiles and not gathers):
-                for recomputed in self._either("trainer.activation_checkpointing"):
+                for recomputed in self._recomputed:
                     yield [{**stage, **compiled, **recomputed, **size} for size in sizes]
 
     def least(self, seats: Values) -> Iterator[Values]:
         """Of the ways to learn, those that need the least memory."""
         ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
-        knobs = {"trainer.compile": False, "trainer.activation_checkpointing": True}
+        knobs = {
+            "trainer.compile": False,
+            "trainer.activation_checkpointing": True,
+            "trainer.keep_attention": False,
+        }
         for stage in self.stages(ranks):
             yield {**stage, **self.open(knobs), **self.micro_batches(ranks)[-1]}
+
+    @property
+    def _recomputed(self) -> list[Values]:
+        """Nothing, all of a layer but attention, where that takes long, and all of it."""
+        knob, keep = "trainer.activation_checkpointing", "trainer.keep_attention"
+        found: list[Values] = []
+        for again in self._either(knob):
+            on = again.get(knob, self.config.trainer.activation_checkpointing)
+            takes_long = on and context_tokens(self.config) >= LONG
+            found += [{**again, **kept} for kept in self._either(keep, allowed=takes_long)]
+        return found
 
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
         if knob not in self.left:
@@ -224,6 +240,7 @@ class Options:
                 "rollout.gpu_memory_utilization": 0.5 if shared and not sleeps else most,
                 "rollout.max_num_seqs": 1,
                 "trainer.activation_checkpointing": True,
+                "trainer.keep_attention": False,
                 "trainer.micro_batch_tokens": context_tokens(config),
                 "trainer.offload_optimizer": True,
                 "trainer.offload_while_sampling": True,

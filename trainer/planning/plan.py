@@ -10,8 +10,8 @@ from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.trainer.planning.cures import cures
 from keel.trainer.planning.families import (
-    check_expert_parallel,
-    check_sequence_parallel,
+    check_attention_kernels,
+    check_parallel,
     check_warm_up,
 )
 from keel.trainer.planning.gpus import Machine
@@ -131,14 +131,14 @@ def make_plan(
             f"({facts.moe_layers} layers), and engine and trainer would choose different experts. "
             "Switch it on"
         )
-    check_expert_parallel(
-        config.trainer.expert_parallel, architecture=facts.architecture, experts=facts.experts
-    )
-    check_sequence_parallel(
-        config.trainer.sequence_parallel,
+    check_parallel(
+        config.trainer,
         architecture=facts.architecture,
+        experts=facts.experts,
         heads=facts.attention_heads,
     )
+    here = machine or Machine()
+    check_attention_kernels(config, gpu=gpu, flash4=here.flash4, machine=here.name)
     check_warm_up(config, architecture=facts.architecture, top_k=facts.index_top_k)
     algorithm, trainer = config.algorithm, config.trainer
     sequences = algorithm.prompts_per_step * algorithm.group_size

@@ -41,6 +41,10 @@ class Rates:
     attention_share: float = 0.27
     """Trainer: of the peak, by the GEMMs of attention. From trajectories of 4,096 tokens beside
     ones of 1,024."""
+    flash4_share: float = 0.66
+    flash4_tokens: float = 2000.0
+    """The same by FlashAttention-4's kernels: of `flash4_share` what a context's tokens are of
+    themselves and so many. From the kernels alone (docs/performance-history.md)."""
     layer_moves: float = 2.9
     """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
     Fitted, as are the four below, by benchmarks/training/scaling_fit.py."""
@@ -112,6 +116,13 @@ class Rates:
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
         return layers * passes(config) * micro_batches
+
+    def attention_of(self, config: Config, machine: Machine) -> float:
+        """Of the peak, by attention's GEMMs in contexts at their limit."""
+        longest = context_tokens(config)
+        if not (config.trainer.flash4(longest) and machine.flash4):
+            return self.attention_share
+        return self.flash4_share * longest / (longest + self.flash4_tokens)
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         """One step of an engine's host."""
@@ -277,7 +288,9 @@ def compute_seconds(
     share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
-    gemms = 2 * body_parameters(facts) / rates.gemm_share + attention / rates.attention_share
+    gemms = passes(config) * 2 * body_parameters(facts) / rates.gemm_share
+    attended = passes(config) - (trainer.activation_checkpointing and trainer.keep_attention)
+    gemms += attended * attention / rates.attention_of(config, machine)
     if trainer.expert_parallel > 1:
         facts = replace(facts, fused_experts=False)
     if trainer.compile:
@@ -288,7 +301,8 @@ def compute_seconds(
     moved *= facts.layers
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
     moved += expert_moves * facts.moe_layers * expert_elements(facts)
-    body = share * passes(config) * (gemms / machine.flops + moved * width / machine.memory_bytes)
+    moved *= passes(config)
+    body = share * (gemms / machine.flops + moved * width / machine.memory_bytes)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 0.0
     if not config.rollout.sampling.truncated:

@@ -1,0 +1,189 @@
+"""FlashAttention-4's kernels for packed rows, as operators of PyTorch: for GPUs of Hopper's and
+Blackwell's generations, and a package of its own (flash-attn-4).
+
+They take half as long as PyTorch's own (flash attention 2) from some 16,000 tokens on, both ways
+(docs/performance-history.md), and heads whose keys and values differ in width. The package has an
+autograd function, which a compiled layer cannot hold in its graph: here its two halves are
+operators that it can. Nobody has promised these halves; `check_kernels` looks at them first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GENERATIONS = (9, 10)
+"""Of CUDA's compute capability, the major number: Hopper and Blackwell."""
+PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)"
+_FORWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal lse out"
+_BACKWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal dq dk dv"
+_WINDOW = "window_size_left window_size_right"
+
+
+def keep_compiled(folder: Path) -> None:
+    """Kernels that are compiled from now on are kept for later runs. Before the package is loaded;
+    by itself it keeps none, or in a folder of /tmp that anybody could have made."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+
+
+def missing(device: torch.device) -> str:
+    """Why these kernels cannot run on this device; empty if they can."""
+    if device.type != "cuda":
+        return "they are for GPUs"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in GENERATIONS:
+        return f"they are for compute capability 9 and 10, and this GPU has {major}.{minor}"
+    return check_kernels()
+
+
+def check_kernels() -> str:
+    """What is missing of the package, wherever this runs; empty if nothing is."""
+    if not find_spec(PACKAGE.partition(".")[0]) or not find_spec(PACKAGE):
+        return f"{INSTALL} is not installed"
+    try:
+        kernels = _kernels()
+    except Exception as error:  # of compilers, drivers and packages of many makers
+        return f"{INSTALL} does not load: {type(error).__name__}: {error}"
+    for name, takes in (("_flash_attn_fwd", _FORWARD), ("_flash_attn_bwd", _BACKWARD)):
+        half = getattr(kernels, name, None)
+        known = inspect.signature(half).parameters if half else {}
+        if lost := [one for one in f"{takes} {_WINDOW}".split() if one not in known]:
+            return f"{INSTALL} has changed: {name} without {', '.join(lost)}"
+    return ""
+
+
+def takes(query: Tensor, value: Tensor) -> bool:
+    """Whether there are kernels for heads of these widths, in this precision: query [N, Hq, D],
+    value [N, Hkv, Dv]."""
+    if query.dtype not in (torch.float16, torch.bfloat16) or not query.is_cuda:
+        return False
+    widths = query.shape[-1], value.shape[-1]
+    if any(width % 8 for width in widths):
+        return False
+    if torch.cuda.get_device_capability(query.device)[0] == 9:
+        return max(widths) <= 256
+    return max(widths) <= 128 or widths == (192, 128)
+
+
+def attend4(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention inside segments: query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv] →
+    [N, Hq, Dv]. offsets: [S+1] int32; window: tokens, the token itself included."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    reach = -1 if window is None else window - 1
+    return _attend(query, key, value, offsets, longest, scale, reach)[0]
+
+
+def operator4() -> Any:
+    """As PyTorch's dispatcher knows it."""
+    return torch.ops.keel.flash4.default
+
+
+@torch.library.custom_op("keel::flash4", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    reach: int,
+) -> tuple[Tensor, Tensor]:
+    """And the logarithm of each softmax's sum, [Hq, N] float32. reach: tokens back; −1: all."""
+    out, lse = _made(query, value)
+    where = _where(offsets, longest, scale, reach)
+    _kernels()._flash_attn_fwd(query, key, value, **where, out=out, lse=lse, return_lse=True)
+    return out, lse
+
+
+@_attend.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return _made(query, value)
+
+
+@torch.library.custom_op("keel::flash4_backward", mutates_args=())
+def _backward(
+    slope: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    reach: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value. slope: [N, Hq, Dv]."""
+    found = {f"d{name}": _whole(x) for name, x in zip("qkv", (query, key, value), strict=True)}
+    where = _where(offsets, longest, scale, reach)
+    _kernels()._flash_attn_bwd(query, key, value, out, slope.contiguous(), lse, **where, **found)
+    return found["dq"], found["dk"], found["dv"]
+
+
+@_backward.register_fake
+def _(
+    slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _whole(query), _whole(key), _whole(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, offsets, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, offsets)
+
+
+def _slopes(ctx: Any, slope: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse, offsets = ctx.saved_tensors
+    found = _backward(slope, query, key, value, out, lse, offsets, *ctx.rest)
+    return *found, None, None, None, None
+
+
+_attend.register_autograd(_slopes, setup_context=_keep)
+
+
+def _made(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for an output and its logarithms."""
+    tokens, heads, _ = query.shape
+    out = query.new_empty((tokens, heads, value.shape[-1]))
+    return out, query.new_empty((heads, tokens), dtype=torch.float32)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _where(offsets: Tensor, longest: int, scale: float, reach: int) -> dict[str, Any]:
+    window = {} if reach < 0 else {"window_size_left": reach, "window_size_right": 0}
+    return {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": not window,
+        **window,
+    }
+
+
+@cache
+def _kernels() -> Any:
+    return import_module(f"{PACKAGE}.interface")

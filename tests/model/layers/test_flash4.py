@@ -1,0 +1,225 @@
+"""FlashAttention-4's kernels as operators: plain ones of the same signature stand in for them here,
+and tests/gpu/test_attention.py has the package's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen3Config
+
+from keel.configs.schema import TrainerConfig
+from keel.model import attention
+from keel.model.attention import Segments, attention_kept, use_packed_attention
+from keel.model.layers import flash4
+
+LENGTHS = (3, 17, 1, 9)
+SMALL: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+FAMILIES = {
+    "full": Qwen3Config(**SMALL),
+    "sliding": MistralConfig(**SMALL, sliding_window=5),
+}
+
+
+def weights_of(
+    query: Tensor, key: Tensor, causal: bool, scale: float, reach: int | None
+) -> tuple[Tensor, Tensor]:
+    """Scores of one segment in float64, and where they count: [H, N, N]."""
+    scores = torch.einsum("ihd,jhd->hij", query, key) * scale
+    step = torch.arange(len(query))
+    back = step[:, None] - step
+    far = (back < 0) if causal else (back < 0) | (back > (reach or 0))
+    return scores.masked_fill(far, -torch.inf), far
+
+
+def pieces(offsets: Tensor, *given: Tensor, heads: int) -> Iterator[list[Tensor]]:
+    """Of each segment: float64, every tensor with as many heads."""
+    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        cut = [x[start:stop].double() for x in given]
+        yield [x.repeat_interleave(heads // x.shape[1], 1) for x in cut]
+
+
+class Plain:
+    """What the package's module has."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _flash_attn_fwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        out: Tensor,
+        lse: Tensor,
+        return_lse: bool,
+    ) -> None:
+        self.calls.append("forward")
+        found: list[tuple[Tensor, Tensor]] = []
+        for query, key, value in pieces(cu_seqlens_q, q, k, v, heads=q.shape[1]):
+            scores, _ = weights_of(query, key, causal, softmax_scale, window_size_left)
+            found.append(
+                (torch.einsum("hij,jhd->ihd", scores.softmax(-1), value), scores.logsumexp(-1))
+            )
+        out.copy_(torch.cat([one for one, _ in found]))
+        lse.copy_(torch.cat([one for _, one in found], 1))
+
+    def _flash_attn_bwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        self.calls.append("backward")
+        start, heads = 0, q.shape[1]
+        for piece in pieces(cu_seqlens_q, q, k, v, out, dout, heads=heads):
+            query, key, value, given, slope = piece
+            part = slice(start, start + len(query))
+            start += len(query)
+            scores, far = weights_of(query, key, causal, softmax_scale, window_size_left)
+            weights = (scores - lse[:, part, None].double()).exp().masked_fill(far, 0)
+            of_weights = torch.einsum("ihd,jhd->hij", slope, value)
+            of_scores = weights * (of_weights - (slope * given).sum(-1).T[:, :, None])
+            of_keys = torch.einsum("hij,ihd->jhd", of_scores, query) * softmax_scale
+            of_values = torch.einsum("hij,ihd->jhd", weights, slope)
+            shared = (-1, heads // k.shape[1])
+            dq[part] = (torch.einsum("hij,jhd->ihd", of_scores, key) * softmax_scale).to(q.dtype)
+            dk[part] = of_keys.unflatten(1, shared).sum(2).to(k.dtype)
+            dv[part] = of_values.unflatten(1, shared).sum(2).to(v.dtype)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
+    kernels = Plain()
+    monkeypatch.setattr(flash4, "_kernels", lambda: kernels)
+    monkeypatch.setattr(attention, "takes", lambda query, value: True)
+    return kernels
+
+
+def trained(model: PreTrainedModel) -> list[Tensor]:
+    """Hidden states, and the gradient of every weight that has one."""
+    torch.manual_seed(1)
+    hidden = model.base_model(
+        torch.randint(0, 31, (1, sum(LENGTHS))),
+        position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        use_cache=False,
+        segments=Segments.of(LENGTHS),
+    ).last_hidden_state[0]
+    (hidden * torch.randn(hidden.shape)).sum().backward()
+    return [hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def with_kernels(model: PreTrainedModel) -> PreTrainedModel:
+    copy = deepcopy(model).train()
+    use_packed_attention(copy, flash4=True)
+    return copy
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * max(1.0, scale))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_attend_as_pytorchs_kernels_do(family: str, plain: Plain) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    model.train()
+    ours = with_kernels(model)
+    use_packed_attention(model)
+    close(trained(ours), trained(model))
+    assert plain.calls == ["forward", "forward", "backward", "backward"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_attention_gave_is_kept_where_the_rest_is_computed_again(
+    plain: Plain, compiled: bool
+) -> None:
+    """Compiled layers hold the operator in their one graph (`fullgraph`)."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["full"])
+    expected = trained(with_kernels(model))
+    for kept, forwards in ((True, 2), (False, 4)):
+        again = with_kernels(model)
+        options = {"context_fn": attention_kept} if kept else {}
+        again.gradient_checkpointing_enable({"use_reentrant": False, **options})
+        if compiled:
+            for layer in again.get_decoder().layers:  # pyright: ignore
+                layer.compile(backend="aot_eager", dynamic=True, fullgraph=True)
+        plain.calls.clear()
+        close(trained(again), expected)
+        assert [plain.calls.count(half) for half in ("forward", "backward")] == [forwards, 2]
+
+
+def test_pytorchs_own_attention_is_kept_too() -> None:
+    """Its operator is known by a private name; on a CPU there is none of its kernels."""
+    assert "varlen_attn" in str(attention.varlen_operator())
+    assert "keel::flash4" in str(flash4.operator4()).replace(".", "::", 1)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "longest", "wanted"),
+    [("auto", 4095, False), ("auto", 4096, True), ("torch", 9999, False), ("flash4", 9, True)],
+)
+def test_long_contexts_take_them_by_themselves(kernels: Any, longest: int, wanted: bool) -> None:
+    assert TrainerConfig(attention_kernels=kernels).flash4(longest) is wanted
+
+
+def test_a_package_that_is_missing_or_changed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "find_spec", lambda name: None)
+    assert flash4.check_kernels().endswith("is not installed")
+    monkeypatch.setattr(flash4, "find_spec", lambda name: object())
+    monkeypatch.setattr(flash4, "_kernels", Plain)
+    assert flash4.check_kernels() == ""
+    other = SimpleNamespace(_flash_attn_fwd=Plain._flash_attn_fwd, _flash_attn_bwd=lambda q, dq: 0)
+    monkeypatch.setattr(flash4, "_kernels", lambda: other)
+    assert "has changed: _flash_attn_bwd without cu_seqlens_q" in flash4.check_kernels()
+
+    def broken() -> None:
+        raise OSError("libcuda.so.1: cannot open")
+
+    monkeypatch.setattr(flash4, "_kernels", broken)
+    assert "does not load: OSError: libcuda.so.1" in flash4.check_kernels()
+
+
+def test_they_are_for_gpus() -> None:
+    assert flash4.missing(torch.device("cpu")) == "they are for GPUs"
+    assert not flash4.takes(torch.zeros(2, 4, 8), torch.zeros(2, 4, 8))
