@@ -147,6 +147,8 @@ def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: 
         rows[tokens:] = 0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= TENTH
+            if hasattr(layer.mlp, "experts"):  # a token's are averaged, and narrow
+                layer.mlp.experts.down_proj *= config.num_experts_per_tok
         spread = float(rows[len(MARKS) : tokens].float().std())
         model.model.norm.weight.fill_(sharpness / (spread * config.hidden_size**0.5))
     model.save_pretrained(folder)

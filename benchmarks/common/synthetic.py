@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.common.batch_shape import Row
 from keel.configs.schema import Config
@@ -20,7 +20,7 @@ from keel.model.routing.replay import record_routes
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, KeptSets
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.engine.policy import Inputs, PolicyNetwork
+from keel.trainer.engine.policy import Inputs
 
 
 def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -106,7 +106,6 @@ class SyntheticEngine(TrainerEngine):
         self._made = model
         super().__init__("made", config, **ranks)  # type: ignore[arg-type]
 
-    def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
+    def _read(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
         with self._device:
-            model = AutoModelForCausalLM.from_config(self._made, dtype=dtype)
-        return PolicyNetwork(model, temperature=1.0)
+            return AutoModelForCausalLM.from_config(self._made, dtype=dtype)

@@ -188,11 +188,12 @@ def peers(*, small: bool) -> Iterator[Case]:
 
 
 def long(shape: str, ranks: int, *, small: bool) -> Iterator[Case]:
-    """Trajectories of 32k tokens a rank and then 64k, one a micro-batch, spread over all ranks:
-    with FlashAttention-4's kernels (not on a CPU), with attention's results kept as well, and with
-    PyTorch's kernels."""
+    """Trajectories of 32k tokens a rank and then 64k, one a micro-batch, spread over all ranks.
+    With FlashAttention-4's kernels (not on a CPU) and PyTorch's, attention's results kept or not.
+    """
     unit = 64 if small else 1024
-    for flash4, kept in ((not small, True), (not small, False), (False, False)):
+    kinds = ((True, True), (True, False), (False, True), (False, False))
+    for flash4, kept in kinds[2 * small :]:
         for length in (32 * unit * ranks, 64 * unit * ranks):
             yield Case(
                 shape=shape,

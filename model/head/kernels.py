@@ -84,7 +84,9 @@ def logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
         return slope + 0.0 * z
 
 
-@triton.jit
+# Counts differ from batch to batch: a kernel of its own for those that 16 divides is not worth the
+# second that compiling it takes.
+@triton.jit(do_not_specialize=["last"])
 def _logits_kernel(
     out, hidden, weight, bias, token, ids, first, last, d, hidden_stride, weight_stride,
     scale, softcap, inverse_temperature,
@@ -149,7 +151,7 @@ def _span_kernel(
         tl.store(entropy + t, total - moment / mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def _coefficient_kernel(
     out, logits, ids, token, targets, lse, grad_logp, entries,
     scale, softcap, inverse_temperature,

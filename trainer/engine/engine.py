@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
+from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
 from keel.model.load import load_policy
@@ -65,7 +66,7 @@ from keel.trainer.engine.zero import (
 )
 from keel.trainer.nonfinite import Finding, Look, Skips, sound
 from keel.trainer.planning.families import check_parallel
-from keel.trainer.planning.memory import context_tokens, summed_apart
+from keel.trainer.planning.memory import summed_apart
 from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
 
@@ -388,13 +389,7 @@ class TrainerEngine:
             _LOG.warning(line)
 
     def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
-        config = self._config
-        return PolicyNetwork(
-            load_policy(model_path, dtype),
-            temperature=config.rollout.sampling.temperature,
-            context=context_tokens(config),
-            attention=config.trainer.attention,
-            indexer_loss=config.trainer.indexer_loss > 0,
-            batch_invariant=config.model.batch_invariant,
-            flash4=self._flash4,
-        )
+        return PolicyNetwork.of(self._read(model_path, dtype), self._config, flash4=self._flash4)
+
+    def _read(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+        return load_policy(model_path, dtype)

@@ -21,6 +21,7 @@ from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, KeptSets
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
+from keel.trainer.planning.memory import summed_apart
 
 _LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
@@ -101,16 +102,24 @@ def warm_up(
     batch = dummy_batch(network, routed=routed, truncated=truncated)
     inputs = Inputs.of(batch, device, part)
     layers: Any = network.model.get_decoder().layers
-    first = [one for one in layers[0].parameters() if one.requires_grad][:1]
+    head: Any = network.model.get_output_embeddings()
+    # Down to the first layer, through all others; kernels of the head's gradient are its own.
+    learning = [*layers[0].parameters(), *head.parameters()]
+    learning = [one for one in learning if one.requires_grad]
     try:
         if reference is not None:
             reference.logp(inputs)
         with recorded_routes(network, inputs) if routed else nullcontext():
             logp, *_ = network(inputs=inputs)
-            if first:
-                # Down to the first layer, through all others. Asked for like this, it is added to
-                # no parameter's gradient, and DeepSpeed is told of none.
-                torch.autograd.grad(logp.sum(), first, allow_unused=True)
+            if learning:
+                # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is told
+                # of none.
+                torch.autograd.grad(logp.sum(), learning, allow_unused=True)
+        if device.type == "cuda" and summed_apart(config.model.dtype, config.trainer):
+            from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415  (Triton: on GPUs)
+
+            sums = torch.zeros(1024, device=device)
+            add(sums, sums.to(torch.bfloat16))
     except torch.OutOfMemoryError as error:
         _LOG.info("not warmed up: %s", error)
     if device.type == "cuda":

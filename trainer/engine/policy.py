@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -203,6 +203,19 @@ class PolicyNetwork(nn.Module):
         self.model = model
         self.config = model.config  # where DeepSpeed looks for facts about the experts
         self.temperature = temperature
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: Config, *, flash4: bool) -> Self:
+        """As a run has it. flash4: as `flash4_here` says."""
+        return cls(
+            model,
+            temperature=config.rollout.sampling.temperature,
+            context=context_tokens(config),
+            attention=config.trainer.attention,
+            indexer_loss=config.trainer.indexer_loss > 0,
+            batch_invariant=config.model.batch_invariant,
+            flash4=flash4,
+        )
 
     def recompute(self, *, keep_attention: bool) -> None:
         """Compute activations again in backward passes from now on, or all but attention's."""
