@@ -3,12 +3,11 @@ FlashAttention-4's for Hopper.
 
     python -m benchmarks.training.attention --out DIR [--kernels torch fa4]
 
-The second kind needs the packages flash-attn-4 and nvidia-cutlass-dsl with its extra cu13, which
-Keel's requirements do not name: nothing else uses them. bfloat16, causal. A line for each kernel
-and row: milliseconds and TFLOP/s (of the half of the scores that causal attention needs; a backward
-pass counts 2.5 forward ones), seconds of the first call, in which kernels are compiled, whether
-gradients are the same twice, and how far outputs and gradients are from plain attention in float32,
-where that fits. Trainers use torch's: Keel has no knob for the other.
+The second kind needs the package flash-attn-4, which the extra `gpu` has. bfloat16, causal. A line
+for each kernel and row: milliseconds and TFLOP/s (of the half of the scores that causal attention
+needs; a backward pass counts 2.5 forward ones), seconds of the first call, in which kernels are
+compiled, whether gradients are the same twice, and how far outputs and gradients are from plain
+attention in float32, where that fits. Which of the two a trainer uses: `trainer.attention_kernels`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.revision import commit
+from keel.model.layers.flash4_probe import plain
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 ROWS = (
@@ -81,15 +81,6 @@ def timed(run: Callable[[], object]) -> float:
     return min(found[1:])
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Of one segment."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-    return torch.einsum("hij,jhd->ihd", weights, v)
-
-
 def measure(
     attend: Attend, heads: int, of_keys: int, width: int, length: int, count: int
 ) -> dict[str, Any]:
@@ -127,7 +118,7 @@ def measure(
     }
     if length <= PLAIN:
         exact = [x[:length].detach().float().requires_grad_() for x in given]
-        output = plain(exact[0], exact[1], exact[2])
+        output = plain(exact[0], exact[1], exact[2], [length])
         slopes = torch.autograd.grad(output, exact, slope[:length].float())
         pairs = [(forward().detach(), output.detach()), *zip(once, slopes, strict=True)]
         row["off"] = [float((a[:length] - b).norm() / b.norm()) for a, b in pairs]

@@ -84,8 +84,6 @@ def logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
         return slope + 0.0 * z
 
 
-# Counts differ from batch to batch: a kernel of its own for those that 16 divides is not worth the
-# second that compiling it takes.
 @triton.jit(do_not_specialize=["last"])
 def _logits_kernel(
     out, hidden, weight, bias, token, ids, first, last, d, hidden_stride, weight_stride,

@@ -66,12 +66,16 @@ def takes(query: Tensor, value: Tensor) -> bool:
     value [N, Hkv, Dv]."""
     if query.dtype not in (torch.float16, torch.bfloat16) or not query.is_cuda:
         return False
-    widths = query.shape[-1], value.shape[-1]
-    if any(width % 8 for width in widths):
+    return fits(query.shape[-1], value.shape[-1], query.device)
+
+
+def fits(width: int, of_values: int, device: torch.device) -> bool:
+    """Whether a GPU has such kernels."""
+    if width % 8 or of_values % 8:
         return False
-    if torch.cuda.get_device_capability(query.device)[0] == 9:
-        return max(widths) <= 256
-    return max(widths) <= 128 or widths == (192, 128)
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        return max(width, of_values) <= 256
+    return max(width, of_values) <= 128 or (width, of_values) in ((192, 128), (256, 256))
 
 
 def attend4(

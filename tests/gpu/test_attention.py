@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keel.model.attention import Segments, packed_attention, packed_attention4
 from keel.model.layers.flash4 import missing, takes
+from keel.model.layers.flash4_probe import HeadShape, disagreement
 from tests.gpu.marks import GPU
 
 pytestmark = GPU
@@ -68,3 +69,16 @@ def test_flash4_is_for_wide_heads_and_for_values_of_another_width(widths: tuple[
     plain = trained(packed_attention, given, torch.float32, None)
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
+
+
+def test_flash4_may_be_trusted_with_the_heads_of_known_models() -> None:
+    """Qwen3's, Qwen2.5's, DeepSeek's, and Gemma's with windows."""
+    kernels("flash4")
+    shapes = (
+        HeadShape(16, 8, 128, 128),
+        HeadShape(14, 2, 64, 64),
+        HeadShape(16, 16, 192, 128),
+        HeadShape(8, 4, 256, 256, window=24),
+    )
+    for shape in shapes:
+        assert disagreement((shape,), torch.device("cuda"), torch.bfloat16) == ""

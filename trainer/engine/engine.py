@@ -114,8 +114,6 @@ class TrainerEngine:
         """What made gradients of the last `step` other than finite, on this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
 
-        self._flash4, note = flash4_here(config, self._device)
-        self._note(note)
         network = self._network = self._load(model_path, dtype)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
@@ -384,12 +382,15 @@ class TrainerEngine:
         return {**layout_of(self._config), "device": self._device.type}
 
     def _note(self, line: str) -> None:
-        if line:
+        if line and line not in self.notes:
             self.notes.append(line)
             _LOG.warning(line)
 
     def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
-        return PolicyNetwork.of(self._read(model_path, dtype), self._config, flash4=self._flash4)
+        model = self._read(model_path, dtype)
+        flash4, note = flash4_here(self._config, model, self._device)
+        self._note(note)
+        return PolicyNetwork.of(model, self._config, flash4=flash4)
 
     def _read(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
         return load_policy(model_path, dtype)

@@ -19,6 +19,7 @@ from keel.model.device import to_device
 from keel.model.head.module import SupportHead, install_support_head
 from keel.model.invariant.layers import use_invariant_layers
 from keel.model.layers.flash4 import INSTALL, missing
+from keel.model.layers.flash4_probe import disagreement, head_shapes
 from keel.model.layers.fused import use_fused_layers
 from keel.model.logprobs import (
     HeadInputs,
@@ -42,17 +43,18 @@ from keel.trainer.planning.memory import context_tokens
 Attention = Literal["sparse", "warm-up", "dense"]
 
 
-def flash4_here(config: Config, device: torch.device) -> tuple[bool, str]:
-    """Whether attention is FlashAttention-4's in this run, on this device; and a line about it
-    where only the package is missing.
+def flash4_here(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
+    """Whether `model`'s attention is FlashAttention-4's in this run, on this device; and a line
+    about it where only the package is not as it should be.
 
     Raises `RuntimeError` where the recipe asks for it in vain.
     """
     trainer, longest = config.trainer, context_tokens(config)
-    own = config.model.batch_invariant or config.model.dtype == "float32"
+    own = config.model.batch_invariant or model.dtype == torch.float32
     if own or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
-    if not (why := missing(device)):
+    why = missing(device) or disagreement(head_shapes(model), device, model.dtype)
+    if not why:
         return True, ""
     if trainer.attention_kernels == "flash4":
         raise RuntimeError(f"trainer.attention_kernels = 'flash4': {why}. Leave it out (auto)")
@@ -60,8 +62,7 @@ def flash4_here(config: Config, device: torch.device) -> tuple[bool, str]:
         return False, ""
     return False, (
         f"{why}. Attention in contexts of {longest:,} tokens takes PyTorch's kernels, which are up "
-        "to half as fast. Install it, or set trainer.attention_kernels to torch to have it said no "
-        "more"
+        "to half as fast. Set trainer.attention_kernels to torch to have it said no more"
     )
 
 

@@ -41,10 +41,10 @@ class Rates:
     attention_share: float = 0.27
     """Trainer: of the peak, by the GEMMs of attention. From trajectories of 4,096 tokens beside
     ones of 1,024."""
-    flash4_share: float = 0.66
+    flash4_share: float = 0.62
     flash4_tokens: float = 2000.0
     """The same by FlashAttention-4's kernels: of `flash4_share` what a context's tokens are of
-    themselves and so many. From the kernels alone (docs/performance-history.md)."""
+    themselves and so many. From the kernels alone, and steps on 32,768 and 65,536 tokens (H100)."""
     layer_moves: float = 2.9
     """Trainer: how often a pass moves what `elementwise_numbers` counts between GPU and memory.
     Fitted, as are the four below, by benchmarks/training/scaling_fit.py."""

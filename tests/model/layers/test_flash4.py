@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from keel.configs.schema import TrainerConfig
 from keel.model import attention
 from keel.model.attention import Segments, attention_kept, use_packed_attention
-from keel.model.layers import flash4
+from keel.model.layers import flash4, flash4_probe
+from keel.model.layers.flash4_probe import HeadShape, disagreement, head_shapes
 
 LENGTHS = (3, 17, 1, 9)
 SMALL: dict[str, Any] = {
@@ -218,6 +225,60 @@ def test_a_package_that_is_missing_or_changed_is_said(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(flash4, "_kernels", broken)
     assert "does not load: OSError: libcuda.so.1" in flash4.check_kernels()
+
+
+LATENT = DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4})
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [
+        (FAMILIES["full"], [(4, 2, 8, 8, None)]),
+        (FAMILIES["sliding"], [(4, 2, 8, 8, 5)]),
+        (LATENT, [(4, 4, 192, 128, None)]),
+        (
+            Qwen3Config(
+                **SMALL,
+                sliding_window=6,
+                use_sliding_window=True,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+            [(4, 2, 8, 8, None), (4, 2, 8, 8, 6)],
+        ),
+    ],
+)
+def test_the_shapes_of_a_models_heads(config: Any, shapes: list[Any]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert list(head_shapes(model)) == shapes
+
+
+def test_kernels_with_wrong_gradients_are_found_out(
+    plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash4_probe, "fits", lambda *_: True)
+    cpu = torch.device("cpu")
+    shapes = (HeadShape(4, 2, 8, 8), HeadShape(4, 2, 16, 8, window=9))
+
+    def found() -> str:
+        disagreement.cache_clear()
+        return disagreement(shapes, cpu, torch.float32)
+
+    assert found() == ""
+    right = plain._flash_attn_bwd
+
+    def wrong(*given: Any, dk: Tensor, **options: Any) -> None:
+        right(*given, dk=dk, **options)
+        if "window_size_left" in options:
+            dk *= 1.2
+
+    monkeypatch.setattr(plain, "_flash_attn_bwd", wrong)
+    said = "gradients of K that are off by 20% for 4 and 2 heads of 16 and 8, windows of 9"
+    assert found().endswith(said)
+    monkeypatch.setattr(plain, "_flash_attn_fwd", lambda *_, out, **options: out.zero_())
+    assert "gives results that are off by 100%" in found()
+    monkeypatch.setattr(flash4_probe, "fits", lambda *_: False)  # PyTorch's take their place
+    assert found() == ""
 
 
 def test_they_are_for_gpus() -> None:
