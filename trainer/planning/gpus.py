@@ -26,7 +26,7 @@ class Machine:
     """Of the generations that FlashAttention-4 is for: Hopper and Blackwell."""
 
 
-FLASH4 = re.compile(r"G?[BH]\d")
+FLASH4 = re.compile(r"\bG?[BH]\d")
 """Names of data-centre GPUs of these generations; Blackwell's for desks have other kernels."""
 PCIE4, PCIE5 = 32.0, 64.0
 SHEETS: tuple[tuple[str, float, float, float], ...] = (
@@ -73,7 +73,8 @@ def machine_of(name: str) -> Machine:
                 flops=1e12 * tflops,
                 memory_bytes=1e12 * terabytes,
                 link_bytes=1e9 * link,
-                flash4=bool(FLASH4.match(part)),
+                flash4=bool(FLASH4.search(name)),
             )
     default = Machine()
-    return replace(default, name=f"{default.name} (Keel has no rates of {name})")
+    whose = f"{default.name} (Keel has no rates of {name})"
+    return replace(default, name=whose, flash4=bool(FLASH4.search(name)))

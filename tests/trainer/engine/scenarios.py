@@ -139,6 +139,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "plain": training(0),
         "accumulated": training(0, tokens=TIGHT),
         "recomputed": training(0, activation_checkpointing=True),
+        "recomputed but attention": training(0, activation_checkpointing=True, keep_attention=True),
         "compiled": training(0, tokens=TIGHT, compile=True),
         "warm": training(0, warm=True),
         "warm sparse": training(0, model="sparse", warm=True),

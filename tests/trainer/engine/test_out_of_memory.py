@@ -135,6 +135,9 @@ def test_at_the_floor_activations_are_computed_again(
         for name, tensor in learner.weights().items()
     )
     assert lowered(lowering.config) is None
+    trainer = replace(lowering.config.trainer, keep_attention=True)
+    last = lowered(replace(lowering.config, trainer=trainer))
+    assert last == lowering.config
 
 
 @pytest.mark.e2e

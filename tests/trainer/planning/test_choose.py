@@ -292,6 +292,30 @@ def test_what_waits_in_a_machines_memory_has_to_fit_there(shapes: dict[str, Mode
         choose(said, frozenset(), shapes["8b"], on(64.0, gpus=2))
 
 
+def test_attention_is_kept_where_it_takes_long_and_fits(shapes: dict[str, ModelFacts]) -> None:
+    """And activations are computed again: where they fit, nothing is."""
+
+    def chosen(tokens: int, gib: float, **left: Any) -> tuple[Any, str]:
+        rollout = replace(recipe().rollout, sampling=SamplingConfig(max_tokens=tokens, top_k=512))
+        config = replace(recipe(), rollout=rollout)
+        choice = choose(
+            with_values(config, left), KNOBS - set(left), shapes["1.7b"], machine(1, gib)
+        )
+        trainer = choice.config.trainer
+        kept = (trainer.activation_checkpointing, trainer.keep_attention)
+        return kept, choice.reasons["trainer.keep_attention"]
+
+    assert chosen(30_000, 79.0)[0] == (True, True)
+    assert "slower" in chosen(30_000, 79.0)[1]
+    assert chosen(1_000, 139.0)[0] == (False, False)
+    assert "of no effect" in chosen(1_000, 139.0)[1]
+    again = {"trainer.activation_checkpointing": True}
+    assert chosen(1_000, 139.0, **again)[0] == (True, False)
+    assert "contexts below 4,096" in chosen(1_000, 139.0, **again)[1]
+    # Where the memory for it is lacking, nothing is refused that fits without.
+    assert chosen(30_000, 26.0) == ((True, False), "with it: does not fit")
+
+
 def test_what_is_chosen_keeps_to_batch_invariant_kernels(shapes: dict[str, ModelFacts]) -> None:
     """No compiled layers and no ZeRO-3, where it would have taken them: on one GPU, and on eight
     small ones."""

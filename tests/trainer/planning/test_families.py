@@ -22,6 +22,7 @@ from keel.model.embedded.tokenizer import build_tokenizer
 from keel.trainer.planning.families import (
     CPU_HEADS,
     NOT_IN_FLOAT16,
+    check_attention_kernels,
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
@@ -95,6 +96,21 @@ def test_a_recipe_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"model.dtype = 'float16': .*of type gemma3_text"):
         prepare(str(path), ["run.device=cpu"])
+
+
+def test_flash_attention_4_is_refused_where_it_has_no_kernels() -> None:
+    def check(kernels: Any, *, gpu: bool, flash4: bool) -> None:
+        trainer = TrainerConfig(attention_kernels=kernels)
+        config = Config(data=DataConfig(sources=(SUMS,)), trainer=trainer)
+        check_attention_kernels(config, gpu=gpu, flash4=flash4, machine="NVIDIA A100")
+
+    check("flash4", gpu=True, flash4=True)
+    for kernels in ("auto", "torch"):
+        check(kernels, gpu=False, flash4=False)
+    with pytest.raises(ConfigError, match=r"'flash4': .* generations, and NVIDIA A100 is of ano"):
+        check("flash4", gpu=True, flash4=False)
+    with pytest.raises(ConfigError, match=r"trainer\.attention_kernels = 'flash4': .*no GPU is he"):
+        check("flash4", gpu=False, flash4=True)
 
 
 def test_sparse_attention_is_refused_where_vllm_has_no_kernels_for_it() -> None:

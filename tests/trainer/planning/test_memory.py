@@ -106,6 +106,11 @@ FLOWING = 2 * MLP + 1000
         ({"activation_checkpointing": True}, 10 * 1000 + WHOLE + FLOWING),
         ({"compile": True}, 10 * WHOLE - 9 * (2 * 1000 + 2 * MLP) + FLOWING),
         ({"compile": True, "activation_checkpointing": True}, 10 * 1000 + WHOLE + FLOWING),
+        (
+            {"activation_checkpointing": True, "keep_attention": True},
+            10 * (1000 + 1000) + WHOLE + FLOWING,
+        ),
+        ({"keep_attention": True}, 10 * WHOLE + FLOWING),
     ],
 )
 def test_what_layers_keep(options: dict[str, Any], numbers: float) -> None:

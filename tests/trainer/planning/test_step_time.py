@@ -202,6 +202,27 @@ def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:
     assert make_plan(config, moe, gpu=False).time is None
 
 
+def test_attention_in_long_contexts_is_estimated_by_its_kernels_and_by_what_is_kept(
+    moe: ModelFacts,
+) -> None:
+    """Seconds of attention alone: 32,768 tokens, of which each sees half, in 4 passes."""
+    longest, tokens = 32_768, 65_536
+
+    def seconds(machine: Machine = Machine(), **trainer: Any) -> float:  # noqa: B008  (frozen)
+        config = recipe(prompt=longest - 896, activation_checkpointing=True, **trainer)
+        return compute_seconds(config, moe, tokens, 2, machine, Rates())
+
+    flops = 2 * moe.attention_width * longest * moe.layers * tokens / Machine().flops
+    at = {"torch": 0.27, "flash4": 0.62 * longest / (longest + 2000)}
+    torch, flash4 = (seconds(attention_kernels=name) for name in at)
+    assert torch - flash4 == pytest.approx(4 * flops * (1 / at["torch"] - 1 / at["flash4"]))
+    assert seconds() == flash4
+    assert seconds(replace(Machine(), flash4=False)) == torch
+    for name, whole in zip(at, (torch, flash4), strict=True):
+        kept = seconds(attention_kernels=name, keep_attention=True)
+        assert whole - kept == pytest.approx(flops / at[name])
+
+
 @pytest.mark.parametrize(
     ("driver", "sheet", "tflops", "terabytes"),
     [
@@ -225,10 +246,11 @@ def test_a_gpu_is_known_by_its_drivers_name(
     found = machine_of(driver)
     assert found.name == f"NVIDIA {sheet}"
     assert (found.flops, found.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
+    assert found.flash4 == (sheet[0] in "GH")  # Hopper and Blackwell
 
 
 def test_of_a_gpu_that_is_not_known_the_plan_says_whose_rates_it_has() -> None:
     assert machine_of("") == Machine()
     found = machine_of("NVIDIA T4")
-    assert found.flops == Machine().flops
+    assert found.flops == Machine().flops and not found.flash4
     assert found.name == "NVIDIA H200 (Keel has no rates of NVIDIA T4)"
