@@ -65,16 +65,16 @@ class TrainerConfig:
     over a step's tokens. It reaches the indexers alone; 0: they stay as they are."""
     attention_kernels: Literal["auto", "torch", "flash4"] = "auto"
     """On GPUs: PyTorch's (flash attention 2), or FlashAttention-4's, on Hopper and Blackwell: up to
-    twice as fast over long contexts. auto: the latter where a context may have 4,096 tokens and
-    the package is there."""
+    twice as fast over long contexts. auto: the latter where a context may have 4,096 tokens, the
+    package is there and its gradients are right for the model's heads, which a rank tries first."""
     activation_checkpointing: bool = False
     """Compute the activations of decoder layers again in the backward pass: less memory, about a
     third more work. auto: where they would not fit, or in too small micro-batches; never on a
     CPU."""
     keep_attention: bool = False
     """With `activation_checkpointing`: what attention gave is kept, not computed again: a layer's
-    input once more in memory, in contexts of 32,768 tokens and more a fifth less time. auto: where
-    a context may have 4,096 tokens and it fits; never on a CPU."""
+    input once more in memory, and a seventh less time at 65,536 tokens. auto: where a context may
+    have 4,096 tokens, it saves 2 % of a step and fits; never on a CPU."""
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2).
     auto: where it saves more in the run's steps than the 30 s that it takes at their start, of

@@ -74,5 +74,5 @@ def test_what_is_lacking_costs_time_and_is_said_where_it_can_be_mended(
     found[what] = why
     wanted, line = here(config())
     assert not wanted and said in line and bool(line) == bool(said)
-    with pytest.raises(RuntimeError, match="trainer.attention_kernels = 'flash4': "):
+    with pytest.raises(RuntimeError, match=r"trainer\.attention_kernels = 'flash4': "):
         here(config(kernels="flash4"))
