@@ -176,7 +176,7 @@ def test_they_attend_as_pytorchs_kernels_do(family: str, plain: Plain) -> None:
     assert plain.calls == ["forward", "forward", "backward", "backward"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.e2e)])
 def test_what_attention_gave_is_kept_where_the_rest_is_computed_again(
     plain: Plain, compiled: bool
 ) -> None:
