@@ -39,7 +39,7 @@ from keel.trainer.cluster.watch import Watch, watched
 from keel.trainer.feed import wait_for
 from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import Lowering
-from keel.trainer.planning.memory import certain_cache
+from keel.trainer.planning.memory import certain_cache, start_together
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
 from keel.trainer.prepare import EMBEDDED, Task, length_rules
 from keel.trainer.run.restarts import Lost
@@ -194,9 +194,10 @@ def running(
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
         with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
-            # An engine that measures what is left for its KV cache takes all that the GPU has lost
-            # meanwhile for its own use; one that will sleep may need all the memory.
-            first = bool(seats and seats.placement.shared) and (sleep or not spec.cache_bytes)
+            taken = task.hardware.taken_gib
+            first = bool(seats and seats.placement.shared) and not (
+                size and start_together(config, task.facts, size, taken)
+            )
             warnings = start_both(
                 pool, ranks, both, watch, wait, engines_first=first, warm=not sleep
             )

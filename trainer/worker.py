@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from keel.trainer.engine.engine import TrainerEngine
 
 LOG_LINES = 15
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""An entry for each GPU of the machine, whichever of them a process may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,16 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
         for share, batch in zip(shares, packed, strict=True):
             share.append(batch)
     return shares
+
+
+def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) -> int:
+    """Of a rank whose optimizer is in host memory, among `ranks` of a run: its part of the
+    machine's `cores`. Ray has it do with one, by which a step of billions of parameters takes
+    seconds. gpus: of the machine, as the driver says."""
+    if gpus is None:
+        gpus = sum(1 for _ in DRIVER.iterdir()) if DRIVER.is_dir() else 0
+    here = min(ranks, gpus or ranks)
+    return max(1, (cores or len(os.sched_getaffinity(0))) // here)
 
 
 class TrainerWorker:
@@ -166,6 +178,8 @@ class TrainerWorker:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         if not torch.cuda.is_available():
             torch.set_num_threads(config.trainer.threads)
+        elif config.trainer.offload_optimizer:
+            torch.set_num_threads(host_threads(config.trainer.ranks))
 
         from keel.model.weight_transfer.sender import Sender  # noqa: PLC0415
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)

@@ -22,7 +22,7 @@ from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
 from keel.trainer.learner import Learner, Limit
 from keel.trainer.run.restarts import Lost
-from keel.trainer.worker import last_lines, shares
+from keel.trainer.worker import host_threads, last_lines, shares
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
 from tests.waiting import PATIENCE_S
@@ -276,3 +276,14 @@ def test_ranks_are_told_of_the_engines_kernels_before_they_import_anything(
         == [{"num_cpus": 1, "num_gpus": 0.5, "runtime_env": {"env_vars": variables}}]
         * config.trainer.ranks
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "threads"),
+    [(1, 1, 32), (8, 8, 4), (16, 8, 4), (2, 8, 16), (64, 64, 1), (4, 0, 8)],
+)
+def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
+    ranks: int, gpus: int, threads: int
+) -> None:
+    """Ray would have each do with one."""
+    assert host_threads(ranks, gpus, cores=32) == threads

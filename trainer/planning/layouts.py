@@ -22,6 +22,7 @@ from keel.trainer.planning.memory import (
     ENGINE_SPARE,
     ENGINE_SPARE_GIB,
     GIB,
+    RANK_SPARE,
     DoesNotFit,
     Memory,
     engine_memory,
@@ -37,9 +38,6 @@ from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
 TIE = 1.02
 CURES_TRIED = 400
 """Changes to a recipe that fits nowhere, each with all that it leaves open to be tried."""
-SPARE = 1.06
-"""Of a rank's memory: the model says up to 2 % too little (docs/scaling.md), and no trajectory is
-like another."""
 KV_SPARE = 1.25
 """What an engine's cache may be larger than its completions (rollout/engine/kv_cache.py)."""
 MOST_SHARE, MOST_SHARE_AT_ALL = 0.92, 0.95
@@ -93,7 +91,11 @@ class Strict:
 
 SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.sleep")
 """Of the knobs that may be open, those by which GPUs are handed out."""
-WAYS = (Strict(spare=SPARE, most_share=MOST_SHARE, fewer=False), Strict(), Strict(offload=True))
+WAYS = (
+    Strict(spare=RANK_SPARE, most_share=MOST_SHARE, fewer=False),
+    Strict(),
+    Strict(offload=True),
+)
 
 
 class Search:

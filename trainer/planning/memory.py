@@ -21,6 +21,11 @@ TRAINER_PROCESS_GIB = 1.2
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU: context, kernels and NCCL, and an engine's CUDA graphs. Assumed for an engine; of a rank
 what the driver had given away beside PyTorch's allocator, the same in every measured step."""
+OF_A_STEP = ("activations", "experts' tokens", "support head", "new gradients")
+"""Parts of a rank's memory that it has not before its first step."""
+RANK_SPARE = 1.06
+"""Of a rank's memory: the model says up to 2 % too little (docs/scaling.md), and no trajectory is
+like another."""
 ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
 """Of an engine's memory beside the KV cache, which nobody has measured."""
 TRAINER_UNUSED_GIB = 1.5
@@ -157,6 +162,18 @@ def certain_cache(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
     left = config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
     return int(left) if left >= cache else 0
+
+
+def start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
+    """Whether an engine and a rank that share a GPU have room there while both start: an engine
+    wants all of its share free, and none that measures what is left for its cache may be disturbed
+    (`certain_cache`). `taken_gib`: by processes of others."""
+    if config.rollout.sleep or not certain_cache(config, facts, gpu_gib):
+        return False
+    rank = trainer_memory(config, facts, gpu=True)
+    holds = rank.total - sum(rank.parts.get(name, 0.0) for name in OF_A_STEP)
+    share = config.rollout.gpu_memory_utilization * gpu_gib
+    return share + RANK_SPARE * holds / GIB <= gpu_gib - taken_gib
 
 
 def within(memory: Memory, budget: float) -> Memory:

@@ -69,6 +69,9 @@ class Rates:
     summed_bytes: float = 14.0
     """The same where it is added in one pass (trainer/engine/deepspeed_internals.py). From another
     profile."""
+    host_adam_s: float = 3.5e-10
+    """AdamW in host memory (`trainer.offload_optimizer`), for each parameter of a rank's share: 28
+    bytes at 80 GB/s, assumed. One core alone takes 1.2e-9 (measured, an Intel Xeon)."""
     update_s: float = 9e-3
     """An update's beginning and end. Measured (benchmarks/transfer.py), as is:"""
     turn_s: float = 0.05
@@ -310,13 +313,15 @@ def compute_seconds(
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
     one_pass = summed_apart(config.model.dtype, trainer)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
-    weights += (
-        rates.optimizer_bytes
-        * facts.parameters
-        / trainer.ranks
-        * config.algorithm.updates_per_batch
-    )
-    return body + head / (machine.flops * rates.head_mfu) + weights / machine.memory_bytes
+    owned = facts.parameters / trainer.ranks
+    updates = config.algorithm.updates_per_batch
+    updating = updates * owned * rates.optimizer_bytes / machine.memory_bytes
+    if trainer.offload_optimizer:
+        # Gradients are added up there, float32, by way of the GPU; new weights come back.
+        crossing = 8 * micro_batches + width * updates
+        updating = owned * (updates * rates.host_adam_s + crossing / machine.host_bytes)
+    head /= machine.flops * rates.head_mfu
+    return body + head + weights / machine.memory_bytes + updating
 
 
 def elementwise_numbers(facts: ModelFacts) -> float:

@@ -27,6 +27,7 @@ from keel.trainer.planning.memory import (
     certain_cache,
     engine_memory,
     held_bytes,
+    start_together,
     support_head_bytes,
 )
 from keel.trainer.planning.placement import Hardware
@@ -180,6 +181,22 @@ def test_a_share_with_room_for_every_answer_leaves_the_cache_what_nobody_has_to_
     just = (parts["KV cache"] + 1.1 * beside + GIB) / GIB / 0.5
     assert certain_cache(config, DENSE, just + 0.01) >= parts["KV cache"]
     assert certain_cache(config, DENSE, just - 0.01) == 0
+
+
+def test_engine_and_rank_start_together_where_neither_takes_what_the_other_wants() -> None:
+    """The engine its share, and the rank what it holds before its first step."""
+    rollout = {"gpu_memory_utilization": 0.5}
+    config = recipe(rollout=rollout, micro_batch_tokens=8000)
+    parts = plan(config).trainer.parts
+    there = 1.06 * sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
+    enough = 2 * there / GIB
+    assert enough > 40  # so that the engine's cache is certain
+    assert start_together(config, DENSE, enough + 0.1, 0.0)
+    assert not start_together(config, DENSE, enough - 0.1, 0.0)
+    assert not start_together(config, DENSE, enough + 0.1, 1.0)
+    assert start_together(config, DENSE, enough + 2.1, 1.0)
+    assert not start_together(recipe(rollout={**rollout, "sleep": True}), DENSE, 80.0, 0.0)
+    assert not start_together(recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0)
 
 
 def test_an_engine_that_cannot_hold_one_trajectory_is_refused_with_its_sum() -> None:

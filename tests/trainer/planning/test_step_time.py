@@ -223,6 +223,20 @@ def test_attention_in_long_contexts_is_estimated_by_its_kernels_and_by_what_is_k
         assert whole - kept == pytest.approx(flops / at[name])
 
 
+def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelFacts) -> None:
+    def seconds(micro_batches: int, *, away: bool) -> float:
+        trainer: dict[str, Any] = {"ranks": 2, "zero_stage": 1, "offload_optimizer": away}
+        config = recipe(**trainer)
+        return compute_seconds(config, moe, 65_536, micro_batches, Machine(), Rates())
+
+    owned, sums = moe.parameters / 2, 30 - 14  # gradients are not added up in one pass then
+    for micro_batches in (1, 4):
+        on_gpu = owned * 65 - sums * moe.parameters * micro_batches
+        there = owned * (3.5e-10 + (8 * micro_batches + 2) / Machine().host_bytes)
+        more = seconds(micro_batches, away=True) - seconds(micro_batches, away=False)
+        assert more == pytest.approx(there - on_gpu / Machine().memory_bytes)
+
+
 @pytest.mark.parametrize(
     ("driver", "sheet", "tflops", "terabytes"),
     [
