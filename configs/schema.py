@@ -182,13 +182,14 @@ class Config:
 
     def _check_invariant(self) -> None:
         """Nothing else that computes in another order."""
+        kernels = self.trainer.attention_kernels
         for knob, value, wanted in (
             ("rollout.dtype", self.engine_dtype, self.model.dtype),
             ("rollout.head_dtype", self.rollout.head_dtype, "float32"),
             ("rollout.tensor_parallel", self.rollout.tensor_parallel, 1),
             ("trainer.sequence_parallel", self.trainer.sequence_parallel, 1),
             ("trainer.compile", self.trainer.compile, False),
-            ("trainer.attention_kernels", self.trainer.attention_kernels != "flash4", True),
+            ("trainer.attention_kernels", kernels, kernels.replace("flash4", "torch")),
             ("trainer.zero_stage", self.trainer.zero_stage, min(2, self.trainer.zero_stage)),
         ):
             require(value == wanted, knob, value, f"must be {wanted} with model.batch_invariant")

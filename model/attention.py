@@ -23,14 +23,14 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.device import to_device
-from keel.model.layers.flash4 import attend4, operator4, takes
+from keel.model.layers.flash4 import attend4, operator4
 from keel.model.torch_internals import varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME, NAME4 = "keel_packed", "keel_packed_4"
 """Names of this attention in transformers' registry: with PyTorch's kernels, and with
-FlashAttention-4's where these are for the heads that come (`keel.model.layers.flash4`). Without
-"flash", by which transformers would take them for its own."""
+FlashAttention-4's (`keel.model.layers.flash4`). Without "flash", by which transformers would take
+them for its own."""
 
 SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 """transformers 5.19's and 5.17's name of what `keel.model.sparse` computes."""
@@ -96,7 +96,8 @@ class Segments:
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
     """Make `model` attend inside `segments` (a keyword of its forward) only. flash4: by
-    FlashAttention-4's kernels, which must be there (`keel.model.layers.flash4.missing`).
+    FlashAttention-4's kernels, which must be there (`keel.model.layers.flash4.missing`), for all of
+    its heads (`keel.model.layers.flash4_probe.disagreement`).
 
     Raises `ValueError` for a model whose layers would silently mix segments or ignore this.
     """
@@ -176,7 +177,7 @@ def packed_attention(
 
 
 def packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """`packed_attention` by FlashAttention-4, where that is for the heads that come."""
+    """`packed_attention` by FlashAttention-4."""
     return packed_attention(*args, **options, kernels=_attend4)
 
 
@@ -201,9 +202,7 @@ def _attend4(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """The same by FlashAttention-4, where it is for such heads."""
-    if not takes(query, value):
-        return attend(query, key, value, segments, scaling, window)
+    """The same by FlashAttention-4."""
     return attend4(query, key, value, segments.offsets, segments.longest, scaling, window)
 
 

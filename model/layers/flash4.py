@@ -61,16 +61,8 @@ def check_kernels() -> str:
     return ""
 
 
-def takes(query: Tensor, value: Tensor) -> bool:
-    """Whether there are kernels for heads of these widths, in this precision: query [N, Hq, D],
-    value [N, Hkv, Dv]."""
-    if query.dtype not in (torch.float16, torch.bfloat16) or not query.is_cuda:
-        return False
-    return fits(query.shape[-1], value.shape[-1], query.device)
-
-
 def fits(width: int, of_values: int, device: torch.device) -> bool:
-    """Whether a GPU has such kernels."""
+    """Whether there are kernels for heads of keys and values so wide, in half precision."""
     if width % 8 or of_values % 8:
         return False
     if torch.cuda.get_device_capability(device)[0] == 9:
@@ -87,8 +79,8 @@ def attend4(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention inside segments: query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv] →
-    [N, Hq, Dv]. offsets: [S+1] int32; window: tokens, the token itself included."""
+    """Causal attention inside segments: query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], such
+    as `fits` → [N, Hq, Dv]. offsets: [S+1] int32; window: tokens, the token itself included."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = -1 if window is None else window - 1
     return _attend(query, key, value, offsets, longest, scale, reach)[0]

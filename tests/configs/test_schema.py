@@ -171,6 +171,7 @@ def test_draining_needs_the_time_of_a_completion() -> None:
         ),
         ({"trainer": TrainerConfig(compile=True)}, "trainer.compile"),
         ({"trainer": TrainerConfig(zero_stage=3)}, "trainer.zero_stage"),
+        ({"trainer": TrainerConfig(attention_kernels="flash4")}, "trainer.attention_kernels"),
     ],
 )
 def test_what_computes_in_another_order_is_refused(changes: dict[str, Any], knob: str) -> None:

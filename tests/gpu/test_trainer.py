@@ -28,6 +28,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """One, with one process group for all tests: DeepSpeed keeps it."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder / "untied")
+    write_model(folder / "wide", head_dim=64)
     yield Ranks(0, 1, dist.HashStore(), folder)
     dist.destroy_process_group()
 
@@ -70,15 +71,15 @@ def test_half_precision_follows_float32_under_every_stage(ranks: Ranks, dtype: D
 def test_attention_is_compiled_and_kept_by_either_kernels(
     ranks: Ranks, compiled: bool, kernels: Literal["torch", "flash4"]
 ) -> None:
-    """Kept: `trainer.keep_attention`."""
+    """Kept: `trainer.keep_attention`. Heads are such as FlashAttention-4 is right for."""
     if kernels == "flash4" and (why := missing(torch.device("cuda"))):
         pytest.skip(why)
-    plain = values(training(1, dtype="bfloat16", attention_kernels="torch")(ranks)["metrics"][0])
+    bfloat16 = {"model": "wide", "dtype": "bfloat16"}
+    plain = values(training(1, attention_kernels="torch", **bfloat16)(ranks)["metrics"][0])
     for recomputed in (False, True):
         how = {"activation_checkpointing": recomputed, "keep_attention": recomputed}
-        result = training(1, dtype="bfloat16", attention_kernels=kernels, compile=compiled, **how)(
-            ranks
-        )
+        run = training(1, attention_kernels=kernels, compile=compiled, **bfloat16, **how)
+        result = run(ranks)
         first = values(result["metrics"][0])
         assert first["loss"] == pytest.approx(plain["loss"], abs=0.01)
         assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.03)

@@ -136,7 +136,6 @@ class Plain:
 def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
     kernels = Plain()
     monkeypatch.setattr(flash4, "_kernels", lambda: kernels)
-    monkeypatch.setattr(attention, "takes", lambda query, value: True)
     return kernels
 
 
@@ -277,10 +276,28 @@ def test_kernels_with_wrong_gradients_are_found_out(
     assert found().endswith(said)
     monkeypatch.setattr(plain, "_flash_attn_fwd", lambda *_, out, **options: out.zero_())
     assert "gives results that are off by 100%" in found()
-    monkeypatch.setattr(flash4_probe, "fits", lambda *_: False)  # PyTorch's take their place
-    assert found() == ""
+    monkeypatch.setattr(flash4_probe, "fits", lambda width, *_: width < 16)
+    monkeypatch.setattr(flash4, "_kernels", Plain)
+    assert found() == "it has no kernels for 4 and 2 heads of 16 and 8, windows of 9"
+
+
+@pytest.mark.parametrize(
+    ("major", "widths", "wanted"),
+    [
+        (9, (256, 256), True),
+        (9, (264, 128), False),
+        (9, (100, 100), False),
+        (10, (128, 64), True),
+        (10, (192, 128), True),
+        (10, (192, 192), False),
+    ],
+)
+def test_which_heads_a_generation_has_kernels_for(
+    major: int, widths: tuple[int, int], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert flash4.fits(*widths, torch.device("cuda")) is wanted
 
 
 def test_they_are_for_gpus() -> None:
     assert flash4.missing(torch.device("cpu")) == "they are for GPUs"
-    assert not flash4.takes(torch.zeros(2, 4, 8), torch.zeros(2, 4, 8))

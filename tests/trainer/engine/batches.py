@@ -17,7 +17,7 @@ VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 4, 2
 DENSE_LAYER = 1
 
 
-def write_model(folder: Path, *, tied: bool = False) -> None:
+def write_model(folder: Path, *, tied: bool = False, head_dim: int = 16) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def write_model(folder: Path, *, tied: bool = False) -> None:
         mlp_only_layers=[DENSE_LAYER],
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
