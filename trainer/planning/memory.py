@@ -209,12 +209,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         facts = replace(facts, fused_experts=False)
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
     experts = kept_layers * expert_elements(facts) if facts.moe_layers else 0.0
-    activations = activation_elements(
-        facts,
-        compiled=trainer.compile,
-        recompute=trainer.activation_checkpointing,
-        attention=trainer.keep_attention,
-    )
+    activations = activation_elements(facts, trainer)
     parts = {
         "weights": width * (shard if stage == 3 else held),
         "gradients": 4 * (shard if stage >= 2 else held),
@@ -317,23 +312,21 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     return gradients + HEAD_CHUNK_BYTES * facts.vocab_size
 
 
-def activation_elements(
-    facts: ModelFacts, *, compiled: bool, recompute: bool, attention: bool
-) -> float:
+def activation_elements(facts: ModelFacts, trainer: TrainerConfig) -> float:
     """What all layers hold at most for each token, in units of the compute dtype, without tokens at
     their experts.
 
     That is at the start of the backward pass: what every layer keeps (`layer_elements`), or with
-    recomputation the layers' inputs alone, and what attention gave (`attention`); all of the last
-    layer's, once it is computed again; and that layer's gradients, of which the MLP's two and the
-    residual's exist at a time.
+    recomputation the layers' inputs alone, and what attention gave where that is kept; all of the
+    last layer's, once it is computed again; and that layer's gradients, of which the MLP's two and
+    the residual's exist at a time.
     """
     whole = layer_elements(facts)
     gradients = 2 * mlp_width(facts) + facts.hidden_size
-    if recompute:
-        kept = facts.hidden_size + (facts.attention_width if attention else 0)
+    if trainer.activation_checkpointing:
+        kept = facts.hidden_size + (facts.attention_width if trainer.keep_attention else 0)
         return facts.layers * kept + whole + gradients
-    kept = layer_elements(facts, compiled=compiled)
+    kept = layer_elements(facts, compiled=trainer.compile)
     return facts.layers * kept + (whole - kept) + gradients
 
 
