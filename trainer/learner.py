@@ -177,7 +177,7 @@ class Learner:
     def lowered(self, config: Config) -> None:
         """Go on with the smaller micro-batches of `config`, or with activation checkpointing."""
         trainers = (self._config.trainer, config.trainer)
-        before, now = ((t.activation_checkpointing, t.keep_attention) for t in trainers)
+        before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
             self._all("recompute", now[1], limit=self._limit("switching activation checkpointing"))
         self._config = config

@@ -163,10 +163,11 @@ def running(
             judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
         model = model_folder(task)
         scorer = stack.enter_context(scorer_of(config, judge, say, log))
-        size = task.hardware.gpu_gib if task.gpu else 0.0
-        spec = EngineSpec.of(
-            config, model, cache_bytes=certain_cache(config, task.facts, size) if size else 0
-        )
+        shared = bool(seats and seats.placement.shared)
+        size, taken = task.hardware.gpu_gib, task.hardware.taken_gib
+        together = shared and size > 0 and start_together(config, task.facts, size, taken)
+        cache = certain_cache(config, task.facts, size) if together else 0
+        spec = EngineSpec.of(config, model, cache_bytes=cache)
         pool = ray_pool(
             spec,
             gpu=task.gpu,
@@ -194,13 +195,8 @@ def running(
         # Not waited for: after Ctrl-C the actors' end, which comes next, ends the waiting for them.
         stack.callback(both.shutdown, wait=False, cancel_futures=True)
         with waiting(who, f"{who} of {config.model.path}, GPUs: {task.gpu}") as wait:
-            taken = task.hardware.taken_gib
-            first = bool(seats and seats.placement.shared) and not (
-                size and start_together(config, task.facts, size, taken)
-            )
-            warnings = start_both(
-                pool, ranks, both, watch, wait, engines_first=first, warm=not sleep
-            )
+            how = {"engines_first": shared and not together, "warm": not sleep}
+            warnings = start_both(pool, ranks, both, watch, wait, **how)
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:

@@ -6,6 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,16 @@ def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) 
     if gpus is None:
         gpus = sum(1 for _ in DRIVER.iterdir()) if DRIVER.is_dir() else 0
     here = min(ranks, gpus or ranks)
-    return max(1, (cores or len(os.sched_getaffinity(0))) // here)
+    return max(1, (cores or own_cores()) // here)
+
+
+def own_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """That this process may use, by the scheduler and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # none; "max"
+        time, period = map(int, quota.read_text().split())
+        cores = min(cores, max(1, time // period))
+    return cores
 
 
 class TrainerWorker:
@@ -136,12 +146,9 @@ class TrainerWorker:
         with heavy_imports():
             import keel.model.weight_transfer.sender  # noqa: PLC0415
             import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
-        from keel.model.embedded.cache import default_cache_dir  # noqa: PLC0415
-        from keel.model.layers.flash4 import keep_compiled  # noqa: PLC0415
         from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
 
         check_libraries(expert_parallel=expert_parallel)
-        keep_compiled(default_cache_dir() / "attention")
 
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")

@@ -72,9 +72,9 @@ class TrainerConfig:
     third more work. auto: where they would not fit, or in too small micro-batches; never on a
     CPU."""
     keep_attention: bool = False
-    """With `activation_checkpointing`: what attention gave is kept, not computed again: a layer's
-    input once more in memory, and a seventh less time at 65,536 tokens. auto: where a context may
-    have 4,096 tokens, it saves 2 % of a step and fits; never on a CPU."""
+    """With `activation_checkpointing` (and `zero_stage` 0 to 2): what attention gave is kept, not
+    computed again: a layer's input once more in memory, and a seventh less time at 65,536 tokens.
+    auto: where a context may have 4,096 tokens, it saves 2 % of a step and fits; never on a CPU."""
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2).
     auto: where it saves more in the run's steps than the 30 s that it takes at their start, of
@@ -93,6 +93,12 @@ class TrainerConfig:
     """Weights go to the engines in buckets of this size, in MiB."""
     deadline_s: float = 1800.0
     """Longest wait for one optimizer step, in seconds."""
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Under ZeRO 3 weights are gathered inside what is computed again, and not as often then as
+        before, which PyTorch takes for an error."""
+        return self.activation_checkpointing and self.keep_attention and self.zero_stage != 3
 
     def flash4(self, longest: int) -> bool:
         """Whether attention in contexts of up to so many tokens is to be FlashAttention-4's, where

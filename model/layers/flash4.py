@@ -28,28 +28,26 @@ _BACKWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale c
 _WINDOW = "window_size_left window_size_right"
 
 
-def keep_compiled(folder: Path) -> None:
-    """Kernels that are compiled from now on are kept for later runs. Before the package is loaded;
-    by itself it keeps none, or in a folder of /tmp that anybody could have made."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
-
-
-def missing(device: torch.device) -> str:
-    """Why these kernels cannot run on this device; empty if they can."""
+def missing(device: torch.device, folder: Path) -> str:
+    """Why these kernels cannot run on this device; empty if they can. folder: where those that are
+    compiled are kept for later runs, for each kind of GPU by itself; the package keeps none, or in
+    a folder of /tmp that anybody could have made."""
     if device.type != "cuda":
         return "they are for GPUs"
     major, minor = torch.cuda.get_device_capability(device)
     if major not in GENERATIONS:
         return f"they are for compute capability 9 and 10, and this GPU has {major}.{minor}"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    own = folder / f"attention-{major}.{minor}"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(own))
     return check_kernels()
 
 
 def check_kernels() -> str:
     """What is missing of the package, wherever this runs; empty if nothing is."""
-    if not find_spec(PACKAGE.partition(".")[0]) or not find_spec(PACKAGE):
-        return f"{INSTALL} is not installed"
     try:
+        if not find_spec(PACKAGE.partition(".")[0]) or not find_spec(PACKAGE):
+            return f"{INSTALL} is not installed"
         kernels = _kernels()
     except Exception as error:  # of compilers, drivers and packages of many makers
         return f"{INSTALL} does not load: {type(error).__name__}: {error}"

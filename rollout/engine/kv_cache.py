@@ -6,10 +6,10 @@ costs time: a GPU gives out some 100 GiB a second, at each update.
 
 It is done by a patch. A `worker_cls` whose `determine_available_memory` returns less would be
 official, but stands in for the worker that vLLM chooses for a platform (two classes here, and a
-third one elsewhere), for the sake of one number. `kv_cache_memory_bytes` is what an engine is given
-whose share has room to spare (`EngineSpec.cache_bytes`), before anybody knows vLLM's layers and
-pages, by which completions are counted here; `num_gpu_blocks_override` would leave out the memory
-that there is.
+third one elsewhere), for the sake of one number. `kv_cache_memory_bytes` is given to an engine that
+starts beside a trainer on its GPU (`EngineSpec.cache_bytes`), before anybody knows vLLM's layers
+and pages, by which completions are counted here; `num_gpu_blocks_override` would leave out the
+memory that there is.
 """
 
 from __future__ import annotations

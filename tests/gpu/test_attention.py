@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from keel.model.attention import Segments, packed_attention, packed_attention4
+from keel.model.embedded.cache import default_cache_dir
 from keel.model.layers.flash4 import fits, missing
 from keel.model.layers.flash4_probe import HeadShape, disagreement
 from tests.gpu.marks import GPU
@@ -22,7 +23,7 @@ LENGTHS = [1, 130, 64, 7, 300, 65]
 def kernels(name: str) -> Callable[..., Any]:
     if name == "torch":
         return packed_attention
-    if why := missing(torch.device("cuda")):
+    if why := missing(torch.device("cuda"), default_cache_dir()):
         pytest.skip(why)
     return packed_attention4
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from keel.configs.schema import Dtype
+from keel.model.embedded.cache import default_cache_dir
 from keel.model.layers.flash4 import missing
 from keel.model.weight_transfer.buckets import unpack_flat
 from keel.rl.metrics import values
@@ -72,7 +73,7 @@ def test_attention_is_compiled_and_kept_by_either_kernels(
     ranks: Ranks, compiled: bool, kernels: Literal["torch", "flash4"]
 ) -> None:
     """Kept: `trainer.keep_attention`. Heads are such as FlashAttention-4 is right for."""
-    if kernels == "flash4" and (why := missing(torch.device("cuda"))):
+    if kernels == "flash4" and (why := missing(torch.device("cuda"), default_cache_dir())):
         pytest.skip(why)
     bfloat16 = {"model": "wide", "dtype": "bfloat16"}
     plain = values(training(1, attention_kernels="torch", **bfloat16)(ranks)["metrics"][0])

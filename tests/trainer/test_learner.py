@@ -22,7 +22,7 @@ from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
 from keel.trainer.learner import Learner, Limit
 from keel.trainer.run.restarts import Lost
-from keel.trainer.worker import host_threads, last_lines, shares
+from keel.trainer.worker import host_threads, last_lines, own_cores, shares
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
 from tests.waiting import PATIENCE_S
@@ -287,3 +287,14 @@ def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
 ) -> None:
     """Ray would have each do with one."""
     assert host_threads(ranks, gpus, cores=32) == threads
+
+
+@pytest.mark.parametrize(
+    ("content", "most"),
+    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None)],
+)
+def test_a_containers_quota_of_cores_counts(tmp_path: Path, content: str, most: int | None) -> None:
+    quota = tmp_path / "cpu.max"
+    everything = own_cores(quota)
+    quota.write_text(content)
+    assert own_cores(quota) == (most or everything)

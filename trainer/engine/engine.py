@@ -119,7 +119,7 @@ class TrainerEngine:
         routers = router_modules(network.model)
         self._replays = bool(routers) and config.algorithm.keep_routing
         if trainer.activation_checkpointing:
-            self.recompute(keep_attention=trainer.keep_attention)
+            self.recompute(keep_attention=trainer.keeps_attention)
         family, text = type(network.model).__name__, network.model.config.get_text_config()
         experts = getattr(routers[0], "num_experts", 0) if routers else 0
         heads = text.num_attention_heads

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from keel.configs.schema import Config
 from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.device import to_device
+from keel.model.embedded.cache import default_cache_dir
 from keel.model.head.module import SupportHead, install_support_head
 from keel.model.invariant.layers import use_invariant_layers
 from keel.model.layers.flash4 import INSTALL, missing
@@ -50,10 +51,13 @@ def flash4_here(config: Config, model: PreTrainedModel, device: torch.device) ->
     Raises `RuntimeError` where the recipe asks for it in vain.
     """
     trainer, longest = config.trainer, context_tokens(config)
-    own = config.model.batch_invariant or model.dtype == torch.float32
-    if own or not trainer.flash4(longest) or device.type != "cuda":
+    if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
-    why = missing(device) or disagreement(head_shapes(model), device, model.dtype)
+    if model.dtype == torch.float32:
+        why = "they are for half precision, and model.dtype is float32"
+    else:
+        shapes = head_shapes(model, trainer.sequence_parallel)
+        why = missing(device, default_cache_dir()) or disagreement(shapes, device, model.dtype)
     if not why:
         return True, ""
     if trainer.attention_kernels == "flash4":

@@ -222,6 +222,8 @@ class Reasons:
             return "of no effect without trainer.activation_checkpointing"
         if not trainer.keep_attention and context_tokens(self._config) < LONG:
             return f"it takes little of contexts below {LONG:,} tokens"
+        if not trainer.keep_attention and trainer.zero_stage == 3:
+            return "not with ZeRO 3"
         other = self._against(self._other(keep_attention=not trainer.keep_attention))
         return f"{'without' if trainer.keep_attention else 'with'} it: {other}"
 

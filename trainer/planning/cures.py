@@ -76,6 +76,7 @@ def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[C
         if s > rollout.gpu_memory_utilization
     ]
     yield [{"trainer.zero_stage": stage} for stage in (1, 2, 3) if stage > trainer.zero_stage]
+    yield [{"trainer.keep_attention": False}] if trainer.keeps_attention else []
     yield [] if trainer.activation_checkpointing else [{"trainer.activation_checkpointing": True}]
     tokens = [trainer.micro_batch_tokens >> halved for halved in range(1, 8)]
     yield [{"trainer.micro_batch_tokens": n} for n in tokens if n >= longest]

@@ -26,7 +26,7 @@ class Machine:
     """Of the generations that FlashAttention-4 is for: Hopper and Blackwell."""
 
 
-FLASH4 = re.compile(r"\bG?[BH]\d")
+FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
 """Names of data-centre GPUs of these generations; Blackwell's for desks have other kernels."""
 PCIE4, PCIE5 = 32.0, 64.0
 SHEETS: tuple[tuple[str, float, float, float], ...] = (

@@ -101,7 +101,7 @@ def lowered(config: Config) -> Config | None:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))
     elif not trainer.activation_checkpointing:
         trainer = replace(trainer, activation_checkpointing=True)
-    elif trainer.keep_attention:
+    elif trainer.keeps_attention:
         trainer = replace(trainer, keep_attention=False)
     else:
         return None

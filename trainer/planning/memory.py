@@ -324,7 +324,7 @@ def activation_elements(facts: ModelFacts, trainer: TrainerConfig) -> float:
     whole = layer_elements(facts)
     gradients = 2 * mlp_width(facts) + facts.hidden_size
     if trainer.activation_checkpointing:
-        kept = facts.hidden_size + (facts.attention_width if trainer.keep_attention else 0)
+        kept = facts.hidden_size + (facts.attention_width if trainer.keeps_attention else 0)
         return facts.layers * kept + whole + gradients
     kept = layer_elements(facts, compiled=trainer.compile)
     return facts.layers * kept + (whole - kept) + gradients

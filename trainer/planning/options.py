@@ -149,7 +149,7 @@ class Options:
         for stage in self.stages(ranks):
             gathers = stage.get("trainer.zero_stage", self.config.trainer.zero_stage) == 3
             for compiled in self._either("trainer.compile", allowed=self.compiles and not gathers):
-                for recomputed in self._recomputed:
+                for recomputed in self._recomputed(gathers=gathers):
                     yield [{**stage, **compiled, **recomputed, **size} for size in sizes]
 
     def least(self, seats: Values) -> Iterator[Values]:
@@ -163,15 +163,16 @@ class Options:
         for stage in self.stages(ranks):
             yield {**stage, **self.open(knobs), **self.micro_batches(ranks)[-1]}
 
-    @property
-    def _recomputed(self) -> list[Values]:
+    def _recomputed(self, *, gathers: bool) -> list[Values]:
         """Nothing, all of a layer but attention, where that takes long, and all of it."""
         knob, keep = "trainer.activation_checkpointing", "trainer.keep_attention"
         found: list[Values] = []
         for again in self._either(knob):
             on = again.get(knob, self.config.trainer.activation_checkpointing)
-            takes_long = on and context_tokens(self.config) >= LONG
-            found += [{**again, **kept} for kept in self._either(keep, allowed=takes_long)]
+            worth = on and not gathers and context_tokens(self.config) >= LONG
+            # Sparse attention has operators of its own, and float32 plain ones.
+            worth = worth and not self.facts.index_top_k and self.config.model.dtype != "float32"
+            found += [{**again, **kept} for kept in self._either(keep, allowed=worth)]
         return found
 
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:

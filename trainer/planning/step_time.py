@@ -122,8 +122,9 @@ class Rates:
 
     def attention_of(self, config: Config, machine: Machine) -> float:
         """Of the peak, by attention's GEMMs in contexts at their limit."""
-        longest = context_tokens(config)
-        if not (config.trainer.flash4(longest) and machine.flash4):
+        longest, model = context_tokens(config), config.model
+        other = model.batch_invariant or model.dtype == "float32" or not machine.flash4
+        if other or not config.trainer.flash4(longest):
             return self.attention_share
         return self.flash4_share * longest / (longest + self.flash4_tokens)
 
@@ -292,7 +293,7 @@ def compute_seconds(
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * context_tokens(config) * facts.layers
     gemms = passes(config) * 2 * body_parameters(facts) / rates.gemm_share
-    attended = passes(config) - (trainer.activation_checkpointing and trainer.keep_attention)
+    attended = passes(config) - trainer.keeps_attention
     gemms += attended * attention / rates.attention_of(config, machine)
     if trainer.expert_parallel > 1:
         facts = replace(facts, fused_experts=False)

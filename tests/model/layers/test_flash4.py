@@ -3,8 +3,10 @@ and tests/gpu/test_attention.py has the package's own."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,6 +227,12 @@ def test_a_package_that_is_missing_or_changed_is_said(monkeypatch: pytest.Monkey
     monkeypatch.setattr(flash4, "_kernels", broken)
     assert "does not load: OSError: libcuda.so.1" in flash4.check_kernels()
 
+    def other_flash_attention(name: str) -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(flash4, "find_spec", other_flash_attention)
+    assert "does not load: ImportError: undefined symbol" in flash4.check_kernels()
+
 
 LATENT = DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4})
 
@@ -252,6 +260,13 @@ def test_the_shapes_of_a_models_heads(config: Any, shapes: list[Any]) -> None:
     assert list(head_shapes(model)) == shapes
 
 
+def test_the_shapes_of_heads_that_are_spread_over_ranks() -> None:
+    """Keys are repeated where there are fewer of them than ranks."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES["full"])
+    assert [head_shapes(model, n)[0][:2] for n in (1, 2, 4)] == [(4, 2), (2, 1), (1, 1)]
+
+
 def test_kernels_with_wrong_gradients_are_found_out(
     plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +291,12 @@ def test_kernels_with_wrong_gradients_are_found_out(
     assert found().endswith(said)
     monkeypatch.setattr(plain, "_flash_attn_fwd", lambda *_, out, **options: out.zero_())
     assert "gives results that are off by 100%" in found()
+
+    def broken(*_: Any, **options: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(plain, "_flash_attn_fwd", broken)
+    assert "fails for 4 and 2 heads of 8: RuntimeError: no kernel image" in found()
     monkeypatch.setattr(flash4_probe, "fits", lambda width, *_: width < 16)
     monkeypatch.setattr(flash4, "_kernels", Plain)
     assert found() == "it has no kernels for 4 and 2 heads of 16 and 8, windows of 9"
@@ -300,4 +321,20 @@ def test_which_heads_a_generation_has_kernels_for(
 
 
 def test_they_are_for_gpus() -> None:
-    assert flash4.missing(torch.device("cpu")) == "they are for GPUs"
+    assert flash4.missing(torch.device("cpu"), Path("/nowhere")) == "they are for GPUs"
+
+
+def test_what_is_compiled_is_kept_for_each_kind_of_gpu_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some of the package's own names of it do not tell them apart."""
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    monkeypatch.setattr(flash4, "check_kernels", lambda: "")
+    for kind in ((9, 0), (10, 3)):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, kind=kind: kind)
+        assert flash4.missing(torch.device("cuda"), tmp_path) == ""
+        assert os.environ[name] == str(tmp_path / f"attention-{kind[0]}.{kind[1]}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "this GPU has 8.0" in flash4.missing(torch.device("cuda"), tmp_path)

@@ -38,9 +38,9 @@ def config(*, tokens: int = 8000, kernels: Any = "auto", invariant: bool = False
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What is wrong with the machine, and with the kernels: nothing, unless a test says so."""
     wrong = {"machine": "", "kernels": ""}
-    monkeypatch.setattr(policy, "missing", lambda device: wrong["machine"])
+    monkeypatch.setattr(policy, "missing", lambda *_: wrong["machine"])
     monkeypatch.setattr(policy, "disagreement", lambda *_: wrong["kernels"])
-    monkeypatch.setattr(policy, "head_shapes", lambda model: ())
+    monkeypatch.setattr(policy, "head_shapes", lambda *_: ())
     return wrong
 
 
@@ -57,6 +57,8 @@ def test_long_contexts_on_a_gpu_take_flash_attention_4() -> None:
     assert here(config(kernels="torch")) == (False, "")
     assert here(config(), CPU) == (False, "")
     assert here(config(), dtype=torch.float32) == (False, "")
+    with pytest.raises(RuntimeError, match=r"half precision, and model\.dtype is float32"):
+        here(config(kernels="flash4"), dtype=torch.float32)
     assert here(config(invariant=True)) == (False, "")
 
 

@@ -316,6 +316,25 @@ def test_attention_is_kept_where_it_takes_long_and_fits(shapes: dict[str, ModelF
     assert chosen(30_000, 26.0) == ((True, False), "with it: does not fit")
 
 
+def test_attention_is_not_kept_under_zero_3(shapes: dict[str, ModelFacts]) -> None:
+    """Where it would save as much: weights are gathered inside what is computed again."""
+    rollout = replace(recipe().rollout, sampling=SamplingConfig(max_tokens=30_000, top_k=512))
+    config = replace(recipe(), rollout=rollout)
+    for said, kept in (({"trainer.zero_stage": 3}, False), ({"trainer.zero_stage": 2}, True)):
+        left = {"trainer.activation_checkpointing": True, **said}
+        choice = choose(
+            with_values(config, left), KNOBS - set(left), shapes["8b"], machine(8, 139.0)
+        )
+        assert choice.config.trainer.keep_attention == kept
+        assert ("not with ZeRO 3" in choice.reasons["trainer.keep_attention"]) != kept
+    trainer = replace(config.trainer, activation_checkpointing=True, keep_attention=True)
+    assert [replace(trainer, zero_stage=n).keeps_attention for n in (1, 2, 3)] == [
+        True,
+        True,
+        False,
+    ]
+
+
 def test_what_is_chosen_keeps_to_batch_invariant_kernels(shapes: dict[str, ModelFacts]) -> None:
     """No compiled layers and no ZeRO-3, where it would have taken them: on one GPU, and on eight
     small ones."""

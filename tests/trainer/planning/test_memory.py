@@ -112,6 +112,10 @@ FLOWING = 2 * MLP + 1000
             10 * (1000 + 1000) + WHOLE + FLOWING,
         ),
         ({"keep_attention": True}, 10 * WHOLE + FLOWING),
+        (
+            {"activation_checkpointing": True, "keep_attention": True, "zero_stage": 3},
+            10 * 1000 + WHOLE + FLOWING,
+        ),
     ],
 )
 def test_what_layers_keep(options: dict[str, Any], numbers: float) -> None:

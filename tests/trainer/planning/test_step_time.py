@@ -249,6 +249,7 @@ def test_an_optimizer_in_host_memory_takes_time_there_and_on_the_way(moe: ModelF
         ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", 312, 1.56),
         ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe", 312, 1.94),
         ("NVIDIA GB200", "GB200", 2500, 8.0),
+        ("NVIDIA B200", "B200", 2250, 8.0),
         ("NVIDIA L40S", "L40S", 362, 0.864),
         ("NVIDIA L4", "L4", 121, 0.3),
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 165, 1.01),
@@ -260,11 +261,12 @@ def test_a_gpu_is_known_by_its_drivers_name(
     found = machine_of(driver)
     assert found.name == f"NVIDIA {sheet}"
     assert (found.flops, found.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
-    assert found.flash4 == (sheet[0] in "GH")  # Hopper and Blackwell
+    assert found.flash4 == (sheet[0] in "GHB")  # Hopper and Blackwell
 
 
 def test_of_a_gpu_that_is_not_known_the_plan_says_whose_rates_it_has() -> None:
     assert machine_of("") == Machine()
     found = machine_of("NVIDIA T4")
     assert found.flops == Machine().flops and not found.flash4
+    assert not machine_of("NVIDIA GB10").flash4
     assert found.name == "NVIDIA H200 (Keel has no rates of NVIDIA T4)"
