@@ -4,6 +4,7 @@
     python -m benchmarks.peers.compare --out FOLDER
     python -m benchmarks.peers.compare --out FOLDER --small      # on a CPU: does it run at all
     python -m benchmarks.peers.compare --out FOLDER --draw 3     # a workload that nobody tuned for
+    python -m benchmarks.peers.compare --out FOLDER --long --set algorithm.max_lag=2
     python -m benchmarks.peers.compare --out FOLDER --arms keel-turns,verl,trl --verl-path PACKAGES
 
 The arms alternate, each a process of its own, and the first steps of each are left out. After
@@ -318,7 +319,7 @@ def build(options: argparse.Namespace, scratch: Path) -> Workload:
     if (scratch / "workload.json").exists():
         return Workload.load(scratch / "workload.json")
     command = [sys.executable, "-m", "benchmarks.peers.shape", f"--out={scratch}"]
-    command += ["--small"] if options.small else []
+    command += ["--small"] if options.small else ["--long"] if options.long else []
     command += [f"--sharpness={options.sharpness}"] if options.sharpness else []
     command += [f"--seed={options.seed}"]
     command += [] if options.draw is None else [f"--draw={options.draw}"]
@@ -344,6 +345,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    which.add_argument("--long", action="store_true", help="answers of up to 32,768 tokens")
     which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
     parser.add_argument(
         "--within", type=float, metavar="GIB", help=f"of the GPU, for {WITHIN} alone"

@@ -31,6 +31,7 @@ NOTES = (
     "grad_norm",
     "length/mean",
     "sampling/kept_mean",
+    "sampling/kept_mass",
     "mismatch/logp_abs",
     "mismatch/ratio_max",
     "mask/sequence_fraction",

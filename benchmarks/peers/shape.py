@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload, drawn
+from benchmarks.peers.workload import LONG, QWEN3_06B, SMALL, Shape, Workload, drawn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = (PAD, START, END, "<unk>")
@@ -191,11 +191,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--small", action="store_true")
+    which.add_argument("--long", action="store_true", help="answers of up to 32,768 tokens")
     which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sharpness", type=float)
     options = parser.parse_args()
-    workload = replace(SMALL if options.small else QWEN3_06B, seed=options.seed)
+    fixed = SMALL if options.small else LONG if options.long else QWEN3_06B
+    workload = replace(fixed, seed=options.seed)
     if options.draw is not None:
         workload = drawn(options.draw)
     if options.sharpness:
