@@ -164,7 +164,7 @@ LONG = Workload(
     top_k=512,
 )
 """Answers of 6,000 tokens on average, of which one in 200 meets the limit of 32,768: 12 of
-Qwen3-0.6B's 28 layers, so that a step takes a minute."""
+Qwen3-0.6B's 28 layers, to keep a step short."""
 SMALL = Workload(
     shape=Shape(
         vocab_size=2048,
