@@ -97,14 +97,7 @@ class Config:
                 "needs run.eval_every, and a source of this name with a holdout: "
                 + (", ".join(held) or "there is none"),
             )
-        sampling, unsound = self.rollout.sampling, self.algorithm.allow_unsound
-        if sampling.truncated and not self.algorithm.keep_sampling_mask and not unsound:
-            raise ConfigError(
-                "algorithm.keep_sampling_mask = False: sampling is truncated "
-                f"(rollout.sampling.top_p = {sampling.top_p}, top_k = {sampling.top_k}), so "
-                "without the sampling masks every probability ratio is wrong. Switch it on, or "
-                "sample with top_p: 1 and top_k: 0"
-            )
+        self.algorithm.check_sampling(self.rollout.sampling)
         if self.rollout.colocated:
             require(
                 self.rollout.engines == self.trainer.ranks,
@@ -145,7 +138,7 @@ class Config:
                 "must be 1 with rollout.sleep: engines have no weights when they wake up",
             )
         if self.model.path == "embedded":
-            if not self.algorithm.keep_routing and not unsound:
+            if not self.algorithm.keep_routing and not self.algorithm.allow_unsound:
                 raise ConfigError(
                     "algorithm.keep_routing = False: the embedded model is a mixture of experts, "
                     "and engine and trainer would choose different ones. Switch it on"

@@ -94,8 +94,11 @@ class HeadInputs:
     kept_offsets: Tensor
     """[n+1] int64; all spans are empty where sampling was not truncated."""
     probes: Tensor
-    """[m] int64, indices into the n: one trainable token of each segment, which one is up to its
-    tokens alone."""
+    """[m] int64, indices into the n: some trainable tokens of each segment, for `kept_mass`. Which
+    is up to its tokens alone, however the micro-batch is packed and cut."""
+    probe_weight: Tensor
+    """[m] float32, w_i / |o_i| of Eq. 5 times the trainable tokens of its segment for which a probe
+    stands: a sum with it over the probes estimates one over all tokens."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What heads found out about the above in an earlier pass; see `support_head`."""
 
@@ -108,16 +111,28 @@ def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
     return np.flatnonzero(batch.trainable_N)
 
 
-def head_inputs(batch: MicroBatch, start: int = 0, stop: int | None = None) -> HeadInputs:
+def head_inputs(
+    batch: MicroBatch,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    probe_every: int | None = None,
+) -> HeadInputs:
     """Bring targets, sampling masks and the positions that predict them together.
 
     A trainable token is never the first of its segment (`MicroBatch` checks), so position t−1
     belongs to the same segment. `start` and `stop` bound the positions t−1, not the tokens t, for a
     rank that computes those hidden states only; `hidden_rows` then count from `start`.
+    `probe_every`: of a segment's trainable tokens each so many-th is a probe, at least one; None:
+    one.
     """
     every, stop = trainable_rows(batch), len(batch.token_ids_N) if stop is None else stop
     rows = every[(every > start) & (every <= stop)]
-    probes = _one_of_each_segment(batch, every)
+    probes, stands_for = _probes(batch, every, probe_every)
+    here = (probes > start) & (probes <= stop)
+    probes, stands_for = probes[here], stands_for[here]
+    owner = batch.sequence_N[probes]
+    weight = stands_for * batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
     kept = _spans(batch.kept, rows, len(batch.token_ids_N))
     return HeadInputs(
         rows=torch.from_numpy(rows),
@@ -125,7 +140,8 @@ def head_inputs(batch: MicroBatch, start: int = 0, stop: int | None = None) -> H
         targets=torch.from_numpy(batch.token_ids_N[rows].astype(np.int64)),
         kept_ids=torch.from_numpy(kept.ids),
         kept_offsets=torch.from_numpy(kept.offsets),
-        probes=torch.from_numpy(np.flatnonzero(np.isin(rows, probes))),
+        probes=torch.from_numpy(np.searchsorted(rows, probes)),
+        probe_weight=torch.from_numpy(weight.astype(np.float32)),
     )
 
 
@@ -167,18 +183,17 @@ def policy_logprobs(
     )
 
 
-@torch.no_grad()
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    r"""[2] float32: what the policy gives to whole sampling masks, Σ_{v∈S} π(v), summed over one
-    token of each segment (`HeadInputs.probes`), and how many these are.
+    r"""[m] float32: log Σ_{v∈S} π(v), what the policy gives to a whole sampling mask, of each of
+    the tokens `HeadInputs.probes`.
 
     logp: [n] as `policy_logprobs` has found them, inside the masks. With the same over the whole
-    vocabulary, π(o) = π(o | S) · Σ_{v∈S} π(v).
+    vocabulary, π(o) = π(o | S) · Σ_{v∈S} π(v); gradient flows through both.
 
     Σ at the time of sampling is `top_p` or more. What a policy moves out of S later changes no
-    ratio over S: this is where it shows.
+    ratio over S: this is where it shows (`keel.rl.offpolicy.kept_mass_shortfall`).
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     picked = inputs.probes
@@ -190,17 +205,24 @@ def kept_mass(
         temperature=temperature,
         memo={},
     )
-    mass = (whole - logp[to_device(picked, logp.device)]).exp()
-    return torch.stack([mass.sum(), mass.new_full((), len(picked))])
+    return whole - logp[to_device(picked, logp.device)]
 
 
-def _one_of_each_segment(batch: MicroBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the `rows` of each segment one, drawn by what its tokens are."""
-    _, first, counts = np.unique(batch.segment_N[rows], return_index=True, return_counts=True)
+def _probes(
+    batch: MicroBatch, rows: NDArray[np.int64], every: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Of the `rows` of each segment each `every`-th (None: one), beginning with one drawn by what
+    its tokens are; and how many rows of its segment each stands for."""
+    _, first, owner, counts = np.unique(
+        batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
+    )
     if not len(first):
-        return rows
+        return rows, np.zeros(0)
+    stride = counts if every is None else np.minimum(counts, every)
     drawn = np.add.reduceat(batch.token_ids_N[rows].astype(np.int64), first)
-    return rows[first + drawn % counts]
+    probed = (np.arange(len(rows)) - first[owner] - drawn[owner]) % stride[owner] == 0
+    chosen = owner[probed]
+    return rows[probed], (counts / np.bincount(chosen))[chosen]
 
 
 def _spans(kept: KeptSets | None, rows: NDArray[np.int64], tokens: int) -> KeptSets:

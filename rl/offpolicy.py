@@ -1,6 +1,8 @@
-"""Which completions are too far from the policy to learn from."""
+"""Completions of an older policy: which are too far to learn from, and what no ratio shows."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -52,6 +54,25 @@ def off_policy_sequence_mask(
     # Rounded first: 0.1 in float32 is above 0.1 in float64, and would not count as equal to δ.
     far_S = mean_S.to(torch.promote_types(logp.dtype, logp_old.dtype)) > delta
     return ~((advantage < 0) & far_S[sequence])
+
+
+def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
+    r"""How far the mass of sampling masks has sunk: max(0, log p − log m), in nats. Keel's own.
+
+    m = Σ_{v∈S} π_θ(v) over the whole vocabulary, where S has been sampled from. Keep Sampling Mask
+    compares policies inside S alone, and so no ratio, and with it no clip and no sequence mask,
+    tells what a policy of several optimizer steps later gives to ids outside S. Top-p sampling
+    made m ≥ p, so this is 0, with no gradient, where the policy is still the one that sampled
+    (within top-k, if that cuts first: p is then of the k likeliest). As a penalty, with the weights
+    of Eq. 5's tokens, it leaves the policy free inside S and holds it there.
+
+    `log_mass` is [m], float32 or float64, and carries the gradient. NaN stays. Raises `ValueError`
+    naming the argument.
+    """
+    require(log_mass.ndim == 1, f"log_mass has shape {list(log_mass.shape)}: must be 1-D, [m]")
+    require(log_mass.is_floating_point(), f"log_mass is {log_mass.dtype}: must be a float")
+    require(0 < top_p <= 1, f"top_p = {top_p}: must be in (0, 1]")
+    return (math.log(top_p) - log_mass).clamp(min=0)
 
 
 class GapTotals:

@@ -59,6 +59,12 @@ TRUNCATION_ARMS: Mapping[str, Sequence[str]] = {
     "sampling mask": (),
     "no sampling mask": NO_SETS,
 }
+HELD_MASS = ("algorithm.kept_mass_coef=1",)
+MASS_ARMS: Mapping[str, Sequence[str]] = {
+    "sampling mask": (),
+    "sampling mask, its mass held": HELD_MASS,
+    "no sampling mask": NO_SETS,
+}
 WITHOUT_ONE: Mapping[str, Sequence[str]] = {
     "all four": (),
     "no sequence mask": NO_MASK,
@@ -80,6 +86,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             },
             "stale, no mask": ("algorithm.publish_every=8", *NO_MASK),
         },
+    ),
+    "kept_mass": Experiment(
+        steps=32,
+        overrides=lagging(8, 4, 5e-4),
+        arms={**MASS_ARMS, "fresh weights": ("algorithm.publish_every=1",)},
     ),
     "kl": Experiment(
         steps=32,
@@ -118,6 +129,12 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "stale_fast_100m": Experiment(
         steps=40, overrides=lagging(8, 4, 2e-4), arms=WITHOUT_ONE, recipe=LARGE
+    ),
+    "kept_mass_100m": Experiment(
+        steps=40, overrides=lagging(8, 4, 8e-5), arms=MASS_ARMS, recipe=LARGE
+    ),
+    "kept_mass_fast_100m": Experiment(
+        steps=40, overrides=lagging(8, 4, 2e-4), arms=MASS_ARMS, recipe=LARGE
     ),
     "kl_100m": Experiment(
         steps=40,

@@ -42,8 +42,11 @@ OTHERWISE: Mapping[str, str] = {
     "keeps the gradient right",
     "routing/fallback_fraction": "tokens were trained without their record: a bug worth reporting",
     "sampling/kept_mean": "at `rollout.sampling.top_k`: raise it, or `top_p` cuts nothing",
-    "sampling/kept_mass": "falls with staleness: lower `algorithm.publish_every`, "
-    "`algorithm.max_lag` or `trainer.lr`, or fewer `algorithm.updates_per_batch`",
+    "sampling/kept_mass": "falls with staleness: set `algorithm.kept_mass_coef`: 1, or lower "
+    "`algorithm.publish_every`, `algorithm.max_lag`, `trainer.lr` or "
+    "`algorithm.updates_per_batch`",
+    "sampling/mass_shortfall": "grows: raise `algorithm.kept_mass_coef`, or as for "
+    "`sampling/kept_mass`",
     "staleness/mean": "more than wanted: lower `algorithm.max_lag` or `algorithm.publish_every`",
     "length/sampled_mean": "look at `rollout/dropped_completions` and `algorithm.filter_groups`",
     "rollout/truncated_fraction": "raise `rollout.sampling.max_tokens`, or charge length "

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.configs.sections.base import require
+from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.rollout import SamplingConfig
+
+PROBE_EVERY = 8
+"""Of the tokens of a completion or turn, `algorithm.kept_mass_coef` looks at each so many-th."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,12 @@ class AlgorithmConfig:
     keep_sampling_mask: bool = True
     """Score each token over the sampling mask it was sampled from (the ids that top-p and top-k
     kept). Required with truncated sampling."""
+    kept_mass_coef: float = 0.0
+    """Weight of a penalty on what the policy moves out of the sampling masks, which no probability
+    ratio shows: the mean over tokens of how far, in nats, the mask's mass lies below
+    `rollout.sampling.top_p` (docs/stability.md). 0: none, as in the paper. 1 where completions are
+    older than a few optimizer steps (`max_lag`, `publish_every`, `updates_per_batch`); with fresh
+    ones it is 0 anyway. It looks at every eighth token. Needs top_p below 1."""
     ref_routing: Literal["live", "replay"] = "live"
     """Routing of the reference policy: its own, or the recorded one."""
     updates_per_batch: int = 1
@@ -98,4 +109,34 @@ class AlgorithmConfig:
             "algorithm.updates_per_batch",
             self.updates_per_batch,
             f"must be between 1 and algorithm.prompts_per_step = {self.prompts_per_step}",
+        )
+        require(
+            0 <= self.kept_mass_coef < math.inf,
+            "algorithm.kept_mass_coef",
+            self.kept_mass_coef,
+            "must be a finite number, not negative (0: no penalty)",
+        )
+
+    @property
+    def probe_every(self) -> int | None:
+        """Sampled tokens per one whose mask's mass the trainer computes; None: one of each turn,
+        for the metric alone."""
+        return PROBE_EVERY if self.kept_mass_coef > 0 else None
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raises `ConfigError` where tokens that are sampled like this cannot be trained on."""
+        drawn = f"rollout.sampling.top_p = {sampling.top_p}, top_k = {sampling.top_k}"
+        if sampling.truncated and not self.keep_sampling_mask and not self.allow_unsound:
+            raise ConfigError(
+                f"algorithm.keep_sampling_mask = False: sampling is truncated ({drawn}), so "
+                "without the sampling masks every probability ratio is wrong. Switch it on, or "
+                "sample with top_p: 1 and top_k: 0"
+            )
+        require(
+            self.kept_mass_coef == 0 or (sampling.top_p < 1 and self.keep_sampling_mask),
+            "algorithm.kept_mass_coef",
+            self.kept_mass_coef,
+            "is about sampling masks that hold top_p or more: needs rollout.sampling.top_p below 1 "
+            f"({drawn}) and algorithm.keep_sampling_mask ({self.keep_sampling_mask}); or set it "
+            "to 0",
         )

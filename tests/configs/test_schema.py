@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
+from keel.configs.sections.algorithm import PROBE_EVERY
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -66,6 +68,27 @@ def test_a_missing_replay_is_refused_unless_allowed(unsound: dict[str, Any], kno
         config(**unsound)
     allowed = config(**unsound, allow_unsound=True)
     assert not getattr(allowed.algorithm, knob)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_p": 1.0}, r"= 1\.0: .*top_p below 1 .rollout\.sampling\.top_p = 1\.0, top_k = 0"),
+        (
+            {"top_p": 0.9, "keep_sampling_mask": False, "allow_unsound": True},
+            r"= 1\.0: .*keep_sampling_mask .False.; or set it to 0",
+        ),
+        ({"top_p": 0.9, "kept_mass_coef": -1.0}, r"= -1\.0: must be a finite number, not neg"),
+        ({"top_p": 0.9, "kept_mass_coef": math.inf}, "= inf: must be a finite number"),
+    ],
+)
+def test_masses_are_held_of_masks_that_reach_top_p_alone(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.kept_mass_coef {message}"):
+        config(**{"kept_mass_coef": 1.0, **changes})
+    assert config(top_p=0.9, kept_mass_coef=1.0).algorithm.probe_every == PROBE_EVERY
+    assert config(top_p=0.9).algorithm.probe_every is None
 
 
 def test_unsound_settings_do_not_stretch_the_other_rules() -> None:

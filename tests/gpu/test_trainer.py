@@ -67,6 +67,19 @@ def test_half_precision_follows_float32_under_every_stage(ranks: Ranks, dtype: D
             assert all(tensor.dtype == kind for tensor in result["after"].values())
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masses_that_are_held_in_bfloat16_follow_float32(ranks: Ranks, stage: int) -> None:
+    held = {"kept_mass_coef": 1.0, "tokens": TIGHT, "warm": True}
+    exact, plain, half = (
+        values(training(stage, **changes)(ranks)["metrics"][0])
+        for changes in (held, {}, {**held, "dtype": "bfloat16", "compile": stage == 1})
+    )
+    assert exact["grad_norm"] > 1.1 * plain["grad_norm"], "the penalty must have been at work"
+    assert half["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.03)
+    for name in ("sampling/kept_mass", "sampling/mass_shortfall"):
+        assert half[name] == pytest.approx(exact[name], rel=0.03)
+
+
 @pytest.mark.parametrize("kernels", ["torch", "flash4"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_attention_is_compiled_and_kept_by_either_kernels(

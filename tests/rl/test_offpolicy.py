@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.rl.offpolicy import off_policy_sequence_mask
+from keel.rl.offpolicy import kept_mass_shortfall, off_policy_sequence_mask
 from tests.rl.batches import Batch
 from tests.rl.reference_grpo import sequence_mask
 
@@ -165,3 +166,35 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
     ]
     with pytest.raises(ValueError, match=message):
         off_policy_sequence_mask(*positional, **arguments)
+
+
+def test_a_mass_below_top_p_is_short_by_what_is_missing_in_nats() -> None:
+    mass = torch.tensor([0.99, 0.9, 0.45, 0.09], dtype=torch.float64)
+    log_mass = mass.log().requires_grad_()
+    short = kept_mass_shortfall(log_mass, top_p=0.9)
+    expected = torch.tensor([0, 0, math.log(2), math.log(10)], dtype=torch.float64)
+    torch.testing.assert_close(short, expected)
+    short.sum().backward()
+    assert log_mass.grad[[0, 2, 3]].tolist() == [0, -1, -1]
+
+
+def test_of_what_was_just_sampled_nothing_is_missing() -> None:
+    logp = torch.randn(200, 30, dtype=torch.float64).mul(2).log_softmax(-1)
+    ordered = logp.exp().sort(-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered
+    mass = (ordered * (before < 0.8)).sum(-1)  # the likeliest that reach 0.8 together
+    assert not kept_mass_shortfall(mass.log(), top_p=0.8).any()
+
+
+@pytest.mark.parametrize(
+    ("log_mass", "top_p", "message"),
+    [
+        (torch.zeros(2, 2), 0.9, r"log_mass has shape \[2, 2\]"),
+        (torch.zeros(2, dtype=torch.long), 0.9, "log_mass is torch.int64"),
+        (torch.zeros(2), 0.0, "top_p = 0.0"),
+        (torch.zeros(2), 1.5, "top_p = 1.5"),
+    ],
+)
+def test_a_shortfall_of_nonsense_is_refused(log_mass: Tensor, top_p: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kept_mass_shortfall(log_mass, top_p=top_p)

@@ -38,7 +38,7 @@ from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
 from keel.trainer.engine.layer_compile import compile_layers, warm_up, worth_it
 from keel.trainer.engine.lr_schedule import learning_rate
-from keel.trainer.engine.objectives import SHARES, SplitGaps, looked_at
+from keel.trainer.engine.objectives import SHARES, SplitGaps, looked_at, mass_share
 from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
     Inputs,
@@ -224,7 +224,7 @@ class TrainerEngine:
         if self._part.rank > 0:  # every rank of its group has computed the same
             return {}
         nll = ({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored)
-        return merge([*nll, *(looked_at(looked) for _, looked in scored)])
+        return merge([*nll, *(looked_at(held) for _, held in scored)])
 
     def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
@@ -270,20 +270,23 @@ class TrainerEngine:
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
         the device: meanwhile the host prepares the next micro-batch."""
-        inputs = Inputs.of(batch, self._device, self._part)
+        every = self._config.algorithm.probe_every
+        inputs = Inputs.of(batch, self._device, self._part, probe_every=every)
         reference = self._reference.logp(inputs) if self._reference else None
         with self._replayed(inputs) as replay:
-            logp, entropy, indexers, looked = self._engine(inputs=inputs)
+            logp, entropy, log_mass, indexers, held = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
-                self._engine.backward(logp.sum() + 0 * indexers)
+                self._engine.backward(logp.sum() + log_mass.sum() + 0 * indexers)
                 return dict
             logp, reference = whole_sequences(inputs, logp, reference)
             share = SHARES[batch.loss](
                 batch, inputs, logp, reference, step.total_sequences, self._config.algorithm, split
             )
             split.add(inputs, logp)
-            loss = share.loss + indexers * indexer_weight(self._network, self._config, step)
+            outside, masses = mass_share(inputs, log_mass, step.total_sequences, self._config)
+            learnt = indexers * indexer_weight(self._network, self._config, step)
+            loss = share.loss + outside + learnt
             factor = sound(loss)
             if look:
                 factor = look.saw(logp, reference, inputs.kl_coef_R, loss)
@@ -299,7 +302,7 @@ class TrainerEngine:
             found["train/tokens"] = Sum(tokens)
             if layers := self._network.learning_indexers:
                 found["indexer/kl"] = Mean(float(indexers), tokens * layers)
-            found |= looked_at(looked)
+            found |= looked_at(held, masses)
             if self._part.rank == 0:  # every rank of its group has computed the same
                 found |= share.metrics
             if replay is not None:
@@ -314,8 +317,8 @@ class TrainerEngine:
         """Without gradient: [R] log-probabilities, and what `looked_at` reads."""
         inputs = Inputs.of(batch, self._device, self._part)
         with torch.no_grad(), self._replayed(inputs):
-            logp, _, _, looked = self._engine(inputs=inputs)
-        return inputs, whole_sequences(inputs, logp, None)[0], looked
+            logp, *_, held = self._engine(inputs=inputs)
+        return inputs, whole_sequences(inputs, logp, None)[0], held
 
     def _apply_gradients(self) -> float:
         clip = self._config.trainer.grad_clip

@@ -110,11 +110,11 @@ def warm_up(
         if reference is not None:
             reference.logp(inputs)
         with recorded_routes(network, inputs) if routed else nullcontext():
-            logp, *_ = network(inputs=inputs)
+            logp, _, log_mass, *_ = network(inputs=inputs)
             if learning:
                 # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is told
                 # of none.
-                torch.autograd.grad(logp.sum(), learning, allow_unused=True)
+                torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
         if device.type == "cuda" and summed_apart(config.model.dtype, config.trainer):
             from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415  (Triton: on GPUs)
 

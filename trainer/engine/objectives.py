@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keel.configs.schema import AlgorithmConfig
+from keel.configs.schema import AlgorithmConfig, Config
+from keel.model.device import to_device
 from keel.rl.losses import LossOutput, grpo_loss
 from keel.rl.metrics import Max, Mean, Metric
-from keel.rl.offpolicy import GapTotals
+from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.supervised.loss import NllOutput, nll_loss
 from keel.trainer.engine.policy import Inputs
@@ -114,17 +115,41 @@ def nll_share(
     )
 
 
-def looked_at(looked: Tensor) -> dict[str, Metric]:
-    """`indexer/held` and `sampling/kept_mass` of the [4] that
-    `keel.trainer.engine.policy.PolicyNetwork` returns, where it has looked: the share of attention
-    that the top k hold, a mean over tokens with more than k before them and layers; and a mean over
-    tokens of what the policy gives to their sampling masks."""
-    held, queries, mass, tokens = looked.tolist()
-    found: dict[str, Metric] = {}
-    if queries:
-        found["indexer/held"] = Mean(held, queries)
-    if tokens:
-        found["sampling/kept_mass"] = Mean(mass, tokens)
+def mass_share(
+    inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
+) -> tuple[Tensor, Tensor]:
+    """The penalty on sunk masses of sampling masks (`algorithm.kept_mass_coef`), as a share of the
+    step's loss; and [4] float32 without gradient, for `looked_at`.
+
+        c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p − log m_t)
+
+    log_mass: [m], of this rank's part of the row, from `PolicyNetwork`. Masks that top-k cut have
+    no part in the penalty: nobody knows what they held when they were sampled.
+    """
+    coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
+    weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
+    if coef > 0 and len(log_mass):
+        known = head.kept_offsets.diff()[head.probes] < sampling.top_k
+        weight = to_device(head.probe_weight * known, log_mass.device)
+        short = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
+    with torch.no_grad():
+        counted = weight > 0
+        ones = torch.ones_like(log_mass)
+        columns = (log_mass.exp(), ones, short * counted, ones * counted)
+        seen = torch.stack([column.sum() for column in columns])
+    return coef / total_sequences * (weight * short).sum(), seen
+
+
+def looked_at(held: Tensor, masses: Tensor | None = None) -> dict[str, Metric]:
+    """`indexer/held` of the [2] that `keel.trainer.engine.policy.PolicyNetwork` returns: the share
+    of attention that the top k hold, a mean over tokens with more than k before them and layers;
+    and what `mass_share` has seen. Nothing of what there was none of. Waits for the device."""
+    attention, queries = held.tolist()
+    found = {"indexer/held": Mean(attention, queries)} if queries else {}
+    if masses is not None:
+        mass, tokens, short, counted = masses.tolist()
+        found |= {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
+        found |= {"sampling/mass_shortfall": Mean(short, counted)} if counted else {}
     return found
 
 

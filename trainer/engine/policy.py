@@ -117,8 +117,14 @@ class Inputs:
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
-    def of(batch: MicroBatch, device: torch.device, part: Slice = WHOLE) -> Inputs:
-        """Copies this rank's part of `batch` to `device`."""
+    def of(
+        batch: MicroBatch,
+        device: torch.device,
+        part: Slice = WHOLE,
+        *,
+        probe_every: int | None = None,
+    ) -> Inputs:
+        """Copies this rank's part of `batch` to `device`. probe_every: `head_inputs`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -130,7 +136,7 @@ class Inputs:
             lengths.append(filled)  # a segment of its own
         rows = trainable_rows(batch)
         start, stop = part.bounds(count)
-        head = head_inputs(batch, start, stop)
+        head = head_inputs(batch, start, stop, probe_every=probe_every)
         before = int((rows <= start).sum())
         routes = batch.routes_NLK
         return Inputs(
@@ -180,11 +186,13 @@ class PolicyNetwork(nn.Module):
         indexer_loss: bool = True,
         batch_invariant: bool = False,
         flash4: bool = False,
+        learns_mass: bool = False,
     ) -> None:
         """`context`: tokens that an engine's trajectories have at most (its `max_model_len`); None
         for a model to which it makes no difference. `attention` and `indexer_loss` are about a
         model with sparse attention: as in `trainer.attention`, and whether its indexers learn.
-        `batch_invariant`: by the engine's own kernels. `flash4`: `use_packed_attention`."""
+        `batch_invariant`: by the engine's own kernels. `flash4`: `use_packed_attention`.
+        `learns_mass`: whether the mass of sampling masks has a gradient."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -208,6 +216,7 @@ class PolicyNetwork(nn.Module):
         self.model = model
         self.config = model.config  # where DeepSpeed looks for facts about the experts
         self.temperature = temperature
+        self._learns_mass = learns_mass
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: Config, *, flash4: bool) -> Self:
@@ -220,6 +229,7 @@ class PolicyNetwork(nn.Module):
             indexer_loss=config.trainer.indexer_loss > 0,
             batch_invariant=config.model.batch_invariant,
             flash4=flash4,
+            learns_mass=config.algorithm.kept_mass_coef > 0,
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
@@ -227,13 +237,13 @@ class PolicyNetwork(nn.Module):
         kept = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
 
-    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Log-probability [R] (float32) of each sampled token over its mask; entropy [R] of that
-        distribution, without gradient; the indexers' loss, summed over layers and tokens (0
-        without gradient where none is computed); and [4] of what is only looked at: the attention
-        that their top k hold, as in `SparsePass.held`, of all layers together, and
-        `keel.model.logprobs.kept_mass` (0 where nobody has looked). R: of this rank's part of the
-        row."""
+        distribution, without gradient; the log-mass [m] of the masks of some of them
+        (`keel.model.logprobs.kept_mass`; m = 0 in a pass without gradients, or without masks); the
+        indexers' loss, summed over layers and tokens (0 without gradient where none is computed);
+        and [2] of the attention that their top k hold, as in `SparsePass.held`, of all layers
+        together. R and m: of this rank's part of the row."""
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
         warming = self._dense and self.learning_indexers > 0  # measured, too, where nothing learns
         sparse = SparsePass(dense=self._dense, loss=learning or warming)
@@ -252,13 +262,16 @@ class PolicyNetwork(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, SupportHead)
         scores = policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
+        log_mass = scores[0].new_zeros(0)
+        if inputs.truncated and torch.is_grad_enabled():
+            with torch.set_grad_enabled(self._learns_mass):
+                log_mass = kept_mass(
+                    hidden, head, inputs.head, scores[0], temperature=self.temperature
+                )
+        lost = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
         none = hidden.new_zeros(2, dtype=torch.float32)
         held = torch.stack(sparse.held).sum(0) if sparse.held else none
-        mass = none
-        if inputs.truncated and torch.is_grad_enabled():
-            mass = kept_mass(hidden, head, inputs.head, scores[0], temperature=self.temperature)
-        lost = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
-        return *scores, lost, torch.cat([held, mass])
+        return *scores, log_mass, lost, held
 
 
 class Reference:

@@ -307,9 +307,13 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     """Gradients of the head's weight and of the hidden states, and what belongs to kept ids."""
     tokens = rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
-    if config.rollout.sampling.truncated:
-        return gradients + KEPT_ID_BYTES * MEAN_KEPT * tokens
-    return gradients + HEAD_CHUNK_BYTES * facts.vocab_size
+    whole = HEAD_CHUNK_BYTES * facts.vocab_size
+    if not config.rollout.sampling.truncated:
+        return gradients + whole
+    kept = gradients + KEPT_ID_BYTES * MEAN_KEPT * tokens
+    if every := config.algorithm.probe_every:  # a second gradient of the weight, until both add up
+        kept += whole + width * facts.hidden_size * (facts.vocab_size + tokens / every)
+    return kept
 
 
 def activation_elements(facts: ModelFacts, trainer: TrainerConfig) -> float:

@@ -223,7 +223,8 @@ def describe(
             f"KL {a.kl}; "
             f"sequence mask {'off' if a.mask_delta is None else f'δ = {a.mask_delta:g}'}; "
             f"Keep Routing {replay(bool(facts.moe_layers), a.keep_routing)}; "
-            f"Keep Sampling Mask {replay(sampling.truncated, a.keep_sampling_mask)}",
+            f"Keep Sampling Mask {replay(sampling.truncated, a.keep_sampling_mask)}"
+            + (f", its mass held with weight {a.kept_mass_coef:g}" if a.kept_mass_coef else ""),
         ),
         (
             "actors",

@@ -308,9 +308,10 @@ def compute_seconds(
     moved *= passes(config)
     body = share * (gemms / machine.flops + moved * width / machine.memory_bytes)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
-    head = 0.0
-    if not config.rollout.sampling.truncated:
-        head = 2 * facts.vocab_size * facts.hidden_size * share * 3
+    head = 2 * facts.vocab_size * facts.hidden_size * share * 3
+    if config.rollout.sampling.truncated:
+        every = config.algorithm.probe_every
+        head = head / every if every else 0.0
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
     one_pass = summed_apart(config.model.dtype, trainer)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches

@@ -1,8 +1,6 @@
-"""The support head against a dense float64 softmax, and the shift from packed rows to the head."""
+"""The support head against a dense float64 softmax."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,40 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.model.head import ops as support_ops
 from keel.model.head.support import HeadSpec, support_head
-from keel.model.logprobs import (
-    head_inputs,
-    kept_mass,
-    policy_logprobs,
-    support_logprobs,
-    trainable_rows,
-)
-from keel.rl.packing import MicroBatch
+from keel.model.logprobs import support_logprobs
 from keel.rl.types import KeptSets
-
-
-def dense(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    kept: KeptSets,
-    temperature: float = 1.0,
-    spec: HeadSpec | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The definition, with full logits in float64."""
-    spec = spec or HeadSpec()
-    logits = hidden.double() @ weight.double().t()
-    if spec.bias is not None:
-        logits = logits + spec.bias.double()
-    logits = logits * spec.scale
-    if spec.softcap is not None:
-        logits = spec.softcap * torch.tanh(logits / spec.softcap)
-    mask = torch.zeros_like(logits, dtype=torch.bool)
-    for row in range(len(targets)):
-        span = torch.as_tensor(kept[row], dtype=torch.long)
-        mask[row, span if len(span) else slice(None)] = True
-    logp = (logits / temperature).masked_fill(~mask, -torch.inf).log_softmax(-1)
-    entropy = -torch.where(mask, logp.exp() * logp, 0.0).sum(-1)
-    return logp.gather(1, targets[:, None])[:, 0], entropy
+from tests.model.head.dense import close, dense
 
 
 def case(sizes: list[int], vocab: int, dim: int, seed: int = 0, dtype=torch.float32):
@@ -63,10 +30,6 @@ def case(sizes: list[int], vocab: int, dim: int, seed: int = 0, dtype=torch.floa
 
 def tensors(kept: KeptSets) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(kept.ids), torch.from_numpy(kept.offsets)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def against_dense(hidden, weight, targets, kept, *, temperature=1.0, spec=None, tolerance=1e-4):
@@ -263,123 +226,3 @@ def test_a_softcap_must_be_positive():
 
 
 # The shift
-
-
-def micro_batch(seed: int = 0, vocab: int = 12, kept: bool = True) -> MicroBatch:
-    """Two segments of 5 and 4 tokens; trainable tokens 2, 4, 6 and 7."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(vocab, size=9).astype(np.int32)
-    trainable = np.zeros(9, np.bool_)
-    trainable[[2, 4, 6, 7]] = True
-    spans = [
-        np.union1d(rng.permutation(vocab)[:3], tokens[t]) if trainable[t] and t != 6 else []
-        for t in range(9)
-    ]
-    position = np.r_[np.arange(5), np.arange(4)].astype(np.int32)
-    return MicroBatch(
-        token_ids_N=tokens,
-        position_N=position,
-        segment_N=np.repeat([0, 1], [5, 4]).astype(np.int32),
-        sequence_N=np.repeat([0, 1], [5, 4]).astype(np.int64),
-        trainable_N=trainable,
-        logp_old_N=np.zeros(9, np.float32),
-        advantage_N=np.ones(9, np.float32),
-        kl_coef_N=np.zeros(9, np.float32),
-        sequence_tokens_S=np.array([2, 2]),
-        sequence_weight_S=np.ones(2, np.float32),
-        kept=KeptSets.from_lists(spans) if kept else None,
-    )
-
-
-def head_of(weight: Tensor):
-    return lambda hidden, *rest, **options: support_head(hidden, weight, *rest, **options)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_token_t_is_scored_from_position_t_minus_1(kept):
-    batch = micro_batch(kept=kept)
-    hidden, weight = torch.randn(9, 6, requires_grad=True), torch.randn(12, 6)
-    logp, entropy = policy_logprobs(hidden, head_of(weight), batch, temperature=0.8)
-    assert trainable_rows(batch).tolist() == [2, 4, 6, 7]
-    spans = [batch.kept[t] if batch.kept is not None else [] for t in (2, 4, 6, 7)]
-    targets = torch.from_numpy(batch.token_ids_N[[2, 4, 6, 7]]).long()
-    expected, expected_entropy = dense(
-        hidden[[1, 3, 5, 6]], weight, targets, KeptSets.from_lists(spans), 0.8
-    )
-    close(logp, expected, 1e-5)
-    close(entropy, expected_entropy, 1e-5)
-    logp.sum().backward()
-    assert hidden.grad.any(-1).nonzero()[:, 0].tolist() == [1, 3, 5, 6]
-
-
-def test_passes_over_one_batch_share_their_inputs():
-    batch = micro_batch()
-    hidden, head = torch.randn(1, 9, 6), head_of(torch.randn(12, 6))
-    once = policy_logprobs(hidden, head, batch)
-    inputs = head_inputs(batch)
-    for _ in range(2):
-        again = policy_logprobs(hidden, head, inputs)
-        assert inputs.memo, "what was found out in one pass is kept for the next"
-        assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
-
-
-def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax():
-    batch, weight = micro_batch(), torch.randn(12, 6)
-    hidden, inputs = torch.randn(9, 6, requires_grad=True), head_inputs(batch)
-    head = head_of(weight)
-    logp, _ = policy_logprobs(hidden, head, inputs, temperature=0.8)
-    mass = kept_mass(hidden, head, inputs, logp, temperature=0.8)
-    tokens = inputs.rows[inputs.probes].tolist()
-    assert sorted(batch.segment_N[tokens]) == [0, 1], "one token of each segment"
-    whole = (hidden.detach().double() @ weight.double().t() / 0.8).softmax(-1)
-    spans = [torch.as_tensor(batch.kept[t]).long() for t in tokens]
-    expected = sum(
-        float(whole[t - 1, span].sum()) if len(span) else 1.0  # nothing was cut off
-        for t, span in zip(tokens, spans, strict=True)
-    )
-    assert 0 < expected < 2
-    close(mass, torch.tensor([expected, 2.0]), 1e-5)
-    assert not mass.requires_grad
-
-
-def test_which_tokens_are_weighed_is_up_to_their_segments_alone():
-    batch = micro_batch()
-    every = head_inputs(batch)
-    picked = every.rows[every.probes].tolist()
-    halves = [head_inputs(batch, 0, 4), head_inputs(batch, 4, 9)]  # of two ranks
-    assert [t for half in halves for t in half.rows[half.probes].tolist()] == picked
-    nothing = replace(batch, trainable_N=np.zeros(9, np.bool_), split_S=np.arange(2))
-    inputs = head_inputs(nothing)
-    logp, head = torch.zeros(0), head_of(torch.randn(12, 6))
-    assert kept_mass(torch.randn(9, 6), head, inputs, logp).tolist() == [0, 0]
-
-
-def test_spans_of_tokens_that_do_not_train_are_left_out():
-    batch = micro_batch()
-    spans = [batch.kept[t] for t in range(9)]
-    spans[0] = np.array([3, 4], np.int32)
-    noisy = replace(batch, kept=KeptSets.from_lists(spans))
-    for name in ("kept_ids", "kept_offsets"):
-        assert torch.equal(getattr(head_inputs(noisy), name), getattr(head_inputs(batch), name))
-
-
-def test_a_micro_batch_without_trainable_tokens_still_reaches_every_parameter():
-    batch = replace(
-        micro_batch(),
-        trainable_N=np.zeros(9, np.bool_),
-        kept=KeptSets.empty(9),
-        split_S=np.arange(2),  # what was sampled of them is elsewhere
-    )
-    hidden = torch.randn(9, 6, requires_grad=True)
-    weight = torch.randn(12, 6, requires_grad=True)
-    logp, entropy = policy_logprobs(hidden, head_of(weight), batch)
-    logp.sum().backward()
-    assert logp.shape == entropy.shape == (0,)
-    assert not hidden.grad.any() and not weight.grad.any()
-
-
-def test_hidden_states_of_another_micro_batch_are_refused():
-    batch = micro_batch()
-    head = head_of(torch.randn(12, 6))
-    with pytest.raises(ValueError, match="hidden_ND has 8 rows for the 9 tokens"):
-        policy_logprobs(torch.randn(8, 6), head, batch)

@@ -15,6 +15,7 @@ from keel.rl.types import Group, KeptSets, Prompt, ScoredGroup, Segment, Traject
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 4, 2
 DENSE_LAYER = 1
+MOST_KEPT = 8
 
 
 def write_model(folder: Path, *, tied: bool = False, head_dim: int = 16) -> None:
@@ -178,7 +179,9 @@ class Rollouts:
         if self._random.random() < 0.2:
             return np.zeros(0, np.int64)
         others = np.delete(np.arange(VOCABULARY), token)
-        return np.append(self._random.choice(others, self._random.integers(1, 8), False), token)
+        return np.append(
+            self._random.choice(others, self._random.integers(1, MOST_KEPT), False), token
+        )
 
     def _routes(self, tokens: NDArray[np.int32]) -> NDArray[np.int16]:
         layers = LAYERS - 1

@@ -20,6 +20,7 @@ from keel.configs.schema import (
     ModelConfig,
     RolloutConfig,
     RunConfig,
+    SamplingConfig,
     SourceConfig,
     TrainerConfig,
 )
@@ -27,7 +28,7 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup
 from tests.buckets import unpack_bucket
-from tests.trainer.engine.batches import Rollouts
+from tests.trainer.engine.batches import MOST_KEPT, Rollouts
 
 if TYPE_CHECKING:
     from keel.trainer.engine.engine import TrainerEngine
@@ -52,6 +53,7 @@ def make_config(
     kl_coef: float = 0.0,
     ref_routing: Literal["live", "replay"] = "live",
     mask_delta: float = MASK_DELTA,
+    kept_mass_coef: float = 0.0,
     sleep: bool = False,
     **trainer: Any,
 ) -> Config:
@@ -75,8 +77,10 @@ def make_config(
         run=RunConfig(steps=10, seed=3),
         model=ModelConfig(path="local", dtype=dtype),
         data=DataConfig(sources=(source,)),
-        algorithm=AlgorithmConfig(mask_delta=mask_delta, ref_routing=ref_routing),
-        rollout=RolloutConfig(sleep=sleep),
+        algorithm=AlgorithmConfig(
+            mask_delta=mask_delta, ref_routing=ref_routing, kept_mass_coef=kept_mass_coef
+        ),
+        rollout=RolloutConfig(sleep=sleep, sampling=SamplingConfig(top_p=0.9, top_k=MOST_KEPT)),
         trainer=TrainerConfig(**options),
     )
 

@@ -150,6 +150,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "recomputed sparse": training(0, model="sparse", activation_checkpointing=True),
         "indexers alone": training(0, model="sparse", attention="warm-up"),
         "indexers frozen": training(0, model="sparse", attention="dense"),
+        "masses held": training(0, kept_mass_coef=1.0),
+        "masses held, accumulated": training(0, kept_mass_coef=1.0, tokens=TIGHT, warm=True),
     },
     2: {
         **{f"stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
@@ -166,6 +168,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             )
             for stage in (1, 3)
         },
+        "masses held, stage 1": training(1, kept_mass_coef=1.0, tokens=TIGHT),
+        "masses held, stage 3 sequence": training(3, kept_mass_coef=1.0, sequence_parallel=2),
         "stage 3 sparse recomputed": training(3, model="sparse", activation_checkpointing=True),
         "stage 3 tied": training(3, tokens=TIGHT, model="tied"),
         **{f"stage {stage} sequence": training(stage, sequence_parallel=2) for stage in STAGES},

@@ -79,6 +79,22 @@ def test_ranks_stages_and_accumulation_do_not_matter(results: dict[str, Any], na
         assert values(actual) == pytest.approx(values(expected), rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+def test_masses_of_sampling_masks_are_held_alike_on_any_layout(results: dict[str, Any]) -> None:
+    plain, held = results["plain"], results["masses held"]
+    for layout in ("accumulated", "stage 1", "stage 3 sequence"):
+        other = results[f"masses held, {layout}"]
+        same(other["after"], held["after"], atol=1e-5)
+        for expected, actual in zip(held["metrics"], other["metrics"], strict=True):
+            assert values(actual) == pytest.approx(
+                values(expected), rel=1e-4, abs=1e-6, nan_ok=True
+            )
+    assert not torch.equal(held["after"]["lm_head.weight"], plain["after"]["lm_head.weight"])
+    first, last = (values(step) for step in (held["metrics"][0], held["metrics"][-1]))
+    assert 0 < last["sampling/mass_shortfall"] != first["sampling/mass_shortfall"]
+    assert last["sampling/kept_mass"] > values(plain["metrics"][-1])["sampling/kept_mass"]
+    assert "sampling/mass_shortfall" not in values(plain["metrics"][0])
+
+
 def test_a_warm_up_trains_the_indexers_alone(results: dict[str, Any]) -> None:
     plain = results["indexers alone"]
     for name in ("indexers alone", "indexers alone, stage 1", "indexers alone, stage 3"):

@@ -54,7 +54,7 @@ def test_the_policy_attends_to_what_was_recorded_and_its_reference_does_not() ->
         inputs = Inputs.of(batch, device)
         if reference:
             return Reference(network, device, None).logp(inputs)
-        logp, _, indexers, _ = network.train()(inputs=inputs)
+        logp, _, _, indexers, _ = network.train()(inputs=inputs)
         assert indexers.requires_grad and indexers > 0
         return logp.detach()
 
@@ -101,7 +101,10 @@ def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
     assert looked == [batch] * examine
 
 
-def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("term", ["indexers", "masses"])
+def test_a_look_sees_the_loss_with_all_its_terms(
+    monkeypatch: pytest.MonkeyPatch, term: str
+) -> None:
     from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
 
     @dataclass
@@ -111,15 +114,17 @@ def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyP
     inputs = SimpleNamespace(
         padding=False, kl_coef_R=None, token_ids=torch.zeros(1, 3), filled=0, ends=None, part=None
     )
-    logp, indexers = torch.zeros(2), torch.full((), math.nan, requires_grad=True)
-    monkeypatch.setattr(module.Inputs, "of", lambda *_: inputs)
+    logp, lost = torch.zeros(2), torch.full((), math.nan, requires_grad=True)
+    indexers, outside = (lost, torch.zeros(())) if term == "indexers" else (torch.zeros(()), lost)
+    monkeypatch.setattr(module, "mass_share", lambda *_: (outside, torch.zeros(4)))
+    monkeypatch.setattr(module.Inputs, "of", lambda *_, **options: inputs)
     monkeypatch.setattr(module, "whole_sequences", lambda _, logp, reference: (logp, reference))
     monkeypatch.setattr(module, "indexer_weight", lambda *_: 1.0)
     monkeypatch.setitem(module.SHARES, "grpo", lambda *_: Share(loss=torch.zeros(())))
 
     class Network:
         def __call__(self, inputs: Any) -> Any:
-            return logp, logp, indexers, torch.zeros(2)
+            return logp, logp, logp, indexers, torch.zeros(2)
 
         def backward(self, loss: Any) -> None:
             loss.backward()
@@ -127,7 +132,7 @@ def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyP
     rank: Any = SimpleNamespace(
         _replayed=lambda *_: nullcontext(),
         _engine=Network(),
-        _config=SimpleNamespace(algorithm=None),
+        _config=SimpleNamespace(algorithm=SimpleNamespace(probe_every=None)),
         _world_size=1,
         **dict.fromkeys(("_device", "_part", "_network", "_reference")),
     )
@@ -137,4 +142,4 @@ def test_a_look_sees_the_loss_with_the_indexers_term(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(look, "saw", lambda *given: seen.append(float(given[3].detach())) or 1.0)
     whole: Any = SimpleNamespace(total_sequences=1)
     module.TrainerEngine._accumulate(rank, batch, whole, split, look)
-    assert math.isnan(seen[0]) and indexers.grad is not None
+    assert math.isnan(seen[0]) and lost.grad is not None

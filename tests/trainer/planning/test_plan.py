@@ -74,6 +74,11 @@ def test_the_plan_shouts_where_a_replay_is_missing() -> None:
     assert line.count("OFF (algorithm.allow_unsound: never for training)") == 2
 
 
+def test_the_plan_says_that_the_mass_of_masks_is_held() -> None:
+    assert "mass" not in stabilisers(config())
+    assert stabilisers(config(kept_mass_coef=0.5)).endswith(", its mass held with weight 0.5")
+
+
 def test_engine_memory_counts_the_engines_own_precision() -> None:
     full, half = (
         make_plan(config(dtype=dtype), MOE, gpu=False).engine.parts["weights"]

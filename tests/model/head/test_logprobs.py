@@ -1,0 +1,173 @@
+"""From packed rows to the head: the shift, sampling masks and their mass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from keel.model.head.support import support_head
+from keel.model.logprobs import (
+    head_inputs,
+    kept_mass,
+    policy_logprobs,
+    trainable_rows,
+)
+from keel.rl.packing import MicroBatch
+from keel.rl.types import KeptSets
+from tests.model.head.dense import close, dense
+
+
+def micro_batch(seed: int = 0, vocab: int = 12, kept: bool = True) -> MicroBatch:
+    """Two segments of 5 and 4 tokens; trainable tokens 2, 4, 6 and 7."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(vocab, size=9).astype(np.int32)
+    trainable = np.zeros(9, np.bool_)
+    trainable[[2, 4, 6, 7]] = True
+    spans = [
+        np.union1d(rng.permutation(vocab)[:3], tokens[t]) if trainable[t] and t != 6 else []
+        for t in range(9)
+    ]
+    position = np.r_[np.arange(5), np.arange(4)].astype(np.int32)
+    return MicroBatch(
+        token_ids_N=tokens,
+        position_N=position,
+        segment_N=np.repeat([0, 1], [5, 4]).astype(np.int32),
+        sequence_N=np.repeat([0, 1], [5, 4]).astype(np.int64),
+        trainable_N=trainable,
+        logp_old_N=np.zeros(9, np.float32),
+        advantage_N=np.ones(9, np.float32),
+        kl_coef_N=np.zeros(9, np.float32),
+        sequence_tokens_S=np.array([2, 2]),
+        sequence_weight_S=np.ones(2, np.float32),
+        kept=KeptSets.from_lists(spans) if kept else None,
+    )
+
+
+def head_of(weight: Tensor):
+    return lambda hidden, *rest, **options: support_head(hidden, weight, *rest, **options)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_token_t_is_scored_from_position_t_minus_1(kept):
+    batch = micro_batch(kept=kept)
+    hidden, weight = torch.randn(9, 6, requires_grad=True), torch.randn(12, 6)
+    logp, entropy = policy_logprobs(hidden, head_of(weight), batch, temperature=0.8)
+    assert trainable_rows(batch).tolist() == [2, 4, 6, 7]
+    spans = [batch.kept[t] if batch.kept is not None else [] for t in (2, 4, 6, 7)]
+    targets = torch.from_numpy(batch.token_ids_N[[2, 4, 6, 7]]).long()
+    expected, expected_entropy = dense(
+        hidden[[1, 3, 5, 6]], weight, targets, KeptSets.from_lists(spans), 0.8
+    )
+    close(logp, expected, 1e-5)
+    close(entropy, expected_entropy, 1e-5)
+    logp.sum().backward()
+    assert hidden.grad.any(-1).nonzero()[:, 0].tolist() == [1, 3, 5, 6]
+
+
+def test_passes_over_one_batch_share_their_inputs():
+    batch = micro_batch()
+    hidden, head = torch.randn(1, 9, 6), head_of(torch.randn(12, 6))
+    once = policy_logprobs(hidden, head, batch)
+    inputs = head_inputs(batch)
+    for _ in range(2):
+        again = policy_logprobs(hidden, head, inputs)
+        assert inputs.memo, "what was found out in one pass is kept for the next"
+        assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
+
+
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(every: int | None):
+    batch = micro_batch()
+    hidden = torch.randn(9, 6, requires_grad=True)
+    weight = torch.randn(12, 6, requires_grad=True)
+    inputs, head = head_inputs(batch, probe_every=every), head_of(weight)
+    logp, _ = policy_logprobs(hidden, head, inputs, temperature=0.8)
+    log_mass = kept_mass(hidden, head, inputs, logp, temperature=0.8)
+    tokens = inputs.rows[inputs.probes].tolist()
+    whole = (hidden.double() @ weight.double().t() / 0.8).log_softmax(-1)
+    spans = [torch.as_tensor(batch.kept[t]).long() for t in tokens]
+    expected = torch.stack(
+        [
+            whole[t - 1, span].logsumexp(-1) if len(span) else whole.new_zeros(())  # nothing cut
+            for t, span in zip(tokens, spans, strict=True)
+        ]
+    )
+    assert -9 < expected.min().item() < -0.1
+    close(log_mass, expected, 1e-5)
+    factors = torch.randn(len(tokens))
+    for actual, exact in zip(
+        torch.autograd.grad((factors * log_mass).sum(), (hidden, weight)),
+        torch.autograd.grad((factors * expected).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        close(actual, exact, 1e-4)
+
+
+@pytest.mark.parametrize("every", [None, 1, 2, 3])
+def test_which_tokens_are_weighed_is_up_to_their_segments_alone(every: int | None):
+    batch = micro_batch()
+    whole = head_inputs(batch, probe_every=every)
+    tokens = whole.rows[whole.probes]
+    halves = [
+        head_inputs(batch, start, stop, probe_every=every) for start, stop in ((0, 4), (4, 9))
+    ]  # of two ranks
+    assert torch.equal(torch.cat([half.rows[half.probes] for half in halves]), tokens)
+    assert torch.equal(torch.cat([half.probe_weight for half in halves]), whole.probe_weight)
+    every_row = trainable_rows(batch)
+    for segment in np.unique(batch.segment_N[every_row]):
+        of_it = every_row[batch.segment_N[every_row] == segment]
+        stride = min(len(of_it), every or len(of_it))
+        probed = batch.segment_N[tokens.numpy()] == segment
+        places = np.searchsorted(of_it, tokens[probed].numpy())
+        assert len(places) in (len(of_it) // stride, -(-len(of_it) // stride))
+        assert (np.diff(places) == stride).all()
+        owner = batch.sequence_N[of_it[0]]
+        each = batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
+        assert float(whole.probe_weight[probed].sum()) == pytest.approx(len(of_it) * each)
+
+
+def test_no_mass_of_a_micro_batch_without_trainable_tokens_still_has_a_gradient():
+    batch = micro_batch()
+    nothing = replace(batch, trainable_N=np.zeros(9, np.bool_), split_S=np.arange(2))
+    weight = torch.randn(12, 6, requires_grad=True)
+    inputs, head = head_inputs(nothing, probe_every=2), head_of(weight)
+    hidden = torch.randn(9, 6, requires_grad=True)
+    log_mass = kept_mass(hidden, head, inputs, torch.zeros(0))
+    assert log_mass.tolist() == []
+    log_mass.sum().backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_spans_of_tokens_that_do_not_train_are_left_out():
+    batch = micro_batch()
+    spans = [batch.kept[t] for t in range(9)]
+    spans[0] = np.array([3, 4], np.int32)
+    noisy = replace(batch, kept=KeptSets.from_lists(spans))
+    for name in ("kept_ids", "kept_offsets"):
+        assert torch.equal(getattr(head_inputs(noisy), name), getattr(head_inputs(batch), name))
+
+
+def test_a_micro_batch_without_trainable_tokens_still_reaches_every_parameter():
+    batch = replace(
+        micro_batch(),
+        trainable_N=np.zeros(9, np.bool_),
+        kept=KeptSets.empty(9),
+        split_S=np.arange(2),  # what was sampled of them is elsewhere
+    )
+    hidden = torch.randn(9, 6, requires_grad=True)
+    weight = torch.randn(12, 6, requires_grad=True)
+    logp, entropy = policy_logprobs(hidden, head_of(weight), batch)
+    logp.sum().backward()
+    assert logp.shape == entropy.shape == (0,)
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_hidden_states_of_another_micro_batch_are_refused():
+    batch = micro_batch()
+    head = head_of(torch.randn(12, 6))
+    with pytest.raises(ValueError, match="hidden_ND has 8 rows for the 9 tokens"):
+        policy_logprobs(torch.randn(8, 6), head, batch)

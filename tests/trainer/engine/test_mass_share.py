@@ -1,0 +1,151 @@
+"""The penalty on sunk masses of sampling masks, against its definition by enumeration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from keel.configs.schema import Config, SamplingConfig
+from keel.model.head.module import SupportHead
+from keel.model.logprobs import kept_mass, policy_logprobs
+from keel.rl.packing import TrainBatch, pack
+from keel.trainer.engine.objectives import looked_at, mass_share
+from keel.trainer.engine.policy import Inputs
+from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts
+from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
+
+WIDTH, TOP_P, COEF = 16, 0.3, 0.7
+CPU = torch.device("cpu")
+
+
+def settings(*, coef: float = COEF, top_k: int = MOST_KEPT) -> Config:
+    config = make_config(1, 0, kept_mass_coef=coef)
+    sampling = SamplingConfig(top_p=TOP_P, top_k=top_k)
+    return replace(config, rollout=replace(config.rollout, sampling=sampling))
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+
+
+def head_of(weight: Tensor) -> SupportHead:
+    linear = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    linear.weight = nn.Parameter(weight)
+    head = SupportHead(linear)
+    head.weight = linear.weight
+    return head
+
+
+def batch_of(tokens: int) -> TrainBatch:
+    groups = Rollouts(5, Path()).groups(3, 4)
+    (batch,) = pack(groups, ranks=1, micro_batch_tokens=tokens)
+    return batch
+
+
+def hidden_of(token_ids: np.ndarray, positions: np.ndarray, embedding: Tensor) -> Tensor:
+    """States that are up to a token and the one before it, as a model's are to its segment."""
+    here = embedding[torch.from_numpy(token_ids).long()]
+    before = here.roll(1, 0) * torch.from_numpy(positions > 0)[:, None]
+    return (here + before).tanh() * 2
+
+
+def penalty(
+    batch: TrainBatch, config: Config, weight: Tensor, every: int | None
+) -> tuple[Tensor, Tensor]:
+    """Of a step, and [4] what was seen; summed over its micro-batches."""
+    embedding = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1))
+    losses, seen = [], []
+    head = head_of(weight)
+    for row in batch.micro_batches:
+        inputs = Inputs.of(row, CPU, probe_every=every)
+        hidden = hidden_of(row.token_ids_N, row.position_N, embedding)
+        logp, _ = policy_logprobs(hidden, head, inputs.head)
+        log_mass = kept_mass(hidden, head, inputs.head, logp)
+        loss, masses = mass_share(inputs, log_mass, batch.total_sequences, config)
+        losses.append(loss)
+        seen.append(masses)
+    total = torch.stack(losses).sum()
+    if total.requires_grad:
+        (weight.grad,) = torch.autograd.grad(total, head.weight)
+    return total.detach(), torch.stack(seen).sum(0)
+
+
+def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every token, as it is written down."""
+    embedding = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1))
+    exact = weight.detach().double().requires_grad_()
+    total = exact.new_zeros(())
+    sampling = config.rollout.sampling
+    for row in batch.micro_batches:
+        hidden = hidden_of(row.token_ids_N, row.position_N, embedding).double()
+        probs = (hidden @ exact.t()).softmax(-1)
+        assert row.kept is not None
+        for t in np.flatnonzero(row.trainable_N):
+            kept = torch.from_numpy(row.kept[t]).long()
+            if not len(kept) or len(kept) >= sampling.top_k:
+                continue
+            mass, owner = probs[t - 1, kept].sum(), row.sequence_N[t]
+            each = row.sequence_weight_S[owner] / row.sequence_tokens_S[owner]
+            short = torch.log(sampling.top_p / mass).clamp(min=0)
+            total = total + float(each) * short
+    total = config.algorithm.kept_mass_coef / batch.total_sequences * total
+    (gradient,) = torch.autograd.grad(total, exact)
+    return total.detach(), gradient
+
+
+@pytest.mark.parametrize("top_k", [MOST_KEPT, 3])
+def test_over_every_token_it_is_what_its_definition_says(weight: Tensor, top_k: int) -> None:
+    batch, config = batch_of(ROOMY), settings(top_k=top_k)
+    total, _ = penalty(batch, config, weight, every=1)
+    expected, gradient = by_enumeration(batch, config, weight)
+    assert float(expected) > 0.05
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad.double(), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_micro_batches_add_up(weight: Tensor, every: int) -> None:
+    config = settings()
+    whole, seen = penalty(batch_of(ROOMY), config, weight, every)
+    gradient = weight.grad
+    parts, seen_in_parts = penalty(batch_of(TIGHT), config, weight, every)
+    assert len(batch_of(TIGHT).micro_batches) > 3
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(weight.grad, gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(seen_in_parts, seen)
+
+
+def test_some_tokens_stand_for_all_on_average(weight: Tensor) -> None:
+    """Which are looked at is up to the tokens: over many batches it does not matter which."""
+    config, some, every = settings(), [], []
+    for seed in range(60):
+        groups = Rollouts(seed, Path()).groups(3, 4)
+        (batch,) = pack(groups, ranks=1, micro_batch_tokens=ROOMY)
+        some.append(float(penalty(batch, config, weight, every=3)[0]))
+        every.append(float(penalty(batch, config, weight, every=1)[0]))
+    error = np.subtract(some, every)
+    assert abs(error.mean()) < 3 * error.std() / np.sqrt(len(error))
+    assert error.std() < np.mean(every)
+
+
+def test_without_a_coefficient_masses_are_looked_at_alone(weight: Tensor) -> None:
+    total, seen = penalty(batch_of(ROOMY), settings(coef=0.0), weight, every=None)
+    assert total == 0
+    found = looked_at(torch.zeros(2), seen)
+    assert set(found) == {"sampling/kept_mass"}
+    assert 0 < found["sampling/kept_mass"].value < 1
+
+
+def test_what_was_short_is_a_mean_over_the_masks_that_count(weight: Tensor) -> None:
+    _, seen = penalty(batch_of(ROOMY), settings(top_k=3), weight, every=1)
+    _, every, short, counted = seen.tolist()
+    assert 0 < counted < every
+    found = looked_at(torch.zeros(2), seen)
+    assert found["sampling/mass_shortfall"].value == pytest.approx(short / counted)
