@@ -116,22 +116,21 @@ def head_inputs(
     start: int = 0,
     stop: int | None = None,
     *,
-    probe_every: int | None = None,
+    probes: int = 1,
 ) -> HeadInputs:
     """Bring targets, sampling masks and the positions that predict them together.
 
     A trainable token is never the first of its segment (`MicroBatch` checks), so position t−1
     belongs to the same segment. `start` and `stop` bound the positions t−1, not the tokens t, for a
     rank that computes those hidden states only; `hidden_rows` then count from `start`.
-    `probe_every`: of a segment's trainable tokens each so many-th is a probe, at least one; None:
-    one.
+    `probes`: how many of a segment's trainable tokens are, at most; evenly spaced.
     """
     every, stop = trainable_rows(batch), len(batch.token_ids_N) if stop is None else stop
     rows = every[(every > start) & (every <= stop)]
-    probes, stands_for = _probes(batch, every, probe_every)
-    here = (probes > start) & (probes <= stop)
-    probes, stands_for = probes[here], stands_for[here]
-    owner = batch.sequence_N[probes]
+    probed, stands_for = _probed(batch, every, probes)
+    here = (probed > start) & (probed <= stop)
+    probed, stands_for = probed[here], stands_for[here]
+    owner = batch.sequence_N[probed]
     weight = stands_for * batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
     kept = _spans(batch.kept, rows, len(batch.token_ids_N))
     return HeadInputs(
@@ -140,7 +139,7 @@ def head_inputs(
         targets=torch.from_numpy(batch.token_ids_N[rows].astype(np.int64)),
         kept_ids=torch.from_numpy(kept.ids),
         kept_offsets=torch.from_numpy(kept.offsets),
-        probes=torch.from_numpy(np.searchsorted(rows, probes)),
+        probes=torch.from_numpy(np.searchsorted(rows, probed)),
         probe_weight=torch.from_numpy(weight.astype(np.float32)),
     )
 
@@ -208,17 +207,17 @@ def kept_mass(
     return whole - logp[to_device(picked, logp.device)]
 
 
-def _probes(
-    batch: MicroBatch, rows: NDArray[np.int64], every: int | None
+def _probed(
+    batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of the `rows` of each segment each `every`-th (None: one), beginning with one drawn by what
+    """Of the `rows` of each segment at most so many, evenly spaced from one that is drawn by what
     its tokens are; and how many rows of its segment each stands for."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )
     if not len(first):
         return rows, np.zeros(0)
-    stride = counts if every is None else np.minimum(counts, every)
+    stride = -(-counts // most)
     drawn = np.add.reduceat(batch.token_ids_N[rows].astype(np.int64), first)
     probed = (np.arange(len(rows)) - first[owner] - drawn[owner]) % stride[owner] == 0
     chosen = owner[probed]

@@ -9,8 +9,8 @@ from typing import Literal
 from keel.configs.sections.base import ConfigError, require
 from keel.configs.sections.rollout import SamplingConfig
 
-PROBE_EVERY = 8
-"""Of the tokens of a completion or turn, `algorithm.kept_mass_coef` looks at each so many-th."""
+PROBES = 64
+"""Tokens of a completion or turn whose masks `algorithm.kept_mass_coef` looks at, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,8 @@ class AlgorithmConfig:
     ratio shows: the mean over tokens of how far, in nats, the mask's mass lies below
     `rollout.sampling.top_p` (docs/stability.md). 0: none, as in the paper. 1 where completions are
     older than a few optimizer steps (`max_lag`, `publish_every`, `updates_per_batch`); with fresh
-    ones it is 0 anyway. It looks at every eighth token. Needs top_p below 1."""
+    ones it is 0 anyway. It looks at up to 64 tokens of each completion or turn. Needs top_p below
+    1."""
     ref_routing: Literal["live", "replay"] = "live"
     """Routing of the reference policy: its own, or the recorded one."""
     updates_per_batch: int = 1
@@ -91,7 +92,7 @@ class AlgorithmConfig:
             "must be at least 2: a completion is compared with its siblings, and alone has an "
             "advantage of 0",
         )
-        for name in ("max_lag", "max_refills"):
+        for name in ("max_lag", "max_refills", "kept_mass_coef"):
             value = getattr(self, name)
             require(value >= 0, f"algorithm.{name}", value, "must not be negative")
         for name in ("clip_low", "clip_high"):
@@ -111,17 +112,17 @@ class AlgorithmConfig:
             f"must be between 1 and algorithm.prompts_per_step = {self.prompts_per_step}",
         )
         require(
-            0 <= self.kept_mass_coef < math.inf,
+            math.isfinite(self.kept_mass_coef),
             "algorithm.kept_mass_coef",
             self.kept_mass_coef,
-            "must be a finite number, not negative (0: no penalty)",
+            "must be finite",
         )
 
     @property
-    def probe_every(self) -> int | None:
-        """Sampled tokens per one whose mask's mass the trainer computes; None: one of each turn,
+    def probes(self) -> int:
+        """Tokens of a completion or turn whose mask's mass the trainer computes, at most; one is
         for the metric alone."""
-        return PROBE_EVERY if self.kept_mass_coef > 0 else None
+        return PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raises `ConfigError` where tokens that are sampled like this cannot be trained on."""

@@ -22,7 +22,7 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from keel.configs.sections.algorithm import PROBE_EVERY
+from keel.configs.sections.algorithm import PROBES
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -78,8 +78,8 @@ def test_a_missing_replay_is_refused_unless_allowed(unsound: dict[str, Any], kno
             {"top_p": 0.9, "keep_sampling_mask": False, "allow_unsound": True},
             r"= 1\.0: .*keep_sampling_mask .False.; or set it to 0",
         ),
-        ({"top_p": 0.9, "kept_mass_coef": -1.0}, r"= -1\.0: must be a finite number, not neg"),
-        ({"top_p": 0.9, "kept_mass_coef": math.inf}, "= inf: must be a finite number"),
+        ({"top_p": 0.9, "kept_mass_coef": -1.0}, r"= -1\.0: must not be negative"),
+        ({"top_p": 0.9, "kept_mass_coef": math.inf}, "= inf: must be finite"),
     ],
 )
 def test_masses_are_held_of_masks_that_reach_top_p_alone(
@@ -87,8 +87,8 @@ def test_masses_are_held_of_masks_that_reach_top_p_alone(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.kept_mass_coef {message}"):
         config(**{"kept_mass_coef": 1.0, **changes})
-    assert config(top_p=0.9, kept_mass_coef=1.0).algorithm.probe_every == PROBE_EVERY
-    assert config(top_p=0.9).algorithm.probe_every is None
+    assert config(top_p=0.9, kept_mass_coef=1.0).algorithm.probes == PROBES
+    assert config(top_p=0.9).algorithm.probes == 1
 
 
 def test_unsound_settings_do_not_stretch_the_other_rules() -> None:

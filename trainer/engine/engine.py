@@ -270,8 +270,8 @@ class TrainerEngine:
     ) -> Callable[[], dict[str, Metric]]:
         """Forward and backward of one micro-batch. Returns what reads its metrics, which waits for
         the device: meanwhile the host prepares the next micro-batch."""
-        every = self._config.algorithm.probe_every
-        inputs = Inputs.of(batch, self._device, self._part, probe_every=every)
+        probes = self._config.algorithm.probes
+        inputs = Inputs.of(batch, self._device, self._part, probes=probes)
         reference = self._reference.logp(inputs) if self._reference else None
         with self._replayed(inputs) as replay:
             logp, entropy, log_mass, indexers, held = self._engine(inputs=inputs)

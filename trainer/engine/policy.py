@@ -122,9 +122,9 @@ class Inputs:
         device: torch.device,
         part: Slice = WHOLE,
         *,
-        probe_every: int | None = None,
+        probes: int = 1,
     ) -> Inputs:
-        """Copies this rank's part of `batch` to `device`. probe_every: `head_inputs`."""
+        """Copies this rank's part of `batch` to `device`. probes: `head_inputs`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -136,7 +136,7 @@ class Inputs:
             lengths.append(filled)  # a segment of its own
         rows = trainable_rows(batch)
         start, stop = part.bounds(count)
-        head = head_inputs(batch, start, stop, probe_every=probe_every)
+        head = head_inputs(batch, start, stop, probes=probes)
         before = int((rows <= start).sum())
         routes = batch.routes_NLK
         return Inputs(

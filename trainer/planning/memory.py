@@ -310,10 +310,9 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     whole = HEAD_CHUNK_BYTES * facts.vocab_size
     if not config.rollout.sampling.truncated:
         return gradients + whole
-    kept = gradients + KEPT_ID_BYTES * MEAN_KEPT * tokens
-    if every := config.algorithm.probe_every:  # a second gradient of the weight, until both add up
-        kept += whole + width * facts.hidden_size * (facts.vocab_size + tokens / every)
-    return kept
+    # Held masses: a second gradient of each, until they are added up; of all tokens of short turns.
+    held = gradients + whole if config.algorithm.kept_mass_coef else 0.0
+    return gradients + KEPT_ID_BYTES * MEAN_KEPT * tokens + held
 
 
 def activation_elements(facts: ModelFacts, trainer: TrainerConfig) -> float:

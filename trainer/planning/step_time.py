@@ -310,8 +310,7 @@ def compute_seconds(
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 2 * facts.vocab_size * facts.hidden_size * share * 3
     if config.rollout.sampling.truncated:
-        every = config.algorithm.probe_every
-        head = head / every if every else 0.0
+        head *= probed_share(config, tokens)
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
     one_pass = summed_apart(config.model.dtype, trainer)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
@@ -324,6 +323,14 @@ def compute_seconds(
         updating = owned * (updates * rates.host_adam_s + crossing / machine.host_bytes)
     head /= machine.flops * rates.head_mfu
     return body + head + weights / machine.memory_bytes + updating
+
+
+def probed_share(config: Config, tokens: int) -> float:
+    """Of a step's `tokens`, those whose mask's mass is held; of trajectories, as of one turn."""
+    algorithm = config.algorithm
+    if not algorithm.kept_mass_coef:
+        return 0.0
+    return min(1.0, algorithm.probes * algorithm.prompts_per_step * algorithm.group_size / tokens)
 
 
 def elementwise_numbers(facts: ModelFacts) -> float:

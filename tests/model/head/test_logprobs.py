@@ -79,12 +79,12 @@ def test_passes_over_one_batch_share_their_inputs():
         assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
 
 
-@pytest.mark.parametrize("every", [None, 1, 2])
-def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(every: int | None):
+@pytest.mark.parametrize("most", [1, 2, 64])
+def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(most: int):
     batch = micro_batch()
     hidden = torch.randn(9, 6, requires_grad=True)
     weight = torch.randn(12, 6, requires_grad=True)
-    inputs, head = head_inputs(batch, probe_every=every), head_of(weight)
+    inputs, head = head_inputs(batch, probes=most), head_of(weight)
     logp, _ = policy_logprobs(hidden, head, inputs, temperature=0.8)
     log_mass = kept_mass(hidden, head, inputs, logp, temperature=0.8)
     tokens = inputs.rows[inputs.probes].tolist()
@@ -107,23 +107,25 @@ def test_the_mass_of_sampling_masks_is_that_of_a_dense_softmax(every: int | None
         close(actual, exact, 1e-4)
 
 
-@pytest.mark.parametrize("every", [None, 1, 2, 3])
-def test_which_tokens_are_weighed_is_up_to_their_segments_alone(every: int | None):
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_which_tokens_are_weighed_is_up_to_their_segments_alone(most: int):
     batch = micro_batch()
-    whole = head_inputs(batch, probe_every=every)
+    whole = head_inputs(batch, probes=most)
     tokens = whole.rows[whole.probes]
     halves = [
-        head_inputs(batch, start, stop, probe_every=every) for start, stop in ((0, 4), (4, 9))
+        head_inputs(batch, start, stop, probes=most) for start, stop in ((0, 4), (4, 9))
     ]  # of two ranks
     assert torch.equal(torch.cat([half.rows[half.probes] for half in halves]), tokens)
     assert torch.equal(torch.cat([half.probe_weight for half in halves]), whole.probe_weight)
-    every_row = trainable_rows(batch)
-    for segment in np.unique(batch.segment_N[every_row]):
-        of_it = every_row[batch.segment_N[every_row] == segment]
-        stride = min(len(of_it), every or len(of_it))
+    sampled = trainable_rows(batch)
+    for segment in np.unique(batch.segment_N[sampled]):
+        of_it = sampled[batch.segment_N[sampled] == segment]
+        stride = -(-len(of_it) // most)
         probed = batch.segment_N[tokens.numpy()] == segment
         places = np.searchsorted(of_it, tokens[probed].numpy())
-        assert len(places) in (len(of_it) // stride, -(-len(of_it) // stride))
+        assert (
+            len(places) in (len(of_it) // stride, -(-len(of_it) // stride)) and len(places) <= most
+        )
         assert (np.diff(places) == stride).all()
         owner = batch.sequence_N[of_it[0]]
         each = batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
@@ -134,7 +136,7 @@ def test_no_mass_of_a_micro_batch_without_trainable_tokens_still_has_a_gradient(
     batch = micro_batch()
     nothing = replace(batch, trainable_N=np.zeros(9, np.bool_), split_S=np.arange(2))
     weight = torch.randn(12, 6, requires_grad=True)
-    inputs, head = head_inputs(nothing, probe_every=2), head_of(weight)
+    inputs, head = head_inputs(nothing, probes=2), head_of(weight)
     hidden = torch.randn(9, 6, requires_grad=True)
     log_mass = kept_mass(hidden, head, inputs, torch.zeros(0))
     assert log_mass.tolist() == []

@@ -132,7 +132,7 @@ def test_a_look_sees_the_loss_with_all_its_terms(
     rank: Any = SimpleNamespace(
         _replayed=lambda *_: nullcontext(),
         _engine=Network(),
-        _config=SimpleNamespace(algorithm=SimpleNamespace(probe_every=None)),
+        _config=SimpleNamespace(algorithm=SimpleNamespace(probes=1)),
         _world_size=1,
         **dict.fromkeys(("_device", "_part", "_network", "_reference")),
     )

@@ -18,7 +18,7 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from keel.configs.sections.algorithm import PROBE_EVERY
+from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.planning.gpus import Machine, machine_of
 from keel.trainer.planning.memory import BYTES, mlp_width
@@ -131,7 +131,7 @@ def test_what_makes_a_step_longer(moe: ModelFacts) -> None:
     plain = replace(plain, rollout=replace(plain.rollout, sampling=sampling))
     held = replace(plain, algorithm=replace(plain.algorithm, kept_mass_coef=1.0))
     more = compute_seconds(held, moe, 65_536, 4, Machine(), Rates()) - usual
-    assert more == pytest.approx((whole - usual) / PROBE_EVERY)
+    assert more == pytest.approx((whole - usual) * PROBES * 64 / 65_536)
     assert usual < compute(moe, micro_batches=16)
     assert compute(moe, micro_batches=1, ranks=4) == pytest.approx(usual / 4)
 
