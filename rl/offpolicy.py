@@ -57,14 +57,16 @@ def off_policy_sequence_mask(
 
 
 def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
-    r"""How far the mass of sampling masks has sunk: max(0, log p − log m), in nats. Keel's own.
+    r"""How far the mass of sampling masks has sunk: max(0, log p² − log m), in nats. Keel's own.
 
     m = Σ_{v∈S} π_θ(v) over the whole vocabulary, where S has been sampled from. Keep Sampling Mask
     compares policies inside S alone, and so no ratio, and with it no clip and no sequence mask,
-    tells what a policy of several optimizer steps later gives to ids outside S. Top-p sampling
-    made m ≥ p, so this is 0, with no gradient, where the policy is still the one that sampled
-    (within top-k, if that cuts first: p is then of the k likeliest). As a penalty, with the weights
-    of Eq. 5's tokens, it leaves the policy free inside S and holds it there.
+    tells what a policy of several optimizer steps later gives to ids outside S. As a penalty, with
+    the weights of Eq. 5's tokens, this leaves the policy free inside S and holds it there.
+
+    Top-p sampling made m ≥ p, so the policy may move about as much again out of S as sampling has
+    left out, 1 − p² ≈ 2 (1 − p), before it costs anything. At p itself the penalty would act on
+    fresh samples too, wherever engine and trainer round differently.
 
     `log_mass` is [m], float32 or float64, and carries the gradient. NaN stays. Raises `ValueError`
     naming the argument.
@@ -72,7 +74,7 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
     require(log_mass.ndim == 1, f"log_mass has shape {list(log_mass.shape)}: must be 1-D, [m]")
     require(log_mass.is_floating_point(), f"log_mass is {log_mass.dtype}: must be a float")
     require(0 < top_p <= 1, f"top_p = {top_p}: must be in (0, 1]")
-    return (math.log(top_p) - log_mass).clamp(min=0)
+    return (2 * math.log(top_p) - log_mass).clamp(min=0)
 
 
 class GapTotals:

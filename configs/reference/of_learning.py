@@ -265,9 +265,9 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "sampling/mass_shortfall",
             "nats per token",
-            "How far what the policy gives to a sampling mask lies below `rollout.sampling.top_p`: "
-            "the mean of max(0, log top_p − log mass) over the tokens that "
-            "`algorithm.kept_mass_coef` looks at; with it only.",
+            "How far what the policy gives to a sampling mask lies below the square of "
+            "`rollout.sampling.top_p`: the mean of max(0, log top_p² − log mass) over the tokens "
+            "that `algorithm.kept_mass_coef` looks at; with it only.",
             "0 with fresh weights; small and steady",
             "stability",
         ),

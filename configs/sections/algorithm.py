@@ -41,9 +41,9 @@ class AlgorithmConfig:
     kept). Required with truncated sampling."""
     kept_mass_coef: float = 0.0
     """Weight of a penalty on what the policy moves out of the sampling masks, which no probability
-    ratio shows: the mean over tokens of how far, in nats, the mask's mass lies below
+    ratio shows: the mean over tokens of how far, in nats, the mask's mass lies below the square of
     `rollout.sampling.top_p` (docs/stability.md). 0: none, as in the paper. 1 where completions are
-    older than a few optimizer steps (`max_lag`, `publish_every`, `updates_per_batch`); with fresh
+    older than a few optimizer steps (`max_lag`, `publish_every`, `updates_per_batch`); of fresh
     ones it is 0 anyway. It looks at up to 64 tokens of each completion or turn. Needs top_p below
     1."""
     ref_routing: Literal["live", "replay"] = "live"

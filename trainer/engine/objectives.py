@@ -121,7 +121,7 @@ def mass_share(
     """The penalty on sunk masses of sampling masks (`algorithm.kept_mass_coef`), as a share of the
     step's loss; and [4] float32 without gradient, for `looked_at`.
 
-        c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p − log m_t)
+        c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
     log_mass: [m], of this rank's part of the row, from `PolicyNetwork`. Masks that top-k cut have
     no part in the penalty: nobody knows what they held when they were sampled.

@@ -19,7 +19,7 @@ from keel.trainer.engine.policy import Inputs
 from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts
 from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
 
-WIDTH, TOP_P, COEF = 16, 0.3, 0.7
+WIDTH, TOP_P, COEF = 16, 0.6, 0.7
 CPU = torch.device("cpu")
 
 
@@ -93,7 +93,7 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
                 continue
             mass, owner = probs[t - 1, kept].sum(), row.sequence_N[t]
             each = row.sequence_weight_S[owner] / row.sequence_tokens_S[owner]
-            short = torch.log(sampling.top_p / mass).clamp(min=0)
+            short = torch.log(sampling.top_p**2 / mass).clamp(min=0)
             total = total + float(each) * short
     total = config.algorithm.kept_mass_coef / batch.total_sequences * total
     (gradient,) = torch.autograd.grad(total, exact)
