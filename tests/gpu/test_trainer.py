@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from keel.configs.schema import Dtype
 from keel.model.embedded.cache import default_cache_dir
@@ -18,7 +19,7 @@ from keel.model.layers.flash4 import missing
 from keel.model.weight_transfer.buckets import unpack_flat
 from keel.rl.metrics import values
 from tests.gpu.marks import GPU
-from tests.trainer.engine.batches import Rollouts, write_model
+from tests.trainer.engine.batches import Rollouts, write_dense, write_model
 from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
 
 pytestmark = GPU
@@ -30,6 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder / "untied")
     write_model(folder / "wide", head_dim=64)
+    write_dense(folder / "broad", hidden_size=1024)
     yield Ranks(0, 1, dist.HashStore(), folder)
     dist.destroy_process_group()
 
@@ -65,6 +67,21 @@ def test_half_precision_follows_float32_under_every_stage(ranks: Ranks, dtype: D
             assert first["train/skipped_steps"] == 0
             kind = getattr(torch, dtype)
             assert all(tensor.dtype == kind for tensor in result["after"].values())
+
+
+def test_after_a_warm_up_no_step_compiles_of_many_tokens_or_of_few(ranks: Ranks) -> None:
+    """Of a model that is wide enough for Inductor to sum the gradients of norms otherwise in a
+    micro-batch of thousands of tokens than in one of a hundred."""
+    config = make_config(1, 1, dtype="bfloat16", compile=True, tokens=8192, kl_coef=0.1)
+    engine = ranks.engine(config, "broad")
+    engine.warm_up()
+    counters.clear()
+    for prompts in (200, 3):
+        groups = Rollouts(0, ranks.folder / "broad").groups(prompts, 4, kl_coef=0.1)
+        batch = ranks.batch(groups, config)
+        engine.step([batch])
+        assert counters["stats"]["unique_graphs"] == 0
+    assert len(batch.micro_batches[0].token_ids_N) < 500
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -57,13 +57,17 @@ def worth_it(config: Config, *, gpu: bool) -> bool:
     return gpu and not config.rollout.sleep and config.trainer.zero_stage != 3
 
 
-def dummy_batch(network: PolicyNetwork, *, routed: bool, truncated: bool) -> MicroBatch:
-    """Its routes are left to the routers."""
-    count = SEGMENTS * TOKENS
+def dummy_batch(
+    network: PolicyNetwork, *, routed: bool, truncated: bool, tokens: int = 0
+) -> MicroBatch:
+    """Of `tokens` at most, but `SEGMENTS` trajectories at least. Its routes are left to the
+    routers."""
+    segments = max(SEGMENTS, tokens // TOKENS)
+    count = segments * TOKENS
     vocabulary = network.model.config.get_text_config().vocab_size
     token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)
-    position = np.tile(np.arange(TOKENS, dtype=np.int32), SEGMENTS)
-    segment = np.repeat(np.arange(SEGMENTS), TOKENS)
+    position = np.tile(np.arange(TOKENS, dtype=np.int32), segments)
+    segment = np.repeat(np.arange(segments), TOKENS)
     sampled = position >= PROMPT
     routers = router_modules(network.model)
     shape = (count, len(routers), getattr(routers[0], "top_k", 0) if routers else 0)
@@ -80,8 +84,8 @@ def dummy_batch(network: PolicyNetwork, *, routed: bool, truncated: bool) -> Mic
         logp_old_N=np.where(sampled, -1.0, 0.0).astype(np.float32),
         advantage_N=np.zeros(count, np.float32),
         kl_coef_N=np.zeros(count, np.float32),
-        sequence_tokens_S=np.full(SEGMENTS, TOKENS - PROMPT),
-        sequence_weight_S=np.ones(SEGMENTS, np.float32),
+        sequence_tokens_S=np.full(segments, TOKENS - PROMPT),
+        sequence_weight_S=np.ones(segments, np.float32),
         routes_NLK=np.full(shape, NO_ROUTE, np.int16) if routed else None,
         kept=KeptSets.from_lists(masks) if truncated else None,
     )
@@ -94,27 +98,30 @@ def warm_up(
     device: torch.device,
     part: Slice,
 ) -> None:
-    """A forward and a backward pass over a dummy batch, on all ranks. No parameter's gradient is
-    kept and no random number drawn: what is trained afterwards is the same. Out of memory, it ends,
-    and the first step compiles what is left."""
+    """Forward and backward passes over dummy batches, on all ranks: of few tokens, and where layers
+    are compiled of as many as steps have, for which Inductor generates other code (it sums a norm's
+    gradients otherwise from some thousand rows up, and compiles again where a row is on the other
+    side). No parameter's gradient is kept and no random number drawn: what is trained afterwards is
+    the same. Out of memory, it ends, and the first step compiles what is left."""
     routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
     truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated
-    batch = dummy_batch(network, routed=routed, truncated=truncated)
-    inputs = Inputs.of(batch, device, part)
     layers: Any = network.model.get_decoder().layers
     head: Any = network.model.get_output_embeddings()
     # Down to the first layer, through all others; kernels of the head's gradient are its own.
     learning = [*layers[0].parameters(), *head.parameters()]
     learning = [one for one in learning if one.requires_grad]
     try:
-        if reference is not None:
-            reference.logp(inputs)
-        with recorded_routes(network, inputs) if routed else nullcontext():
-            logp, _, log_mass, *_ = network(inputs=inputs)
-            if learning:
-                # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is told
-                # of none.
-                torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
+        for tokens in (0, config.trainer.micro_batch_tokens) if config.trainer.compile else (0,):
+            batch = dummy_batch(network, routed=routed, truncated=truncated, tokens=tokens)
+            inputs = Inputs.of(batch, device, part, probes=config.algorithm.probes)
+            if reference is not None:
+                reference.logp(inputs)
+            with recorded_routes(network, inputs) if routed else nullcontext():
+                logp, _, log_mass, *_ = network(inputs=inputs)
+                if learning:
+                    # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is
+                    # told of none.
+                    torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
         if device.type == "cuda" and summed_apart(config.model.dtype, config.trainer):
             from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415  (Triton: on GPUs)
 

@@ -42,14 +42,14 @@ def write_model(folder: Path, *, tied: bool = False, head_dim: int = 16) -> None
     write_tokenizer(folder)
 
 
-def write_dense(folder: Path) -> None:
+def write_dense(folder: Path, *, hidden_size: int = 64) -> None:
     """A model without experts, whose query heads all look at one key."""
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
