@@ -69,6 +69,10 @@ EXPLAINED_BY: Mapping[str, Sequence[Shown]] = {
     "stale_100m": STALE,
     "stale_fast_100m": STALE,
     "kl_100m": (Shown("kl/ref", "KL to the reference, nats per token"),),
+    **dict.fromkeys(
+        ("kept_mass", "kept_mass_100m", "kept_mass_fast_100m"),
+        (Shown("sampling/kept_mass", "what the policy gives to the masks"), DRIFT),
+    ),
 }
 ALSO_KEPT = (
     "mismatch/logp_abs",

@@ -7,17 +7,37 @@ from collections.abc import Iterator
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
+OLD = 16
+"""Optimizer steps from which on completions are called old. Runs with ones of 31 were measured to
+be harmed (docs/stability.md)."""
 SMALL = 50_000_000
 """Parameters below which a model is one of the embedded kind, which learns faster."""
 
 
 def unusual(config: Config, facts: ModelFacts) -> list[str]:
-    """One line for each knob far outside of what is used."""
+    """One line for each knob far outside of what is used, and for knobs that do not go together."""
     return [
-        f"{knob} = {value:g} is far from what is used ({usual}): a typing error?"
-        for knob, value, low, high, usual in _ranges(config, facts)
-        if not low <= value <= high
+        *(
+            f"{knob} = {value:g} is far from what is used ({usual}): a typing error?"
+            for knob, value, low, high, usual in _ranges(config, facts)
+            if not low <= value <= high
+        ),
+        *_unseen(config),
     ]
+
+
+def _unseen(config: Config) -> Iterator[str]:
+    """Old completions under masks that let their mass go."""
+    algorithm, top_p = config.algorithm, config.rollout.sampling.top_p
+    oldest = (algorithm.publish_every + algorithm.max_lag) * algorithm.updates_per_batch - 1
+    masked = top_p < 1 and algorithm.keep_sampling_mask
+    if masked and config.data.sources and oldest >= OLD and not algorithm.kept_mass_coef:
+        yield (
+            f"algorithm.kept_mass_coef = 0: completions are up to {oldest} optimizer steps old "
+            "(publish_every, max_lag, updates_per_batch), and what the policy moves out of their "
+            f"sampling masks meanwhile (top_p = {top_p:g}) is seen by no ratio. Set it to 1, or "
+            "watch sampling/kept_mass"
+        )
 
 
 def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, float, float, str]]:
@@ -32,6 +52,7 @@ def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, flo
     yield "trainer.eps", trainer.eps, 0, 1e-4, "1e-8"
     for name in ("clip_low", "clip_high"):
         yield f"algorithm.{name}", getattr(algorithm, name), 0.0, 1.0, "0.1 to 0.4"
+    yield "algorithm.kept_mass_coef", algorithm.kept_mass_coef, 0, 10, "0 or 1"
     yield "rollout.sampling.temperature", sampling.temperature, 0.3, 1.7, "0.6 to 1.2"
     if frozen := config.run.frozen_after_s:
         yield "run.frozen_after_s", frozen, 60, 3600, "120 to 600 seconds, or 0: never"

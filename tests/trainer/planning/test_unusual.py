@@ -39,12 +39,13 @@ def test_no_recipe_of_ours_is_unusual(name: str) -> None:
         ("trainer.weight_decay", 1.0),
         ("trainer.grad_clip", 1e3),
         ("algorithm.clip_high", 2.0),
+        ("algorithm.kept_mass_coef", 100.0),
         ("rollout.sampling.temperature", 5.0),
         ("run.frozen_after_s", 5.0),
     ],
 )
 def test_a_value_that_nobody_uses_is_warned_about(knob: str, value: Any) -> None:
-    usual = recipe()
+    usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
     assert unusual(usual, DENSE) == []
     assert unusual(with_knob(usual, ["run", "frozen_after_s"], 0.0), DENSE) == [], "never"
     (line,) = unusual(with_knob(usual, knob.split("."), value), DENSE)
@@ -55,3 +56,13 @@ def test_a_small_model_may_learn_faster() -> None:
     config = with_knob(recipe(), ["trainer", "lr"], 1e-3)
     assert unusual(config, replace(DENSE, parameters=400_000)) == []
     assert "data.sources[sums].kl_coef = 3 is" in unusual(recipe(beta=3.0), DENSE)[0]
+
+
+def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() -> None:
+    usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
+    old = replace(usual.algorithm, publish_every=4, max_lag=1, updates_per_batch=4)
+    (line,) = unusual(replace(usual, algorithm=old), DENSE)
+    assert line.startswith("algorithm.kept_mass_coef = 0: completions are up to 19 optimizer steps")
+    assert unusual(replace(usual, algorithm=replace(old, kept_mass_coef=1.0)), DENSE) == []
+    assert unusual(replace(usual, algorithm=replace(old, updates_per_batch=3)), DENSE) == []
+    assert unusual(replace(recipe(), algorithm=old), DENSE) == [], "sampled from the whole"
