@@ -67,7 +67,8 @@ class AlgorithmConfig:
     completions come from older weights: `staleness/mean` counts the optimizer steps."""
     skip_uniform_groups: bool = True
     """Leave groups whose advantages are all zero (and β = 0) out of the trainer's work. They still
-    count in every denominator, so the gradient is the same."""
+    count in every denominator, so the gradient is the same, but for the part that
+    `kept_mass_coef` has of them, which goes."""
     allow_unsound: bool = False
     """Run without a replay that the recipe needs. For experiments that show why it is needed; never
     for training."""

@@ -145,7 +145,7 @@ def looked_at(held: Tensor, masses: Tensor | None = None) -> dict[str, Metric]:
     of attention that the top k hold, a mean over tokens with more than k before them and layers;
     and what `mass_share` has seen. Nothing of what there was none of. Waits for the device."""
     attention, queries = held.tolist()
-    found = {"indexer/held": Mean(attention, queries)} if queries else {}
+    found: dict[str, Metric] = {"indexer/held": Mean(attention, queries)} if queries else {}
     if masses is not None:
         mass, tokens, short, counted = masses.tolist()
         found |= {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
