@@ -240,7 +240,7 @@ class Bench:
                 f"{workload.prompts_per_step} prompts × {workload.group_size} completions, "
                 f"{workload.prompt_tokens} + {workload.completion_tokens} tokens each"
                 + (
-                    f" (ended after {workload.ends_after} on average)"
+                    f" (made to end after {workload.ends_after} or so)"
                     if workload.ends_after
                     else ""
                 )

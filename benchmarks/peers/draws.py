@@ -50,7 +50,7 @@ class Draw:
     def row(self) -> str:
         w = self.workload
         shape = w["shape"]
-        ends = f", ended after {w['ends_after']} on average" if w["ends_after"] else ""
+        ends = f", made to end after {w['ends_after']} or so" if w["ends_after"] else ""
         return (
             f"| {w['seed']} | {shape['layers']} × {shape['hidden_size']}, {shape['vocab_size']:,} "
             f"| {w['prompts_per_step']} × {w['group_size']}, {w['prompt_tokens']} + "
