@@ -64,9 +64,10 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
     tells what a policy of several optimizer steps later gives to ids outside S. As a penalty, with
     the weights of Eq. 5's tokens, this leaves the policy free inside S and holds it there.
 
-    Top-p sampling made m ≥ p, so the policy may move about as much again out of S as sampling has
-    left out, 1 − p² ≈ 2 (1 − p), before it costs anything. At p itself the penalty would act on
-    fresh samples too, wherever engine and trainer round differently.
+    Top-p sampling made m ≥ p (of what top-k had left, where that came first: pass masks that it has
+    not cut), so the policy may move about as much again out of S as sampling has left out, 1 − p² ≈
+    2 (1 − p), before it costs anything. At p itself the penalty would act on fresh samples too,
+    wherever engine and trainer round differently.
 
     `log_mass` is [m], float32 or float64, and carries the gradient. NaN stays. Raises `ValueError`
     naming the argument.

@@ -42,7 +42,12 @@ def last_lines(folder: Path, *words: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "tests.conftest", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_ADDOPTS": "",
+        },
         capture_output=True,
         text=True,
         timeout=300,

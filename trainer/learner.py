@@ -138,11 +138,11 @@ class Learner:
         (rendezvous,) = self._wait([ray_calls.call(self._ranks[0].listen)], limit)
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, whole: bool = False) -> None:
         """Have the ranks compile what steps need, beside the engines' start and first completions:
         not waited for before the first step (`TrainerEngine.warm_up`)."""
         with self._order:
-            self._warming = [ray_calls.call(rank.warm_up) for rank in self._ranks]
+            self._warming += [ray_calls.call(rank.warm_up, whole) for rank in self._ranks]
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps. examine:

@@ -227,8 +227,8 @@ def start_both(
     warm: bool,
 ) -> list[str]:
     """Engines and ranks, until all are there; returns what they warn of. engines_first: ranks take
-    no memory of a GPU before. warm: ranks then compile what steps need (`Learner.warm_up`), which
-    is not waited for."""
+    no memory of a GPU before. warm: ranks then compile what steps need (`Learner.warm_up`), and for
+    whole micro-batches once engines have the memory that they want; neither is waited for."""
     engines, trainer = both.submit(pool.start), None
     wait.measure = Standing(engines, lambda: trainer)
     if ranks is None:
@@ -240,7 +240,10 @@ def start_both(
     trained = wait_for(trainer, watch.well)
     if warm:
         ranks.warm_up()
-    return [*_up(engines, watch), *trained]
+    up = _up(engines, watch)
+    if warm:
+        ranks.warm_up(whole=True)
+    return [*up, *trained]
 
 
 def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:

@@ -202,9 +202,9 @@ class TrainerWorker:
         self._sender = Sender(rendezvous, self._engine.device, deadline_s=deadline_s)
         return self._engine.notes
 
-    def warm_up(self) -> None:
+    def warm_up(self, whole: bool) -> None:
         """`TrainerEngine.warm_up`"""
-        self.engine.warm_up()
+        self.engine.warm_up(whole=whole)
 
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> StepReport:
         import torch  # noqa: PLC0415  (as above)

@@ -82,6 +82,7 @@ ALSO_KEPT = (
     "staleness/mean",
     "routing/overlap",
     "sampling/kept_mean",
+    "sampling/mass_shortfall",
 )
 COLORS = ("#7f7f7f", "#1f77b4", "#d62728", "#ff9896", "#2ca02c", "#9467bd")
 

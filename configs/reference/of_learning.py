@@ -100,8 +100,9 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "loss",
             "",
-            "GRPO: the negated objective (Eq. 8), whose value says little. `keel sft`, `keel "
-            "pretrain`: nats per token.",
+            "GRPO: the negated objective (Eq. 8), whose value says little; without the terms of "
+            "indexers and of `algorithm.kept_mass_coef`. `keel sft`, `keel pretrain`: nats per "
+            "token.",
             "`keel sft`: falls; `keel train`: around 0, plus β times the KL",
         ),
         Metric("lr", "", "Learning rate of the step."),
@@ -256,7 +257,8 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "sampling/kept_mass",
             "share, 0 to 1",
             "What the policy gives to the sampling masks as a whole, before each optimizer step: a "
-            "mean over one token of each completion or turn. With truncated sampling only. What a "
+            "mean over one token of each completion or turn, or over those that "
+            "`algorithm.kept_mass_coef` looks at. With truncated sampling only. What a "
             "policy moves out of the masks changes no ratio, so that neither the clip nor "
             "`algorithm.mask_delta` sees it.",
             "above `rollout.sampling.top_p` (where `top_k` does not cut first), and steady",
@@ -268,7 +270,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "How far what the policy gives to a sampling mask lies below the square of "
             "`rollout.sampling.top_p`: the mean of max(0, log top_p² − log mass) over the tokens "
             "that `algorithm.kept_mass_coef` looks at; with it only.",
-            "0 with fresh weights; small and steady",
+            "next to 0 with fresh weights; small and steady",
             "stability",
         ),
         Metric(

@@ -43,9 +43,9 @@ class AlgorithmConfig:
     """Weight of a penalty on what the policy moves out of the sampling masks, which no probability
     ratio shows: the mean over tokens of how far, in nats, the mask's mass lies below the square of
     `rollout.sampling.top_p` (docs/stability.md). 0: none, as in the paper. 1 where completions are
-    older than a few optimizer steps (`max_lag`, `publish_every`, `updates_per_batch`); of fresh
-    ones it is 0 anyway. It looks at up to 64 tokens of each completion or turn. Needs top_p below
-    1."""
+    many optimizer steps old (`publish_every`, `max_lag`, `updates_per_batch`); of fresh ones it is
+    next to nothing. It looks at up to 64 tokens of each completion or turn, and at masks of at most
+    a quarter of `rollout.sampling.top_k`, which that has not cut. Needs top_p below 1."""
     ref_routing: Literal["live", "replay"] = "live"
     """Routing of the reference policy: its own, or the recorded one."""
     updates_per_batch: int = 1

@@ -74,14 +74,15 @@ def test_after_a_warm_up_no_step_compiles_of_many_tokens_or_of_few(ranks: Ranks)
     micro-batch of thousands of tokens than in one of a hundred."""
     config = make_config(1, 1, dtype="bfloat16", compile=True, tokens=8192, kl_coef=0.1)
     engine = ranks.engine(config, "broad")
-    engine.warm_up()
+    for whole in (False, True):
+        engine.warm_up(whole=whole)
     counters.clear()
-    for prompts in (200, 3):
+    for prompts, fewest, most in ((200, 5200, 8192), (3, 1, 500)):
         groups = Rollouts(0, ranks.folder / "broad").groups(prompts, 4, kl_coef=0.1)
         batch = ranks.batch(groups, config)
+        assert fewest <= len(batch.micro_batches[0].token_ids_N) <= most
         engine.step([batch])
         assert counters["stats"]["unique_graphs"] == 0
-    assert len(batch.micro_batches[0].token_ids_N) < 500
 
 
 @pytest.mark.parametrize("stage", [1, 3])

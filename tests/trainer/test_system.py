@@ -66,8 +66,8 @@ class Starting:
                 owner._did("ranks are up")
                 return ["ranks warn"]
 
-            def warm_up(self) -> None:
-                owner._did("ranks warm up")
+            def warm_up(self, *, whole: bool = False) -> None:
+                owner._did("ranks warm up for whole micro-batches" if whole else "ranks warm up")
 
         return Ranks()
 
@@ -82,7 +82,12 @@ def test_ranks_compile_what_they_need_while_engines_start() -> None:
     starting = Starting(waits_for="ranks warm up")
     warnings = started(starting, engines_first=False, warm=True)
     assert warnings == ["engines warn", "ranks warn"]
-    assert starting.done[-3:] == ["ranks are up", "ranks warm up", "engines are up"]
+    assert starting.done[-4:] == [
+        "ranks are up",
+        "ranks warm up",
+        "engines are up",  # so that whatever is left of a GPU's memory is the ranks'
+        "ranks warm up for whole micro-batches",
+    ]
 
 
 def test_ranks_take_no_memory_before_engines_that_measure_it_are_up() -> None:

@@ -181,10 +181,11 @@ class TrainerEngine:
 
     # Training
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, whole: bool = False) -> None:
         """Compile what steps need, where nobody has to wait for it (`layer_compile.warm_up`)."""
-        if worth_it(self._config, gpu=self._device.type == "cuda"):
-            warm_up(self._network, self._reference, self._config, self._device, self._part)
+        if worth_it(self._config, gpu=self._device.type == "cuda", whole=whole):
+            of = (self._config, self._device, self._part)
+            warm_up(self._network, self._reference, *of, whole=whole)
 
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> dict[str, Metric]:
         """Train on one batch of rollouts: one optimizer step for each of `batches`, in order, or

@@ -21,7 +21,7 @@ from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, KeptSets
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, Reference, recorded_routes
-from keel.trainer.planning.memory import summed_apart
+from keel.trainer.planning.memory import rank_tokens, summed_apart
 
 _LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
@@ -51,10 +51,21 @@ def compile_layers(model: PreTrainedModel) -> None:
         layer.compile(backend=BACKEND, dynamic=True)
 
 
-def worth_it(config: Config, *, gpu: bool) -> bool:
+ENOUGH = 20_480
+"""Tokens of a whole micro-batch's dummy, at most. Inductor sums the gradients of a norm with other
+kernels from some bound on: 4,096 rows, 5 Mi elements and twice as many rows as columns, which
+models of up to 8,192 columns, and of 256 columns in all heads of keys, have by then."""
+
+
+def worth_it(config: Config, *, gpu: bool, whole: bool) -> bool:
     """Whether ranks have the memory for it while engines sample (those that sleep take it), and
-    anything to compile. Under ZeRO 3 weights are gathered by passes that DeepSpeed drives."""
-    return gpu and not config.rollout.sleep and config.trainer.zero_stage != 3
+    anything to compile. Under ZeRO 3 weights are gathered by passes that DeepSpeed drives. whole:
+    with a micro-batch that may be too large for one rank and not for another, which would wait for
+    it in the middle of a layer."""
+    trainer = config.trainer
+    alone = trainer.sequence_parallel == trainer.expert_parallel == 1
+    fits = gpu and not config.rollout.sleep and trainer.zero_stage != 3
+    return fits and (not whole or (trainer.compile and alone))
 
 
 def dummy_batch(
@@ -97,31 +108,33 @@ def warm_up(
     config: Config,
     device: torch.device,
     part: Slice,
+    *,
+    whole: bool = False,
 ) -> None:
-    """Forward and backward passes over dummy batches, on all ranks: of few tokens, and where layers
-    are compiled of as many as steps have, for which Inductor generates other code (it sums a norm's
-    gradients otherwise from some thousand rows up, and compiles again where a row is on the other
-    side). No parameter's gradient is kept and no random number drawn: what is trained afterwards is
-    the same. Out of memory, it ends, and the first step compiles what is left."""
+    """A forward and a backward pass over a dummy batch, on all ranks. It has few tokens, or with
+    `whole` as many as steps have, up to `ENOUGH`: the memory of a step, and compiled layers are
+    compiled again for them. No parameter's gradient is kept and no random number drawn: what is
+    trained afterwards is the same. Out of memory, it ends, and the first step compiles what is
+    left."""
     routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
     truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated
+    tokens = min(ENOUGH, int(rank_tokens(config))) if whole else 0
+    batch = dummy_batch(network, routed=routed, truncated=truncated, tokens=tokens)
+    inputs = Inputs.of(batch, device, part)
     layers: Any = network.model.get_decoder().layers
     head: Any = network.model.get_output_embeddings()
     # Down to the first layer, through all others; kernels of the head's gradient are its own.
     learning = [*layers[0].parameters(), *head.parameters()]
     learning = [one for one in learning if one.requires_grad]
     try:
-        for tokens in (0, config.trainer.micro_batch_tokens) if config.trainer.compile else (0,):
-            batch = dummy_batch(network, routed=routed, truncated=truncated, tokens=tokens)
-            inputs = Inputs.of(batch, device, part, probes=config.algorithm.probes)
-            if reference is not None:
-                reference.logp(inputs)
-            with recorded_routes(network, inputs) if routed else nullcontext():
-                logp, _, log_mass, *_ = network(inputs=inputs)
-                if learning:
-                    # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is
-                    # told of none.
-                    torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
+        if reference is not None:
+            reference.logp(inputs)
+        with recorded_routes(network, inputs) if routed else nullcontext():
+            logp, _, log_mass, *_ = network(inputs=inputs)
+            if learning:
+                # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is told
+                # of none.
+                torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
         if device.type == "cuda" and summed_apart(config.model.dtype, config.trainer):
             from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415  (Triton: on GPUs)
 

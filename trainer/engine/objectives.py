@@ -19,6 +19,9 @@ from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.supervised.loss import NllOutput, nll_loss
 from keel.trainer.engine.policy import Inputs
 
+CUT = 4
+"""Top-k comes first, and top-p takes its share of what that has left. The k likeliest hold next to
+all where the likelier ones are few: sampling masks of a `CUT`-th of k are taken for whole."""
 Scored = Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]]
 
 
@@ -123,13 +126,13 @@ def mass_share(
 
         c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
-    log_mass: [m], of this rank's part of the row, from `PolicyNetwork`. Masks that top-k cut have
-    no part in the penalty: nobody knows what they held when they were sampled.
+    log_mass: [m], of this rank's part of the row, from `PolicyNetwork`. Masks that top-k may have
+    cut (`CUT`) have no part in the penalty: nobody knows what they held when they were sampled.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
     weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
-    if coef > 0 and len(log_mass):
-        known = head.kept_offsets.diff()[head.probes] < sampling.top_k
+    if coef > 0 and inputs.truncated:  # with no probe, too: all ranks go back through the same
+        known = CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
         weight = to_device(head.probe_weight * known, log_mass.device)
         short = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
     with torch.no_grad():

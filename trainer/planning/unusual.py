@@ -8,8 +8,8 @@ from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
 OLD = 16
-"""Optimizer steps from which on completions are called old. Runs with ones of 31 were measured to
-be harmed (docs/stability.md)."""
+"""Optimizer steps (`staleness/max`) from which on completions are called old. Measured are 0 and
+28, and those do harm (docs/stability.md)."""
 SMALL = 50_000_000
 """Parameters below which a model is one of the embedded kind, which learns faster."""
 
@@ -29,7 +29,7 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
 def _unseen(config: Config) -> Iterator[str]:
     """Old completions under masks that let their mass go."""
     algorithm, top_p = config.algorithm, config.rollout.sampling.top_p
-    oldest = (algorithm.publish_every + algorithm.max_lag) * algorithm.updates_per_batch - 1
+    oldest = (algorithm.publish_every - 1 + algorithm.max_lag) * algorithm.updates_per_batch
     masked = top_p < 1 and algorithm.keep_sampling_mask
     if masked and config.data.sources and oldest >= OLD and not algorithm.kept_mass_coef:
         yield (

@@ -80,7 +80,7 @@ def make_config(
         algorithm=AlgorithmConfig(
             mask_delta=mask_delta, ref_routing=ref_routing, kept_mass_coef=kept_mass_coef
         ),
-        rollout=RolloutConfig(sleep=sleep, sampling=SamplingConfig(top_p=0.9, top_k=MOST_KEPT)),
+        rollout=RolloutConfig(sleep=sleep, sampling=SamplingConfig(top_p=0.9, top_k=4 * MOST_KEPT)),
         trainer=TrainerConfig(**options),
     )
 

@@ -38,7 +38,9 @@ def training(stage: int, **changes: Any) -> Scenario:
         before = ranks.published(engine)
         if warm:
             draws = torch.get_rng_state()
-            warm_up(engine._network, engine._reference, config, engine.device, engine._part)
+            for whole in (False, True):
+                of = (config, engine.device, engine._part)
+                warm_up(engine._network, engine._reference, *of, whole=whole)
             assert torch.equal(torch.get_rng_state(), draws)
             assert all(one.grad is None for one in engine._network.parameters())
         counters.clear()
@@ -169,7 +171,9 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             for stage in (1, 3)
         },
         "masses held, stage 1": training(1, kept_mass_coef=1.0, tokens=TIGHT),
-        "masses held, stage 3 sequence": training(3, kept_mass_coef=1.0, sequence_parallel=2),
+        "masses held, stage 3 sequence": training(
+            3, kept_mass_coef=1.0, sequence_parallel=2, tokens=1
+        ),
         "stage 3 sparse recomputed": training(3, model="sparse", activation_checkpointing=True),
         "stage 3 tied": training(3, tokens=TIGHT, model="tied"),
         **{f"stage {stage} sequence": training(stage, sequence_parallel=2) for stage in STAGES},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 from keel.configs.schema import Config, SamplingConfig
 from keel.model.head.module import SupportHead
 from keel.model.logprobs import kept_mass, policy_logprobs
+from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import TrainBatch, pack
-from keel.trainer.engine.objectives import looked_at, mass_share
+from keel.trainer.engine.objectives import CUT, looked_at, mass_share
 from keel.trainer.engine.policy import Inputs
 from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts
 from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
@@ -23,9 +26,9 @@ WIDTH, TOP_P, COEF = 16, 0.6, 0.7
 CPU = torch.device("cpu")
 
 
-def settings(*, coef: float = COEF, top_k: int = MOST_KEPT) -> Config:
+def settings(*, coef: float = COEF, top_k: int = CUT * MOST_KEPT, top_p: float = TOP_P) -> Config:
     config = make_config(1, 0, kept_mass_coef=coef)
-    sampling = SamplingConfig(top_p=TOP_P, top_k=top_k)
+    sampling = SamplingConfig(top_p=top_p, top_k=top_k)
     return replace(config, rollout=replace(config.rollout, sampling=sampling))
 
 
@@ -89,7 +92,7 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
         assert row.kept is not None
         for t in np.flatnonzero(row.trainable_N):
             kept = torch.from_numpy(row.kept[t]).long()
-            if not len(kept) or len(kept) >= sampling.top_k:
+            if not len(kept) or CUT * len(kept) > sampling.top_k:
                 continue
             mass, owner = probs[t - 1, kept].sum(), row.sequence_N[t]
             each = row.sequence_weight_S[owner] / row.sequence_tokens_S[owner]
@@ -100,7 +103,7 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
     return total.detach(), gradient
 
 
-@pytest.mark.parametrize("top_k", [MOST_KEPT, 3])
+@pytest.mark.parametrize("top_k", [CUT * MOST_KEPT, CUT * 3])
 def test_over_every_token_it_is_what_its_definition_says(weight: Tensor, top_k: int) -> None:
     batch, config = batch_of(ROOMY), settings(top_k=top_k)
     total, _ = penalty(batch, config, weight)
@@ -144,8 +147,38 @@ def test_without_a_coefficient_masses_are_looked_at_alone(weight: Tensor) -> Non
 
 
 def test_what_was_short_is_a_mean_over_the_masks_that_count(weight: Tensor) -> None:
-    _, seen = penalty(batch_of(ROOMY), settings(top_k=3), weight)
+    _, seen = penalty(batch_of(ROOMY), settings(top_k=CUT * 3), weight)
     _, every, short, counted = seen.tolist()
     assert 0 < counted < every
     found = looked_at(torch.zeros(2), seen)
     assert found["sampling/mass_shortfall"].value == pytest.approx(short / counted)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 3.0, 6.0, 9.0])
+@pytest.mark.parametrize("top_k", [64, 512])
+def test_what_was_just_sampled_is_not_penalised_however_flat_it_is(
+    sharpness: float, top_k: int
+) -> None:
+    """Engines cut to top-k first, and top-p takes its share of what is left of a flat policy."""
+    generator = torch.Generator().manual_seed(0)
+    logits = sharpness * torch.randn(300, 50_000, generator=generator, dtype=torch.float64)
+    probs = logits.softmax(-1)
+    likeliest = probs.topk(top_k).values
+    share = likeliest / likeliest.sum(-1, keepdim=True)
+    kept = share.cumsum(-1) - share < 0.95
+    log_mass = (likeliest * kept).sum(-1).log()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), kept.sum(-1).cumsum(0)])
+    head: Any = SimpleNamespace(
+        probes=torch.arange(300), kept_offsets=offsets, probe_weight=torch.ones(300)
+    )
+    inputs: Any = SimpleNamespace(head=head, truncated=True)
+    loss, (_, tokens, short, counted) = mass_share(
+        inputs, log_mass, 300, settings(top_k=top_k, top_p=0.95)
+    )
+    everything = kept_mass_shortfall(log_mass, top_p=0.95).mean()
+    assert loss <= 0.02 * max(everything, 0.01), (loss, everything)
+    assert tokens == 300
+    if sharpness == 1:
+        assert everything > 0.3 and counted == 0, "or there is nothing to leave out"
+    if sharpness == 9:
+        assert counted > 250 and short == 0
