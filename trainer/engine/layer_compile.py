@@ -54,7 +54,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 ENOUGH = 20_480
 """Tokens of a whole micro-batch's dummy, at most. Inductor sums the gradients of a norm with other
 kernels from some bound on: 4,096 rows, 5 Mi elements and twice as many rows as columns, which
-models of up to 8,192 columns, and of 256 columns in all heads of keys, have by then."""
+models of up to 8,192 columns, and of 512 or more in all heads of keys, have by then."""
 
 
 def worth_it(config: Config, *, gpu: bool, whole: bool) -> bool:
@@ -68,12 +68,17 @@ def worth_it(config: Config, *, gpu: bool, whole: bool) -> bool:
     return fits and (not whole or (trainer.compile and alone))
 
 
+def segments_of(tokens: int) -> int:
+    """Trajectories of a dummy batch of so many tokens at most, but `SEGMENTS` at least. Beyond that
+    they are even in number: offsets, one more, are odd then, which no size of a model is."""
+    return max(SEGMENTS, tokens // TOKENS // 2 * 2)
+
+
 def dummy_batch(
     network: PolicyNetwork, *, routed: bool, truncated: bool, tokens: int = 0
 ) -> MicroBatch:
-    """Of `tokens` at most, but `SEGMENTS` trajectories at least. Its routes are left to the
-    routers."""
-    segments = max(SEGMENTS, tokens // TOKENS)
+    """Of `segments_of` so many tokens. Its routes are left to the routers."""
+    segments = segments_of(tokens)
     count = segments * TOKENS
     vocabulary = network.model.config.get_text_config().vocab_size
     token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from keel.model import attention
 from keel.model.attention import Segments, use_packed_attention
 from keel.trainer.engine import layer_compile
-from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS
+from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS, segments_of
 
 pytestmark = pytest.mark.e2e
 
@@ -67,15 +67,18 @@ def test_all_layers_are_one_graph_for_rows_of_any_length(graphs: list[GraphModul
 
 def test_the_warm_up_is_of_no_size_that_a_model_has(graphs: list[GraphModule]) -> None:
     """Sizes that are equal at the first call are taken for one, and other rows compile again."""
+    assert segments_of(0) == SEGMENTS
     for head_dim in (64, 128, 192, 256):
         sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
         model = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIG.to_dict(), **sizes}))
         use_packed_attention(model)
         layer_compile.compile_layers(model)
-        torch._dynamo.reset()
-        graphs.clear()
-        for lengths in [(TOKENS,) * SEGMENTS, (5, 9, 2), (head_dim, head_dim), (31,)]:
-            tokens = torch.zeros((1, sum(lengths)), dtype=torch.long)
-            segments = Segments.of(lengths)
-            model.get_decoder()(input_ids=tokens, use_cache=False, segments=segments)
-            assert len(graphs) == 1, (head_dim, lengths)
+        # As many as have head_dim offsets would be one too many.
+        for count in (SEGMENTS, segments_of((head_dim - 1) * TOKENS)):
+            torch._dynamo.reset()
+            graphs.clear()
+            for lengths in [(TOKENS,) * count, (5, 9, 2), (head_dim, head_dim), (31,)]:
+                tokens = torch.zeros((1, sum(lengths)), dtype=torch.long)
+                segments = Segments.of(lengths)
+                model.get_decoder()(input_ids=tokens, use_cache=False, segments=segments)
+                assert len(graphs) == 1, (head_dim, lengths)
