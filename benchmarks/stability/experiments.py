@@ -59,6 +59,7 @@ TRUNCATION_ARMS: Mapping[str, Sequence[str]] = {
     "sampling mask": (),
     "no sampling mask": NO_SETS,
 }
+FRESH = ("algorithm.publish_every=1",)
 HELD_MASS = ("algorithm.kept_mass_coef=1",)
 MASS_ARMS: Mapping[str, Sequence[str]] = {
     "sampling mask": (),
@@ -90,7 +91,14 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "kept_mass": Experiment(
         steps=32,
         overrides=lagging(8, 4, 5e-4),
-        arms={**MASS_ARMS, "fresh weights": ("algorithm.publish_every=1",)},
+        arms={
+            **MASS_ARMS,
+            "fresh weights": FRESH,
+            "fresh weights, mass held": (*FRESH, *HELD_MASS),
+        },
+    ),
+    "kept_mass_ahead": Experiment(
+        steps=32, overrides=(*lagging(1, 4, 5e-4), "algorithm.max_lag=7"), arms=MASS_ARMS
     ),
     "kl": Experiment(
         steps=32,

@@ -70,7 +70,7 @@ EXPLAINED_BY: Mapping[str, Sequence[Shown]] = {
     "stale_fast_100m": STALE,
     "kl_100m": (Shown("kl/ref", "KL to the reference, nats per token"),),
     **dict.fromkeys(
-        ("kept_mass", "kept_mass_100m", "kept_mass_fast_100m"),
+        ("kept_mass", "kept_mass_ahead", "kept_mass_100m", "kept_mass_fast_100m"),
         (Shown("sampling/kept_mass", "what the policy gives to the masks"), DRIFT),
     ),
 }
