@@ -128,7 +128,7 @@ def test_micro_batches_add_up(weight: Tensor, most: int) -> None:
 def test_some_tokens_stand_for_all_on_average(weight: Tensor) -> None:
     """Which are looked at is up to the tokens: over many batches it does not matter which."""
     config, some, every = settings(), [], []
-    for seed in range(60):
+    for seed in range(40):
         groups = Rollouts(seed, Path()).groups(3, 4)
         (batch,) = pack(groups, ranks=1, micro_batch_tokens=ROOMY)
         some.append(float(penalty(batch, config, weight, most=2)[0]))
@@ -161,7 +161,7 @@ def test_what_was_just_sampled_is_not_penalised_however_flat_it_is(
 ) -> None:
     """Engines cut to top-k first, and top-p takes its share of what is left of a flat policy."""
     generator = torch.Generator().manual_seed(0)
-    logits = sharpness * torch.randn(300, 50_000, generator=generator, dtype=torch.float64)
+    logits = sharpness * torch.randn(60, 20_000, generator=generator, dtype=torch.float64)
     probs = logits.softmax(-1)
     likeliest = probs.topk(top_k).values
     share = likeliest / likeliest.sum(-1, keepdim=True)
@@ -169,16 +169,16 @@ def test_what_was_just_sampled_is_not_penalised_however_flat_it_is(
     log_mass = (likeliest * kept).sum(-1).log()
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), kept.sum(-1).cumsum(0)])
     head: Any = SimpleNamespace(
-        probes=torch.arange(300), kept_offsets=offsets, probe_weight=torch.ones(300)
+        probes=torch.arange(60), kept_offsets=offsets, probe_weight=torch.ones(60)
     )
     inputs: Any = SimpleNamespace(head=head, truncated=True)
     loss, (_, tokens, short, counted) = mass_share(
-        inputs, log_mass, 300, settings(top_k=top_k, top_p=0.95)
+        inputs, log_mass, 60, settings(top_k=top_k, top_p=0.95)
     )
     everything = kept_mass_shortfall(log_mass, top_p=0.95).mean()
     assert loss <= 0.02 * max(everything, 0.01), (loss, everything)
-    assert tokens == 300
+    assert tokens == 60
     if sharpness == 1:
         assert everything > 0.3 and counted == 0, "or there is nothing to leave out"
     if sharpness == 9:
-        assert counted > 250 and short == 0
+        assert counted > 50 and short == 0
