@@ -20,7 +20,7 @@ from tests.model.hub import SHA, SIZES, Hub
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr(download, "HfApi", lambda: HfApi(endpoint=address))
         monkeypatch.setattr(Hub, "asked", [])

@@ -90,7 +90,7 @@ def fake_gpus() -> Iterator[None]:
 def hub() -> Iterator[str]:
     """The address of one, which nodes of the cluster ask."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
