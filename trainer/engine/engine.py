@@ -285,9 +285,9 @@ class TrainerEngine:
                 batch, inputs, logp, reference, step.total_sequences, self._config.algorithm, split
             )
             split.add(inputs, logp)
-            outside, masses = mass_share(inputs, log_mass, step.total_sequences, self._config)
-            learnt = indexers * indexer_weight(self._network, self._config, step)
-            loss = share.loss + outside + learnt
+            penalty, masses = mass_share(inputs, log_mass, step.total_sequences, self._config)
+            of_indexers = indexers * indexer_weight(self._network, self._config, step)
+            loss = share.loss + penalty + of_indexers
             factor = sound(loss)
             if look:
                 factor = look.saw(logp, reference, inputs.kl_coef_R, loss)

@@ -41,9 +41,7 @@ def weight() -> Tensor:
 def head_of(weight: Tensor) -> SupportHead:
     linear = nn.Linear(WIDTH, VOCABULARY, bias=False)
     linear.weight = nn.Parameter(weight)
-    head = SupportHead(linear)
-    head.weight = linear.weight
-    return head
+    return SupportHead(linear)
 
 
 def batch_of(tokens: int) -> TrainBatch:
