@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -158,13 +158,22 @@ def write_model(folder: Path, config: PreTrainedConfig, tokens: int, sharpness: 
         torch.cuda.empty_cache()
 
 
-def run(arm: Arm, made: dict[str, Any], out: Path, *, steps: int, limit_s: float) -> None:
-    """`keel train`, until so many steps after a first one are done, or the time is up."""
+def run(
+    arm: Arm,
+    made: dict[str, Any],
+    out: Path,
+    *,
+    steps: int,
+    limit_s: float,
+    knobs: Sequence[str] = (),
+) -> None:
+    """`keel train`, until so many steps after a first one are done, or the time is up. knobs: on
+    the command line, before the arm's own."""
     folder = Path(made["run"]["dir"])
     path, log = out / f"{folder.name}.yaml", out / f"{folder.name}.log"
     path.write_text(yaml.safe_dump(made, sort_keys=False))
     given = [f"{knob}={str(value).lower()}" for knob, value in arm.knobs.items()]
-    command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *given]
+    command = [sys.executable, "-m", "keel.trainer.cli", "train", str(path), *knobs, *given]
     began = time.monotonic()
     process: subprocess.Popen[bytes] | None = None
     on_gpu = gpu_reader()
@@ -220,6 +229,7 @@ def main() -> None:
     parser.add_argument("--arm-seconds", type=float, default=100.0, help="at most, for one arm")
     parser.add_argument("--steps", type=int, default=3, help="measured, after a first one")
     parser.add_argument("--layers", type=int, default=8, help="of 30b-a3b-slice")
+    parser.add_argument("--set", nargs="*", default=[], help="knobs of all arms: KNOB=VALUE")
     parser.add_argument("--arms", type=int, default=2, help="beside the defaults, for each shape")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -250,7 +260,14 @@ def main() -> None:
                 folder = options.out / name / f"run-{arm.name}-{int(time.time())}"
                 made = recipe(workload, folder=folder, steps=100, gpu=gpu, arm=AUTO)
                 limit = min(left, options.arm_seconds)
-                run(arm, made, options.out / name, steps=options.steps, limit_s=limit)
+                run(
+                    arm,
+                    made,
+                    options.out / name,
+                    steps=options.steps,
+                    limit_s=limit,
+                    knobs=options.set,
+                )
             print(f"{name}: {arm.row()}", flush=True)
             if arm.name == "defaults" and len(waiting) < options.arms:
                 waiting |= neighbours(arm.chosen)

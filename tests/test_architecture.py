@@ -33,7 +33,7 @@ COMMANDS = {
     "trainer/cli.py": {"data", "report", "tasks"},
     "trainer/cluster/doctor.py": {"rewards"},
     "trainer/distill.py": {"data"},
-    "trainer/planning/named.py": {"data", "rewards"},
+    "trainer/recipes/named.py": {"data", "rewards"},
     "trainer/recipes/new.py": {"data"},
 }
 """What starts neither engine nor trainer."""

@@ -309,7 +309,7 @@ def recipe_error(arguments: argparse.Namespace) -> str:
         load = others.get(arguments.command, load_config)
         config = load(arguments.recipe, getattr(arguments, "override", ()))
         if arguments.command != "judge" and load is load_config:
-            from keel.trainer.planning.named import check_named  # noqa: PLC0415  numpy
+            from keel.trainer.recipes.named import check_named  # noqa: PLC0415  numpy
 
             check_named(config, arguments.command)
     except ConfigError as error:

@@ -91,7 +91,7 @@ class Entry:
 
     @property
     def rank_gib(self) -> float:
-        return self.plan.trainer.total / GIB
+        return self.plan.most / GIB
 
     def comment(self, title: str) -> str:
         """The comment that its file begins with. title: what and where, in a few words."""

@@ -18,8 +18,10 @@ from keel.model.embedded.cache import default_cache_dir
 from keel.model.layers.flash4 import missing
 from keel.model.weight_transfer.buckets import unpack_flat
 from keel.rl.metrics import values
+from keel.trainer.engine import offload
 from tests.gpu.marks import GPU
 from tests.trainer.engine.batches import Rollouts, write_dense, write_model
+from tests.trainer.engine.crowding import crowding
 from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
 
 pytestmark = GPU
@@ -138,8 +140,9 @@ def test_a_scale_of_the_loss_that_is_too_large_is_halved_and_its_steps_skipped(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_offloaded_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
-    ranks: Ranks, tmp_path: Path, stage: int
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
+    monkeypatch.setattr(offload, "room", lambda *_: 0.0)  # an engine wants all of the GPU
     found = {}
     for sleep in (False, True):
         config = make_config(1, stage, dtype="bfloat16", tokens=TIGHT, kl_coef=0.1, sleep=sleep)
@@ -165,6 +168,20 @@ def test_an_offloaded_rank_leaves_the_gpu_and_trains_on_as_if_it_had_not(
         del engine, later
     for asleep, awake in zip(found[True], found[False], strict=True):
         assert asleep == pytest.approx(awake, rel=1e-3, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_never_has_room_for_everything_learns_the_same(
+    ranks: Ranks, stage: int
+) -> None:
+    results = crowding(stage)(ranks)
+    for how in ("partly", "crowded"):
+        for asleep, awake in zip(results[how]["metrics"], results["awake"]["metrics"], strict=True):
+            assert values(asleep) == pytest.approx(values(awake), rel=1e-3, abs=1e-6, nan_ok=True)
+        assert not any(away["state"] for away in results[how]["update"])
+        assert all(away["state"] for away in results[how]["sampling"])
+    assert all(away["state"] for away in results["crowded"]["gradients"][1:])
+    assert all(away["reference"] for away in results["crowded"]["update"])
 
 
 def test_a_rank_that_stays_gives_back_its_gradients(ranks: Ranks) -> None:

@@ -77,9 +77,15 @@ def held(parameter: nn.Parameter, **others: Any) -> str:
     """What is said of an optimizer of ZeRO-3 with these attributes."""
     module = nn.Module()
     module.weight = parameter
-    optimizer = SimpleNamespace(
-        param_groups=[{"params": []}], empty_partition_cache=print, ipg_buckets={}, **others
-    )
+    known = {
+        "optimizer": SimpleNamespace(state={}),
+        "param_groups": [{"params": []}],
+        "empty_partition_cache": print,
+        "ipg_buckets": {},
+        "grad_partitions_flat_buffer": torch.zeros(1),
+    }
+    there = {name: thing for name, thing in (known | others).items() if thing is not None}
+    optimizer = SimpleNamespace(**there)
     return deepspeed_internals.check_held(module, optimizer, stage=3, sums=False)
 
 
@@ -88,6 +94,9 @@ def test_shards_and_master_weights_must_be_found() -> None:
     assert "Parameter has no ds_tensor" in held(parameter)
     parameter.ds_tensor = torch.zeros(1)
     assert held(parameter) == ""
+    for name in ("optimizer", "ipg_buckets", "grad_partitions_flat_buffer"):
+        said = held(parameter, **{name: None})
+        assert f"has no {name}" in said, said
 
 
 def test_a_gpu_that_cannot_hold_both() -> None:

@@ -178,8 +178,11 @@ def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Float32 sums of bfloat16 gradients under ZeRO-1: zeros, once the optimizer has stepped."""
-    return list(getattr(optimizer, "fp32_groups_gradients_flat", ()))
+    """Float32 sums of gradients where they have a place of their own, of no use once the optimizer
+    has stepped: of bfloat16 under ZeRO-1, where they are zeros then, and under ZeRO-3, where the
+    next gradient is written over them."""
+    of_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if of_3 is None else [of_3]
 
 
 def buckets(optimizer: Any) -> list[Tensor]:
@@ -188,11 +191,34 @@ def buckets(optimizer: Any) -> list[Tensor]:
     return list(_tensors([getattr(bucket, "buffer", None) for bucket in filled], set()))
 
 
+def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
+    """And Adam's state of them. Under ZeRO-3 a group has its own only while they are updated."""
+    groups = [p for group in optimizer.param_groups for p in group["params"]]
+    of_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
+    state = getattr(optimizer, "optimizer", optimizer).state
+    return [*groups, *of_3, *state], state
+
+
 def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """All else that the optimizer of `module` holds: master weights, moments, gradients' shards.
-    It is found by walking through whatever DeepSpeed's objects hold."""
-    others = (*weights_of(module), *buckets(optimizer), *gradient_sums(optimizer))
-    known = set(map(_storage, others))
+    """Master weights and moments: what an update needs, and no gradient."""
+    masters, state = _masters(optimizer)
+    moments = [m for of in state.values() for m in of.values() if isinstance(m, Tensor)]
+    weights = set(map(_storage, weights_of(module)))
+    return [t.data for t in (*masters, *moments) if _storage(t) not in weights]
+
+
+def moments_to_come(optimizer: Any, device: torch.device) -> int:
+    """Bytes that the next update takes of `device` for moments of which there are none yet."""
+    masters, state = _masters(optimizer)
+    new = {id(m): 8 * m.numel() for m in masters if m.device == device}
+    return sum(new.values()) - sum(new.get(id(m), 0) for m in state)
+
+
+def other_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
+    """All else that the optimizer of `module` holds, as gradients' shards. It is found by walking
+    through whatever DeepSpeed's objects hold."""
+    named = (buckets(optimizer), gradient_sums(optimizer), optimizer_state(module, optimizer))
+    known = {_storage(t) for part in (weights_of(module), *named) for t in part}
     return [tensor for tensor in _tensors(optimizer, set()) if _storage(tensor) not in known]
 
 
@@ -214,21 +240,22 @@ def drop_gathered(optimizer: Any) -> None:
 def check_held(module: nn.Module, optimizer: Any, *, stage: int, sums: bool) -> str:
     """Whether the functions above see what they must; `sums`: gradients of bfloat16 add up in an
     optimizer of their own. Weights and master weights that they miss would be lost, or stay."""
-    what = ""
+    what = _missing(optimizer, "optimizer") if stage > 0 else ""
     if sums:
-        what = _missing(optimizer, "fp32_groups_gradients_flat")
+        what = what or _missing(optimizer, "fp32_groups_gradients_flat")
     elif stage > 0:
-        what = _missing(optimizer, "ipg_buckets")
+        what = what or _missing(optimizer, "ipg_buckets")
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():
             what = what or _missing(bucket, "buffer")
     if stage == 3:
-        what = what or _missing(optimizer, "empty_partition_cache")
+        what = what or _missing(optimizer, "empty_partition_cache", "grad_partitions_flat_buffer")
         for parameter in module.parameters():
             what = what or _missing(parameter, "ds_tensor")
     if not what:
         found = {
             *map(_storage, weights_of(module)),
             *map(_storage, optimizer_state(module, optimizer)),
+            *map(_storage, other_state(module, optimizer)),
         }
         masters = [p for group in optimizer.param_groups for p in group["params"]]
         if not found.issuperset(map(_storage, masters)):

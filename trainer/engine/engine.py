@@ -191,7 +191,6 @@ class TrainerEngine:
         """Train on one batch of rollouts: one optimizer step for each of `batches`, in order, or
         until `gave_up`. Metrics are those of `keel.rl.summary.of_updates`. examine: look for what
         made it skip a step also in float16."""
-        self._load_back()
         self.findings, self.tokens, self._applied = [], {}, False
         trainer, total = self._config.trainer, self._config.run.steps
         lr = learning_rate(self._steps + 1, trainer, total_steps=total)
@@ -220,7 +219,7 @@ class TrainerEngine:
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
         """`nll` of a batch of conversations (see `keel.rl.supervised.loss`), and `indexer/held` in
         a warm-up of indexers; the weights stay as they are."""
-        self._load_back()
+        self._offload.load()
         scored = [self._scored(micro_batch)[1:] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # every rank of its group has computed the same
             return {}
@@ -229,6 +228,7 @@ class TrainerEngine:
 
     def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
+        self._before_gradients(batch)
         split = SplitGaps.begun(batch, self._device, self._scored)
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -254,6 +254,7 @@ class TrainerEngine:
     def _examine(self, batch: TrainBatch) -> None:
         """Compute a skipped step again, with a look at what it goes through; weights are as they
         were, and no gradient stays."""
+        self._before_gradients(batch)
         split = SplitGaps.begun(batch, self._device, self._scored)
         look = Look(self._layers)
         self._engine.set_gradient_accumulation_boundary(False)
@@ -321,7 +322,12 @@ class TrainerEngine:
             logp, *_, held = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0], held
 
+    def _before_gradients(self, batch: TrainBatch) -> None:
+        sizes = (len(one.token_ids_N) for one in batch.micro_batches)
+        self._offload.before_gradients(max(sizes, default=0))
+
     def _apply_gradients(self) -> float:
+        self._offload.before_update()
         clip = self._config.trainer.grad_clip
         return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
 
@@ -332,10 +338,6 @@ class TrainerEngine:
 
     # Weights
 
-    def _load_back(self) -> None:
-        if self._offload:
-            self._offload.load()
-
     def buckets(self, *, wanted: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
         """The current weights for the rollout engines, in their precision, on this rank's device.
 
@@ -344,18 +346,16 @@ class TrainerEngine:
         to host memory before the first and the rest after the last (but see
         `trainer.offload_while_sampling`).
         """
-        if self._offload:
-            if wanted or self._weights.gathered:
-                self._offload.load(rest=False)
-            self._offload.offload(weights=False)
+        if wanted or self._weights.gathered:
+            self._offload.load()
+        self._offload.offload(weights=False)
         if wanted:
             dtype = getattr(torch, self._config.engine_dtype)
             size = bucket_bytes or self._config.trainer.publish_bucket_mib * MIB
             yield from self._weights.buckets(dtype, size)
         else:
             self._weights.gather_along()
-        if self._offload:
-            self._offload.offload(weights=True)
+        self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
         """`buckets` in host memory: on rank 0, nothing elsewhere."""
@@ -363,7 +363,7 @@ class TrainerEngine:
 
     def export(self, folder: Path) -> dict[str, Entry]:
         """Write a model folder for transformers and vLLM. Returns what this rank wrote."""
-        self._load_back()
+        self._offload.load()
         of = self._config.model
         return export_model(folder, self._network.model, self._weights, of, self._model_path)
 
@@ -371,14 +371,14 @@ class TrainerEngine:
 
     def save(self, folder: Path) -> dict[str, Entry]:
         """Write what `load` needs into `folder`. Returns what this rank wrote, on the disk."""
-        self._load_back()
+        self._offload.load(state=True)
         progress = {"steps": self._steps, "version": self._version, **self._layout()}
         return self._checkpoints.save(folder, progress)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly; on another layout, up to the order in which numbers are
         added up. Call it on a new engine. Raises `ValueError` if it cannot be read."""
-        self._load_back()
+        self._offload.load(state=True)
         progress = self._checkpoints.load(folder, self._layout())
         self._steps, self._version = progress["steps"], progress["version"]
 

@@ -1,5 +1,5 @@
-"""What a rank holds on its GPU, offloaded to host memory while an engine has the GPU
-(`rollout.sleep`).
+"""What a rank holds on its GPU, offloaded to host memory while others need the room: an engine that
+samples (`rollout.sleep`), or activations.
 
 Storages are emptied and filled again, as FSDP does with the parameters that it frees, so that all
 tensors that look into them stay what they are: DeepSpeed's flat buffers have many views. Its own
@@ -9,6 +9,7 @@ method, ZeRO-3's asserts that Adam is DeepSpeed's FusedAdam, and none knows the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -24,13 +25,23 @@ from keel.trainer.engine.deepspeed_internals import (
     check_held,
     drop_gathered,
     gradient_sums,
+    moments_to_come,
     optimizer_state,
+    other_state,
     weights_of,
 )
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 LEAST = 2**12
 """Bytes; what is smaller stays."""
+BLOCK = 2**28
+"""Bytes of host memory at a time: of pinned memory PyTorch takes the next power of two."""
+SPARE = GIB
+"""Bytes that stay free of a device beside what is known to be needed."""
+OF_AN_UPDATE = 5 * GIB
+"""As much for what it takes itself: ZeRO-3 copies gradients of a thousand million weights."""
+MORE = 1.1
+"""Times what a token took so far: no micro-batch is like another."""
 
 
 class Buffer:
@@ -41,61 +52,86 @@ class Buffer:
     ) -> None:
         """constant: the bytes are copied to host memory once; scratch and zeros: never."""
         self._device, self._content = device, content
-        self._places: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        self._places: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         """Each storage with its place in host memory, which a constant one keeps."""
-        self._sizes: list[tuple[UntypedStorage, int]] = []
-        self.away = False
+        self._away: list[tuple[UntypedStorage, int]] = []
 
     @property
     def host_bytes(self) -> int:
-        return sum(len(place) for _, place in self._places.values())
+        return sum(len(block) for _, blocks in self._places.values() for block in blocks)
 
-    def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Those of the storages behind `tensors` that are on the device."""
-        assert not self.away
-        self._sizes = [(storage, storage.nbytes()) for storage in self._storages(tensors)]
-        for storage, size in self._sizes if self._content in ("changing", "constant") else ():
+    @property
+    def away(self) -> int:
+        """Bytes that are not on the device."""
+        return sum(size for _, size in self._away)
+
+    def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
+        """Those of the storages behind `tensors` that are on the device, until `enough` bytes are
+        free. Returns what is missing of that."""
+        freed: list[tuple[UntypedStorage, int]] = []
+        for storage in on_device(tensors, self._device):
+            if enough <= 0:
+                break
+            freed.append((storage, storage.nbytes()))
+            enough -= storage.nbytes()
+        for storage, size in freed if self._content in ("changing", "constant") else ():
             if storage_id(storage) not in self._places:
                 pin = self._device.type == "cuda"  # PyTorch keeps such blocks for the next time
-                place = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-                place.copy_(_bytes(storage), non_blocking=True)
-                self._places[storage_id(storage)] = storage, place
+                blocks = [
+                    torch.empty(min(BLOCK, size - at), dtype=torch.uint8, pin_memory=pin)
+                    for at in range(0, size, BLOCK)
+                ]
+                for block, part in zip(blocks, _bytes(storage).split(BLOCK), strict=True):
+                    block.copy_(part, non_blocking=True)
+                self._places[storage_id(storage)] = storage, blocks
         self._synchronize()
-        for storage, _ in self._sizes:
+        for storage, _ in freed:
             storage.resize_(0)
-        self.away = True
+        self._away += freed
+        return enough
 
     def load(self) -> None:
         """Back to the device."""
-        for storage, size in self._sizes:
+        for storage, size in self._away:
             storage.resize_(size)
             if self._content == "zeros":
                 _bytes(storage).zero_()
-        for storage, place in self._places.values():
-            _bytes(storage).copy_(place, non_blocking=True)
+            elif self._content != "scratch":
+                _, blocks = self._places[storage_id(storage)]
+                for block, part in zip(blocks, _bytes(storage).split(BLOCK), strict=True):
+                    part.copy_(block, non_blocking=True)
         self._synchronize()
-        self._sizes = []
+        self._away = []
         if self._content != "constant":
             self._places = {}  # or it would hold gradients that the next step lets go of
-        self.away = False
-
-    def _storages(self, tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-        seen: set[int] = set()
-        for tensor in tensors:
-            if tensor.device == self._device and tensor.layout == torch.strided:
-                storage = tensor.untyped_storage()
-                new = storage_id(storage) not in seen and storage.nbytes() >= LEAST
-                if new and storage.resizable():
-                    seen.add(storage_id(storage))
-                    yield storage
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
+class NoOffload:
+    """Of a rank without an engine on its GPU: all stays where it is."""
+
+    host_bytes = 0
+
+    def offload(self, *, weights: bool) -> None: ...
+    def load(self, *, state: bool = False) -> None: ...
+    def before_gradients(self, tokens: int) -> None: ...
+    def before_update(self) -> None: ...
+
+
 class Offload:
-    """Of one rank: its weights in the compute dtype in one buffer, all else in others."""
+    """Of one rank, what it needs at different times.
+
+    - Weights: always, but not while an engine samples.
+    - For gradients: the reference policy, their sums, buckets, and whatever else DeepSpeed holds.
+    - For the update: master weights and moments, the optimizer's state. What is away of it is
+      loaded when the gradients are complete and activations are gone.
+
+    While an engine samples, as much waits in host memory as the engine has no room for: the
+    reference first, which is there already, then the optimizer's state, then weights.
+    """
 
     def __init__(
         self,
@@ -103,46 +139,102 @@ class Offload:
         reference: nn.Module | None,
         device: torch.device,
         *,
-        stays: bool = False,
+        room: float,
+        limit: float = math.inf,
     ) -> None:
-        """stays: only gives back what a step needs for itself (`trainer.offload_while_sampling` is
-        false)."""
+        """room: bytes that may stay on the device while an engine samples; infinite: all that a
+        step does not need for itself alone (`trainer.offload_while_sampling` is false). limit: of
+        the device, that may be in use."""
         self._module: Any = engine.module
         self._optimizer: Any = engine.optimizer
-        self._reference, self._device = reference, device
-        self._stays = stays
+        self._reference, self._device, self._room, self._limit = reference, device, room, limit
         self._weights = Buffer(device, "changing")
         self._state = Buffer(device, "changing")
+        self._rest = Buffer(device, "changing")
+        self._frozen = Buffer(device, "constant")
         self._buckets = Buffer(device, "scratch")
         self._gradients = Buffer(device, "zeros")
-        self._frozen = Buffer(device, "constant")
+        self._token_bytes, self._before, self._tokens = 0.0, 0, 0
 
     @property
     def host_bytes(self) -> int:
         """Host memory that it holds."""
-        return sum(buffer.host_bytes for buffer in (self._weights, self._state, self._frozen))
+        held = (self._weights, self._state, self._rest, self._frozen)
+        return sum(buffer.host_bytes for buffer in held)
 
     def offload(self, *, weights: bool) -> None:
-        """Free the device of everything; of the weights only if said."""
-        if not self._gradients.away:
-            self._gradients.offload(gradient_sums(self._optimizer))
-        if not self._stays and not self._state.away:
+        """Free the device of all but `room`; of weights only if said."""
+        self._gradients.offload(gradient_sums(self._optimizer))
+        self._buckets.offload(buckets(self._optimizer))
+        drop_gathered(self._optimizer)
+        mine, frozen, state = weights_of(self._module), self._of_reference(), self._of_optimizer()
+        rest = other_state(self._module, self._optimizer)
+        held = sum(s.nbytes() for s in on_device([*mine, *frozen, *state, *rest], self._device))
+        excess = held - self._room
+        for buffer, tensors in ((self._frozen, frozen), (self._rest, rest), (self._state, state)):
+            excess = buffer.offload(tensors, excess)
+        if weights:
+            self._weights.offload(weights_of(self._module), excess)
+        self._empty_cache()
+
+    def load(self, *, state: bool = False) -> None:
+        """The weights, and what else there is to save."""
+        self._weights.load()
+        if state:
+            self._state.load()
+            self._rest.load()
+
+    def before_gradients(self, tokens: int) -> None:
+        """Load what forward and backward passes need, and offload of the optimizer's state what
+        they have no room beside, by what earlier ones took; before that all of it. tokens: of the
+        largest micro-batch."""
+        self._weights.load()
+        need = SPARE + MORE * self._token_bytes * tokens
+        back = (self._gradients, self._buckets, self._rest, self._frozen)
+        need += sum(buffer.away for buffer in back)
+        if self._room < math.inf:
+            lacks = need - self._free() if self._token_bytes else math.inf
+            self._state.offload(self._of_optimizer(), lacks)
+            self._empty_cache()
+        for buffer in back:
+            buffer.load()
+        self._tokens = tokens
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def before_update(self) -> None:
+        """Load the optimizer's state; gradients are complete."""
+        if self._device.type == "cuda" and self._tokens:
+            took = torch.cuda.max_memory_allocated(self._device) - self._before
+            self._token_bytes = max(self._token_bytes, took / self._tokens)
+        need = self._state.away + moments_to_come(self._optimizer, self._device)
+        if need + OF_AN_UPDATE > self._free():
             drop_gathered(self._optimizer)
-            self._state.offload(optimizer_state(self._module, self._optimizer))
             self._buckets.offload(buckets(self._optimizer))
-            if self._reference is not None:
-                self._frozen.offload(weights_of(self._reference))
-        if weights and not self._stays and not self._weights.away:
-            self._weights.offload(weights_of(self._module))
+            self._frozen.offload(self._of_reference())
+        if need:  # in pieces of its own, of which none is left over from activations
+            self._empty_cache()
+        self._state.load()
+
+    def _of_optimizer(self) -> list[Tensor]:
+        return optimizer_state(self._module, self._optimizer)
+
+    def _of_reference(self) -> list[Tensor]:
+        return [*weights_of(self._reference)] if self._reference is not None else []
+
+    def _free(self) -> float:
+        """Bytes of the device that PyTorch could give out."""
+        if self._device.type != "cuda":
+            return math.inf
+        free, whole = torch.cuda.mem_get_info(self._device)
+        free -= max(0.0, whole - self._limit)
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free + kept
+
+    def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def load(self, *, rest: bool = True) -> None:
-        """Bring everything back; `rest`: not the weights alone."""
-        others = (self._gradients, self._state, self._buckets, self._frozen) if rest else ()
-        for buffer in (self._weights, *others):
-            if buffer.away:
-                buffer.load()
 
 
 def make_offload(
@@ -153,19 +245,20 @@ def make_offload(
     *,
     stage: int,
     sums: bool,
-) -> tuple[Offload | None, str]:
-    """None where no engine sleeps (`rollout.sleep`), or if DeepSpeed has changed so that its state
-    would not be found: then with a line that says so. `stage` and `sums`: see `check_held`.
+) -> tuple[Offload | NoOffload, str]:
+    """Nothing is offloaded where no engine sleeps (`rollout.sleep`), or if DeepSpeed has changed so
+    that its state would not be found: then with a line that says so. `stage` and `sums`: see
+    `check_held`.
 
     Raises `ValueError` if an engine could not share the GPU with what then stays on it.
     """
     if not config.rollout.sleep:
-        return None, ""
+        return NoOffload(), ""
     module: Any = engine.module
     note = check_held(module, engine.optimizer, stage=stage, sums=sums)
     if not note:
-        stays = not config.trainer.offload_while_sampling
-        return Offload(engine, reference, device, stays=stays), ""
+        of = {"room": room(config, device), "limit": config.run.gpu_gib * GIB or math.inf}
+        return Offload(engine, reference, device, **of), ""
     if device.type == "cuda":
         count = sum(weight.numel() for weight in weights_of(module))
         shards = config.trainer.ranks if stage in (1, 2) else 1
@@ -176,7 +269,7 @@ def make_offload(
         gpu = min(gpu, int(config.run.gpu_gib * GIB) or gpu)
         share = config.rollout.gpu_memory_utilization
         check_room(note, stays=held, gpu=gpu, engine_share=share)
-    return None, note
+    return NoOffload(), note
 
 
 def check_room(note: str, *, stays: float, gpu: float, engine_share: float) -> None:
@@ -190,6 +283,32 @@ def check_room(note: str, *, stays: float, gpu: float, engine_share: float) -> N
             f"rollout.gpu_memory_utilization = {engine_share:g}: set it to at most "
             f"{most:.2f}, or install DeepSpeed {KNOWN}"
         )
+
+
+def room(config: Config, device: torch.device) -> float:
+    """Bytes of a rank that may stay on its GPU while an engine has its share there; a CPU is taken
+    for a GPU without any. The engine sleeps now, and what it has all the same counts twice."""
+    if not config.trainer.offload_while_sampling:
+        return math.inf
+    if device.type != "cuda":
+        return 0.0
+    free, whole = torch.cuda.mem_get_info(device)
+    others = whole - free - torch.cuda.memory_reserved(device)
+    gpu = min(whole, int(config.run.gpu_gib * GIB) or whole)
+    rest = (1 - config.rollout.gpu_memory_utilization) * gpu
+    return max(0.0, rest - others - config.trainer.publish_bucket_mib * MIB - SPARE)
+
+
+def on_device(tensors: Iterable[Tensor], device: torch.device) -> Iterator[UntypedStorage]:
+    """Storages of tensors, each once, that have bytes there and may be emptied."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        if tensor.device == device and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            new = storage_id(storage) not in seen and storage.nbytes() >= LEAST
+            if new and storage.resizable():
+                seen.add(storage_id(storage))
+                yield storage
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

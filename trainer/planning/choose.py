@@ -12,11 +12,12 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.trainer.planning.layouts import Layout, Search
-from keel.trainer.planning.memory import GIB, context_tokens, engine_sequences, gib, held_bytes
+from keel.trainer.planning.memory import GIB, context_tokens, engine_sequences, gib
 from keel.trainer.planning.options import Values, with_values
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, seconds
+from keel.trainer.planning.turns import held_bytes
 
 FROM_BEFORE = "as chosen when the run began"
 
@@ -205,7 +206,7 @@ class Reasons:
             return "a share of a step at once, or the most that is worth it"
         other = self._other(micro_batch_tokens=larger[0])
         if other is None:
-            return f"the largest that fits{self._beside} ({gib(self._plan.trainer.total)})"
+            return f"the largest that fits{self._beside} ({gib(self._plan.most)})"
         return f"larger ones are {self._against(other)}"
 
     def _activation_checkpointing(self) -> str:

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from keel.configs.schema import Config, ConfigError
@@ -27,13 +27,13 @@ from keel.trainer.planning.memory import (
     Memory,
     engine_memory,
     engine_sequences,
-    staying_gib,
     trainer_memory,
 )
 from keel.trainer.planning.options import Options, Values, with_values
 from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.plan import Plan, check_machines, make_plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
+from keel.trainer.planning.turns import least_bytes, most_bytes, offloads, staying_gib
 
 TIE = 1.02
 CURES_TRIED = 400
@@ -68,7 +68,7 @@ class Layout:
     @property
     def gib(self) -> float:
         """Of the GPU that has the most to hold."""
-        engine, rank = self.plan.engine.total / GIB, self.plan.trainer.total / GIB
+        engine, rank = self.plan.engine.total / GIB, self.plan.most / GIB
         if not self.shared:
             return max(engine, rank)
         if self.config.rollout.sleep:
@@ -157,9 +157,26 @@ class Search:
                     break
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        """On a GPU without an engine."""
+        """On a GPU without an engine, or by turns with one where that may be."""
+        values = {**seats, **learning}
         try:
-            return self._rank({**seats, **learning}).total * self.way.spare <= self.free_gib * GIB
+            rank = self._rank(values)
+            if self._offloads:
+                needs = least_bytes(with_values(self.config, values), rank)
+            else:
+                needs = rank.total
+        except ConfigError:
+            return False
+        return needs * self.way.spare <= self.free_gib * GIB
+
+    @cached_property
+    def _offloads(self) -> bool:
+        """Whether there is a way in which a rank offloads what it holds."""
+        return bool(self.config.data.sources) and any(map(self._offloading, self.options.turns))
+
+    def _offloading(self, turns: Values) -> bool:
+        try:
+            return offloads(with_values(self.config, turns), shared=True)
         except ConfigError:
             return False
 
@@ -194,7 +211,6 @@ class Search:
                 return None
             shared, rank = placement.shared, self._rank(values)
             config = with_values(self.config, values)
-            check_machines(config, self.facts, rank, placement)
             if self.config.data.sources:
                 share = self.share(config, rank, shared=shared)
                 if share is None:
@@ -209,6 +225,7 @@ class Search:
                 taken_gib=self.hardware.taken_gib,
                 machine=self.hardware.machine,
             )
+            check_machines(config, self.facts, plan.waits, placement)
         except ConfigError:
             return None
         cost = self.cost(config, plan, shared=shared)
@@ -237,7 +254,10 @@ class Search:
         """The engine's: what it needs, or what is left for it. None: there is not even room for the
         rank, or for what the recipe says."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
-        needs, free = rank.total / GIB * self.way.spare, self.free_gib
+        needs, free = most_bytes(config, rank, shared=shared), self.free_gib
+        needs *= self.way.spare / GIB
+        if needs > free:
+            return None
         most = min(free, self.way.most_share * size)
         if shared and config.rollout.sleep:
             most = min(most, free - staying_gib(config, rank) * self.way.spare)

@@ -146,7 +146,7 @@ def cached_sequences(
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
         raise DoesNotFit(
-            f"an engine's GPU needs {gib(rest + one)} ({_largest_first(memory, but='KV cache')}, "
+            f"an engine's GPU needs {gib(rest + one)} ({largest_first(memory, but='KV cache')}, "
             f"KV cache of one trajectory {gib(one)}), and rollout.gpu_memory_utilization = "
             f"{config.rollout.gpu_memory_utilization:g} of a GPU with {gib(gpu_gib * GIB)} "
             f"(run.gpu_gib) is {gib(budget)}"
@@ -235,66 +235,6 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     else:
         parts["process"] = TRAINER_PROCESS_GIB * GIB
     return Memory(parts=parts)
-
-
-def check_trainer_fits(
-    config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
-) -> None:
-    """Raises DoesNotFit if a rank needs more than its GPU has; `shared`: with an engine;
-    `taken_gib`: by processes of others."""
-    rollout = config.rollout
-    if shared and rollout.sleep:  # what stays of either while the other has the memory
-        room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
-        stays = staying_gib(config, memory) + taken_gib
-        if rollout.gpu_memory_utilization > 1 - stays / gpu_gib:
-            raise DoesNotFit(
-                f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization:g}: "
-                f"{gib(stays * GIB)} of a GPU's {gib(gpu_gib * GIB)} (run.gpu_gib) stay "
-                "with the trainer while the engine samples"
-            )
-    else:
-        taken = rollout.gpu_memory_utilization if shared else 0.0
-        room = gpu_gib * (1 - taken)
-    if memory.total <= (room - taken_gib) * GIB:
-        return
-    limit = f"a GPU has {gib(gpu_gib * GIB)} (run.gpu_gib)"
-    if taken_gib:
-        limit += f", of which processes of others hold {gib(taken_gib * GIB)}"
-    if shared:
-        limit += f", shared with an engine that takes {taken:.2g} of it"
-    raise DoesNotFit(
-        f"a trainer rank needs {gib(memory.total)} ({_largest_first(memory)}), and {limit}"
-    )
-
-
-def staying_gib(config: Config, memory: Memory) -> float:
-    """Of a rank, on the GPU while an engine samples there (`rollout.sleep`)."""
-    stays = TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024  # weights on their way
-    if config.trainer.offload_while_sampling:
-        return stays
-    # Memory that PyTorch keeps for later, too: 23.4 GiB stayed where weights, optimizer and
-    # reference are 19.1 (H200, 1.28 B parameters).
-    return stays + (held_bytes(config, memory) + memory.parts["unused"]) / GIB
-
-
-def held_bytes(config: Config, memory: Memory) -> float:
-    """What a rank holds on its GPU between two steps, while an engine may have the rest
-    (`rollout.sleep`); with `trainer.offload_while_sampling` it waits in host memory. DeepSpeed's
-    float32 sums of gradients, in bfloat16 under ZeRO-1, are zeros then and given back
-    (trainer/engine/offload.py)."""
-    names = ["weights", "optimizer", "reference"]
-    if not summed_apart(config.model.dtype, config.trainer):
-        names.append("gradients")
-    return sum(memory.parts[name] for name in names)
-
-
-def host_bytes(config: Config, facts: ModelFacts, memory: Memory, *, turns: bool) -> float:
-    """What a rank keeps in its machine's memory, at least: master weights and moments of an
-    offloaded optimizer, and what waits there while an engine has its turn (`turns`)."""
-    trainer = config.trainer
-    optimizer = 12 * facts.parameters / trainer.ranks if trainer.offload_optimizer else 0.0
-    waits = turns and trainer.offload_while_sampling
-    return optimizer + (held_bytes(config, memory) if waits else 0.0)
 
 
 def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
@@ -390,7 +330,7 @@ def mlp_width(facts: ModelFacts) -> float:
     return max(0.0, dense / facts.layers)
 
 
-def _largest_first(memory: Memory, but: str = "") -> str:
+def largest_first(memory: Memory, but: str = "") -> str:
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {gib(size)}" for name, size in parts if size > 0 and name != but)
 

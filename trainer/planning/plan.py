@@ -20,19 +20,25 @@ from keel.trainer.planning.memory import (
     DoesNotFit,
     Memory,
     cached_sequences,
-    check_trainer_fits,
     context_tokens,
     engine_memory,
     engine_sequences,
     gib,
-    held_bytes,
-    host_bytes,
     stage_in_use,
     trainer_memory,
     within,
 )
 from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.step_time import StepTime, step_time
+from keel.trainer.planning.turns import (
+    NOTHING,
+    Waiting,
+    check_trainer_fits,
+    held_bytes,
+    host_bytes,
+    most_bytes,
+    waiting,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +52,13 @@ class Plan:
     optimizer_steps: int
     engine: Memory
     trainer: Memory
+    """All that a rank ever holds."""
+    most: float
+    """Bytes that it holds at most at a time."""
     cached: int | None
     """Trajectories of full length that an engine's KV cache holds; None: not known."""
+    waits: Waiting = NOTHING
+    """Of a rank in host memory, in turns with an engine."""
     time: StepTime | None
     """None on a CPU."""
 
@@ -77,7 +88,7 @@ def plan_on(
             taken_gib=hardware.taken_gib,
             machine=hardware.machine,
         )
-        check_machines(config, facts, plan.trainer, placement)
+        check_machines(config, facts, plan.waits, placement)
         return plan
 
     try:
@@ -87,10 +98,9 @@ def plan_on(
         raise ConfigError(f"{error}. {found}. ({hardware})") from error
 
 
-def check_machines(config: Config, facts: ModelFacts, rank: Memory, placement: Placement) -> None:
+def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement: Placement) -> None:
     """Raises DoesNotFit where a machine's memory is too small for what its ranks keep there."""
-    turns = placement.shared and config.rollout.sleep
-    each = host_bytes(config, facts, rank, turns=turns)
+    each = host_bytes(config, facts, waits)
     for node, ranks in placement.ranks_by_node:
         if 0 < node.memory_gib * GIB < ranks * each:
             raise DoesNotFit(
@@ -155,16 +165,16 @@ def make_plan(
             cached = cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
             engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
         check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
-    time = None
+    time, turns = None, shared and config.rollout.sleep
+    waits = waiting(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib) if gpu else NOTHING
     if gpu and sampled:
-        turns = shared and config.rollout.sleep
         time = step_time(
             config,
             facts,
             micro_batches=micro_batches,
             sequences=cached,
             woken=engine.total if turns else 0.0,
-            parked=held_bytes(config, rank) if turns and trainer.offload_while_sampling else 0.0,
+            moved=waits.moved,
             machine=machine,
         )
     return Plan(
@@ -174,7 +184,9 @@ def make_plan(
         optimizer_steps=config.run.steps * algorithm.updates_per_batch,
         engine=engine,
         trainer=rank,
+        most=most_bytes(config, rank, shared=shared) if gpu else rank.total,
         cached=cached,
+        waits=waits,
         time=time,
     )
 
@@ -193,6 +205,7 @@ def describe(
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
+    apart = f", of which at most {gib(plan.most)} at a time" * (plan.most < plan.trainer.total)
     truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
     rows: list[tuple[str, str]] = [
         ("model", model_line(config, facts)),
@@ -235,7 +248,7 @@ def describe(
         *(("placement" if not i else "", line) for i, line in enumerate(seats)),
         ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
         *(("", line) for line in [cache_line(config, plan, hardware)] if line),
-        ("", f"trainer rank: {plan.trainer}"),
+        ("", f"trainer rank: {plan.trainer}{apart}"),
         *(("", line) for line in [sleep_line(config, plan)] if gpu and config.rollout.sleep),
         *(
             ("time" if not i else "", line)
@@ -273,13 +286,14 @@ def ranks_line(config: Config, *, gpu: bool) -> str:
 
 def sleep_line(config: Config, plan: Plan) -> str:
     """What a rank's state costs its node, or its GPU, while an engine has its turn there."""
-    size = gib(held_bytes(config, plan.trainer))
-    where = (
-        "wait in host memory"
-        if config.trainer.offload_while_sampling
-        else "stay (trainer.offload_while_sampling)"
-    )
-    return f"  time-shared with the engine (rollout.sleep): {size} of it then {where}"
+    if not config.trainer.offload_while_sampling:
+        held = gib(held_bytes(config, plan.trainer))
+        where = f"{held} of it then stay (trainer.offload_while_sampling)"
+    elif plan.waits.most > plan.waits.sampling:
+        where = f"{gib(plan.waits.most)} of it wait in host memory until they are needed"
+    else:
+        where = f"{gib(plan.waits.sampling)} of it then wait in host memory"
+    return f"  time-shared with the engine (rollout.sleep): {where}"
 
 
 def cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:

@@ -196,13 +196,13 @@ def step_time(
     micro_batches: int,
     sequences: int | None = None,
     woken: float = 0.0,
-    parked: float = 0.0,
+    moved: float = 0.0,
     machine: Machine | None = None,
     rates: Rates | None = None,
 ) -> StepTime:
     """`micro_batches` of a rank; `sequences`: what an engine's KV cache holds, where that is less
-    than the recipe asks for; `woken`: bytes of an engine that sleeps in each step; `parked`: those
-    that a rank then has in host memory."""
+    than the recipe asks for; `woken`: bytes of an engine that sleeps in each step; `moved`: those
+    that a rank then moves between its GPU and host memory."""
     machine, rates = machine or Machine(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
     completions = algorithm.prompts_per_step * algorithm.group_size
@@ -228,7 +228,7 @@ def step_time(
         weights=rates.update_s
         + sent / (machine.network_bytes if spread else machine.link_bytes)
         + math.ceil(sent / (config.trainer.publish_bucket_mib * MIB)) * rates.block_s,
-        turns=rates.turn_s + woken / rates.given_bytes + 2 * parked / machine.host_bytes
+        turns=rates.turn_s + woken / rates.given_bytes + moved / machine.host_bytes
         if woken
         else 0.0,
         machine=machine.name,

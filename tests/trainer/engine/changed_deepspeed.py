@@ -80,6 +80,7 @@ def doctored(change: Change | None) -> Iterator[None]:
 def trained(stage: int, change: Change | None, *, sleep: bool) -> Scenario:
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine.offload import Offload  # noqa: PLC0415  (loads DeepSpeed)
 
         on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
         awake, config = (
@@ -110,7 +111,7 @@ def trained(stage: int, change: Change | None, *, sleep: bool) -> Scenario:
                 "metrics": metrics,
                 "notes": engine.notes,
                 "optimizer": type(engine._engine.optimizer).__name__,
-                "offloads": engine._offload is not None,
+                "offloads": isinstance(engine._offload, Offload),
             }
 
     return run

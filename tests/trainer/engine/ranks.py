@@ -123,10 +123,8 @@ class Ranks:
             found.append(self.merged(engine.step([self.batch(groups, config)])))
             if config.rollout.sleep:
                 self.published(engine)
-                assert engine._offload, config.trainer
-                assert (
-                    engine._offload.host_bytes > 500_000
-                ) == config.trainer.offload_while_sampling
+                waits = engine._offload.host_bytes > 500_000
+                assert waits == config.trainer.offload_while_sampling, config.trainer
         return found
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -20,6 +20,7 @@ from keel.trainer.engine.layer_compile import warm_up
 from tests.forked import forked_from
 from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
+from tests.trainer.engine.crowding import crowding
 from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS, TIGHT, Ranks, make_config
 from tests.trainer.engine.skipping import skipping
 from tests.waiting import PATIENCE_S
@@ -193,6 +194,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "stage 3 recomputed": training(3, activation_checkpointing=True),
         **{f"stage {stage} asleep": training(stage, tokens=TIGHT, sleep=True) for stage in STAGES},
         **{f"bfloat16 {stage}": in_bfloat16(stage) for stage in (1, 3)},
+        **{f"crowded {stage}": crowding(stage) for stage in (1, 2, 3)},
         **{f"resumed {stage}": resumed(stage) for stage in STAGES},
         **{f"resumed {stage} asleep": resumed(stage, sleep=True) for stage in (1, 3)},
         **{f"reference {stage}": referenced(stage) for stage in (0, 3)},

@@ -188,6 +188,30 @@ def test_offloading_changes_nothing_in_bfloat16(
         assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("how", ["partly", "crowded"])
+def test_a_rank_that_never_has_room_for_everything_learns_the_same(
+    results: dict[str, Any], stage: int, how: str
+) -> None:
+    awake, found = (results[f"crowded {stage}"][key] for key in ("awake", how))
+    same(found["after"], awake["after"], atol=0)
+    for asleep, up in zip(found["metrics"], awake["metrics"], strict=True):
+        assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)
+    gradients, update, sampling = (found[key] for key in ("gradients", "update", "sampling"))
+    whole = results[f"crowded {stage}"]["crowded"]
+    state = max(away["state"] for away in whole["gradients"])
+    assert not any(away["state"] or away["weights"] for away in update), "what an update needs"
+    assert not any(away["weights"] or away["reference"] for away in gradients)
+    if how == "partly":  # what has left for an engine comes back for the first update of a batch
+        assert [away["state"] > 0 for away in gradients[2:]] == [True, False] * 2
+        assert 0 < sampling[-1]["state"] < state
+        assert all(away["reference"] and not away["weights"] for away in sampling)
+    else:
+        assert all(away["state"] == state > 0 for away in gradients[1:])
+        assert all(away["reference"] for away in update)
+        assert all(all(away.values()) for away in sampling)
+
+
 def test_gradients_add_up_as_in_deepspeed(results: dict[str, Any]) -> None:
     ours, theirs = (results["bfloat16 1"][key] for key in ("awake", "theirs"))
     assert (ours["optimizer"], theirs["optimizer"]) == ("SummingOptimizer", "BF16_Optimizer")

@@ -26,12 +26,12 @@ from keel.trainer.planning.memory import (
     DoesNotFit,
     certain_cache,
     engine_memory,
-    held_bytes,
     start_together,
     support_head_bytes,
 )
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe, make_plan
+from keel.trainer.planning.turns import held_bytes
 
 GPU = Hardware(gpu=True)
 
@@ -261,12 +261,15 @@ def test_a_shared_gpu_leaves_the_trainer_what_the_engine_does_not_take() -> None
 
 def test_where_engine_and_rank_take_turns_each_has_nearly_all() -> None:
     config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.9, "sleep": True})
-    need = plan(config).trainer.total / GIB
+    rank = plan(config).trainer
+    need = (rank.total - rank.parts["optimizer"]) / GIB
     side_by_side = replace(config, rollout=replace(config.rollout, sleep=False))
     with pytest.raises(ConfigError, match=r"takes 0\.9 of it"):
-        plan(side_by_side, gpu_gib=need + 2, shared=True)
+        plan(side_by_side, gpu_gib=rank.total / GIB + 2, shared=True)
     plan(config, gpu_gib=need + 2, shared=True)
-    with pytest.raises(ConfigError, match=r"shared with an engine that takes 0\.\d+ of"):
+    with pytest.raises(
+        ConfigError, match=r"at a time \(.* shared with an engine that takes 0\.\d+ of"
+    ):
         plan(config, gpu_gib=need + 1, shared=True)
     greedy = replace(config, rollout=replace(config.rollout, gpu_memory_utilization=0.999))
     with pytest.raises(
@@ -297,11 +300,12 @@ def test_a_rank_that_stays_leaves_the_engine_what_it_does_not_hold() -> None:
         ({"zero_stage": 1}, 2 + 12),
         ({"zero_stage": 1, "offload_optimizer": True}, 2 + 4),
         ({"zero_stage": 2}, 2 + 4 + 12),
+        ({"zero_stage": 3, "ranks": 2}, (2 + 12) / 2),
     ],
 )
 def test_what_stays_beside_an_engine_that_is_awake(
     options: dict[str, Any], bytes_each: int
 ) -> None:
-    """Sums of gradients that DeepSpeed has cleared are given back under ZeRO-1."""
+    """Sums of gradients are given back under ZeRO-1 and 3."""
     config = recipe(micro_batch_tokens=8000, **options)
     assert held_bytes(config, plan(config).trainer) == pytest.approx(bytes_each * 1e9)

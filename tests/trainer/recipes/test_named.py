@@ -8,7 +8,7 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
-from keel.trainer.planning.named import SOON, check_named
+from keel.trainer.recipes.named import SOON, check_named
 
 
 def said(folder: Path, *overrides: str, recipe: str = "quickstart", command: str = "check") -> str:

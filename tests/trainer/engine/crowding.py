@@ -1,0 +1,84 @@
+"""A GPU too small for all that a rank holds at once (`keel.trainer.engine.offload`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.engine.batches import Rollouts
+from tests.trainer.engine.ranks import STEPS, TIGHT, Ranks, make_config
+
+SMALL = 2**14
+"""Bytes of a block of host memory, so that what is offloaded takes several."""
+
+
+def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
+    """Two updates a batch with a reference policy, in bfloat16: all awake; with little room while
+    engines sample ("partly"); and where nothing fits beside anything else ("crowded"). Of these the
+    bytes away in host memory, by what they are, before and after the optimizer's state is loaded
+    for an update, and while engines sample."""
+
+    def run(ranks: Ranks) -> dict[str, Any]:
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import offload  # noqa: PLC0415
+
+        def away(engine: Any) -> dict[str, int]:
+            one = engine._offload
+            return {
+                "state": one._state.away,
+                "reference": one._frozen.away,
+                "weights": one._weights.away,
+            }
+
+        result: dict[str, Any] = {}
+        for key in ("awake", "partly", "crowded"):
+            seen: dict[str, list[dict[str, int]]] = {"gradients": [], "update": [], "sampling": []}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
+                patch.setattr(offload, "BLOCK", SMALL)
+                config = make_config(
+                    ranks.world_size,
+                    stage,
+                    dtype="bfloat16",
+                    tokens=TIGHT,
+                    kl_coef=0.1,
+                    sleep=key != "awake",
+                )
+                engine: Any = ranks.engine(config)
+                one = engine._offload
+                if key == "partly":
+                    masters = offload.on_device(one._of_optimizer(), engine.device)
+                    one._room = 2.0 * sum(storage.nbytes() for storage in masters)
+                    one._token_bytes = 1.0
+                if key == "crowded":
+                    one._room = 0.0
+                    patch.setattr(type(one), "_free", lambda _: 0.0)
+                if key != "awake":
+                    load = one.before_update
+
+                    def before_update(
+                        load: Any = load, engine: Any = engine, seen: Any = seen
+                    ) -> None:
+                        seen["gradients"].append(away(engine))
+                        load()
+                        seen["update"].append(away(engine))
+
+                    one.before_update = before_update
+                metrics = []
+                for step in range(STEPS):
+                    rollouts = Rollouts(step, ranks.folder / "untied", live_routes=True)
+                    groups = rollouts.groups(2, 3, kl_coef=0.1)
+                    batches = [ranks.batch(groups[n : n + 1], config) for n in range(2)]
+                    metrics.append(ranks.merged(engine.step(batches)))
+                    after = ranks.published(engine)
+                    if key != "awake":
+                        seen["sampling"].append(away(engine))
+                result[key] = {"after": after, "metrics": metrics, **seen}
+        assert math.isfinite(result["awake"]["metrics"][-1]["grad_norm"].value)
+        return result
+
+    return run
