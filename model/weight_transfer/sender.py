@@ -63,11 +63,11 @@ class Sender:
         `buckets` is consumed to its end in any case: under ZeRO-3 other ranks gather along.
         """
         updates = [_Update(receiver) for receiver in receivers]
-        for update in updates:
-            update.attempt(lambda update=update: update.begin(self._link(update.receiver)))
-            update.first = not self._reached
-        checksum = Checksum()
+        checksum, begun = Checksum(), False
         for bucket in buckets:
+            if not begun:  # what this rank holds has made way by now for an engine that wakes up
+                self._begin(updates)
+                begun = True
             if updates:
                 checksum.add(bucket[1])
             for update in updates:
@@ -81,6 +81,11 @@ class Sender:
             if update.error is not None:
                 self._forget(update.receiver.index)
         return {update.receiver.index: update.error or version for update in updates}
+
+    def _begin(self, updates: Sequence[_Update]) -> None:
+        for update in updates:
+            update.attempt(lambda update=update: update.begin(self._link(update.receiver)))
+            update.first = not self._reached
 
     def _link(self, receiver: Receiver) -> Link:
         """Opened when an engine is first sent to."""

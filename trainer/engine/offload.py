@@ -36,8 +36,10 @@ LEAST = 2**12
 """Bytes; what is smaller stays."""
 BLOCK = 2**28
 """Bytes of host memory at a time: of pinned memory PyTorch takes the next power of two."""
-SPARE = GIB
+SPARE = 2 * GIB
 """Bytes that stay free of a device beside what is known to be needed."""
+TRIES = 3
+"""Until enough is given back: pieces of memory may be in use in part."""
 OF_AN_UPDATE = 5 * GIB
 """As much for what it takes itself: ZeRO-3 copies gradients of a thousand million weights."""
 MORE = 1.1
@@ -167,15 +169,17 @@ class Offload:
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)
-        mine, frozen, state = weights_of(self._module), self._of_reference(), self._of_optimizer()
-        rest = other_state(self._module, self._optimizer)
-        held = sum(s.nbytes() for s in on_device([*mine, *frozen, *state, *rest], self._device))
-        excess = held - self._room
-        for buffer, tensors in ((self._frozen, frozen), (self._rest, rest), (self._state, state)):
-            excess = buffer.offload(tensors, excess)
-        if weights:
-            self._weights.offload(weights_of(self._module), excess)
-        self._empty_cache()
+        parts = [
+            (self._frozen, self._of_reference()),
+            (self._rest, other_state(self._module, self._optimizer)),
+            (self._state, self._of_optimizer()),
+            (self._weights, [*weights_of(self._module)]),
+        ]
+        held = [tensor for _, tensors in parts for tensor in tensors]
+        for _ in range(TRIES):
+            excess = self._held(held) - self._room
+            for buffer, tensors in parts if weights else parts[:-1]:
+                excess = buffer.offload(tensors, excess)
 
     def load(self, *, state: bool = False) -> None:
         """The weights, and what else there is to save."""
@@ -222,6 +226,13 @@ class Offload:
 
     def _of_reference(self) -> list[Tensor]:
         return [*weights_of(self._reference)] if self._reference is not None else []
+
+    def _held(self, tensors: Iterable[Tensor]) -> float:
+        """Bytes of the device that are PyTorch's: of `tensors`, and what it cannot give back."""
+        if self._device.type != "cuda":
+            return sum(storage.nbytes() for storage in on_device(tensors, self._device))
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
 
     def _free(self) -> float:
         """Bytes of the device that PyTorch could give out."""
