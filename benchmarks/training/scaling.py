@@ -52,19 +52,21 @@ class Layout:
     ranks: int
     zero_stage: int
     expert_parallel: int
+    turns: bool = False
+    """Engine and rank share each GPU (`rollout.colocated`, `rollout.sleep`)."""
 
     def __str__(self) -> str:
         engines = f"{self.engines} engines" + (
             f" of {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         )
-        return (
-            f"{engines}, {self.ranks} ranks, ZeRO {self.zero_stage}, experts over "
-            f"{self.expert_parallel}"
-        )
+        experts = f", experts over {self.expert_parallel}" * (self.expert_parallel > 1)
+        by = "by turns, " * self.turns
+        return f"{by}{engines}, {self.ranks} ranks, ZeRO {self.zero_stage}{experts}"
 
     @property
     def gpus(self) -> int:
-        return self.engines * self.tensor_parallel + self.ranks
+        apart = self.engines * self.tensor_parallel + self.ranks
+        return self.ranks if self.turns else apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +101,19 @@ def layout(engines: int, width: int, ranks: int, stage: int, experts: int) -> La
     )
 
 
+def by_turns(gpus: int) -> Layout:
+    seats = {"engines": gpus, "tensor_parallel": 1, "ranks": gpus}
+    return Layout(**seats, zero_stage=3, expert_parallel=1, turns=True)
+
+
 STUDIES = (
     Study(
         title="Qwen3-30B-A3B",
         model=QWEN3_30B_A3B,
         workload=Workload(prompts=64, group=16, prompt_tokens=1024, completion_tokens=8192),
         layouts=(
+            by_turns(4),
+            by_turns(8),
             layout(4, 1, 4, 3, 4),
             layout(2, 1, 6, 3, 2),
             layout(16, 1, 16, 2, 8),
@@ -137,6 +146,8 @@ def recipe(workload: Workload, layout: Layout) -> Config:
         rollout=RolloutConfig(
             engines=layout.engines,
             tensor_parallel=layout.tensor_parallel,
+            colocated=layout.turns,
+            sleep=layout.turns,
             max_num_seqs=256,
             gpu_memory_utilization=0.9,
             sampling=SamplingConfig(top_p=0.95, top_k=512, max_tokens=workload.completion_tokens),
@@ -155,12 +166,13 @@ def verdict(config: Config, facts: ModelFacts, gpus: int) -> tuple[str, Plan | N
     """What `keel check` says on nodes of H200s, and the plan if the GPUs are large enough."""
     size = H200.node_gpus
     nodes = [
-        Node(name=f"n{i}", gpus=size, cpus=size, free_gpus=size, free_cpus=size)
+        Node(name=f"n{i}", gpus=size, cpus=2 * size, free_gpus=size, free_cpus=2 * size)
         for i in range(-(-gpus // size))
     ]
     plan = None
     try:
-        plan = make_plan(config, facts, gpu=True, gpu_gib=H200.gib)
+        shared = config.rollout.colocated
+        plan = make_plan(config, facts, gpu=True, gpu_gib=H200.gib, shared=shared)
         place(config, nodes)
     except ConfigError as error:
         words = str(error)
@@ -194,20 +206,19 @@ def study_lines(study: Study) -> Iterator[str]:
     for each in study.layouts:
         config = recipe(study.workload, each)
         said, plan = verdict(config, facts, each.gpus)
-        unchecked = make_plan(config, facts, gpu=True)
+        unchecked = make_plan(config, facts, gpu=True, shared=each.turns)
         engine = unchecked.engine.total - unchecked.engine.parts["KV cache"]
         cached = "" if plan is None else f"{plan.cached} of {engine_sequences(config)}"
-        rank = unchecked.trainer.total
         yield (
             f"| {each.gpus} | {each} | {said} | {engine / GIB:.0f} GiB | {cached} "
-            f"| {rank / GIB:.0f} GiB |"
+            f"| {unchecked.most / GIB:.0f} GiB |"
         )
         if plan is not None:
             assert plan.time is not None
             times.append(time_row(plan.time, each))
     yield ""
     yield (
-        "| GPUs | layout | rollout | training: compute | traffic | weights | step "
+        "| GPUs | layout | rollout | training: compute | traffic | weights, turns | step "
         "| step, sampling ahead |"
     )
     yield "|---|---|---|---|---|---|---|---|"
@@ -215,9 +226,10 @@ def study_lines(study: Study) -> Iterator[str]:
 
 
 def time_row(time: StepTime, each: Layout) -> str:
-    overlapped = max(time.rollout, time.training + time.weights)
-    parts = (time.rollout, time.compute, time.traffic, time.weights, time.total, overlapped)
-    return f"| {each.gpus} | {each} | " + " | ".join(map(seconds, parts)) + " |"
+    ahead = seconds(max(time.rollout, time.training + time.weights))
+    parts = (time.rollout, time.compute, time.traffic, time.weights + time.turns, time.total)
+    row = " | ".join([*map(seconds, parts), "not by turns" if each.turns else ahead])
+    return f"| {each.gpus} | {each} | {row} |"
 
 
 def parts_lines() -> Iterator[str]:
@@ -228,7 +240,8 @@ def parts_lines() -> Iterator[str]:
             config = recipe(study.workload, each)
             _, plan = verdict(config, facts, each.gpus)
             if plan is not None:
-                yield f"- {study.title}, {each}: {plan.trainer}"
+                apart = f"; {plan.most / GIB:.1f} GiB at a time" * each.turns
+                yield f"- {study.title}, {each}: {plan.trainer}{apart}"
 
 
 def training_lines() -> Iterator[str]:

@@ -73,10 +73,10 @@ class RolloutConfig:
     off by up to 0.06. model: the engine's dtype."""
     sleep: bool = False
     """Engine and trainer time-share the memory of a GPU that they share. While the trainer works,
-    the engine gives up weights and KV cache; while the engine samples, what the trainer holds waits
-    in host memory (but see `trainer.offload_while_sampling`). `gpu_memory_utilization` may then be
-    nearly 1. auto: where it is faster by the time model than what fits side by side; never on a
-    CPU."""
+    the engine gives up weights and KV cache; while the engine samples, what the trainer holds and
+    there is no room for waits in host memory (but see `trainer.offload_while_sampling`).
+    `gpu_memory_utilization` may then be nearly 1. auto: where it is faster by the time model than
+    what fits side by side; never on a CPU."""
     recorder: Literal["auto", "native", "packed", "v1"] = "auto"
     """native: what vLLM's Model Runner V2 returns (GPUs). packed: the same with arrays for whole
     steps instead of objects for each token, and a scheduler that skips uneventful steps. v1: on a

@@ -83,10 +83,10 @@ class TrainerConfig:
     """Keep master weights and optimizer state in host memory, and update them there (ZeRO-Offload;
     `zero_stage` 1 or above). auto: only if nothing else fits; never on a CPU."""
     offload_while_sampling: bool = True
-    """With `rollout.sleep`: weights, optimizer state and reference policy are in host memory while
-    the engine samples. false: they stay on the GPU, which saves the copies where there is room for
-    them beside an engine that is awake, and only what a step itself needs is freed. auto: only if
-    there is no such room, or the engine were slower by it than the copies take."""
+    """With `rollout.sleep`: of optimizer state, reference policy and weights waits in host memory
+    what the engine has no room for while it samples, and of the optimizer's state what activations
+    have none for. false: they stay on the GPU, and only what a step itself needs is freed. auto:
+    only if there is no such room, or the engine were slower by it than the copies take."""
     threads: int = 2
     """CPU: threads per rank."""
     publish_bucket_mib: int = 256

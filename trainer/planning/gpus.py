@@ -19,8 +19,9 @@ class Machine:
     """Between GPUs of a node: NVLink's 900 GB/s is both directions."""
     network_bytes: float = 50e9
     """Of one GPU's network card: 400 Gb/s."""
-    host_bytes: float = 25e9
-    """Between a GPU and its host's pinned memory: half of what PCIe 5 has. Assumed."""
+    host_bytes: float = 44e9
+    """Between a GPU and its host's pinned memory, each way: measured on PCIe 5. That of an older
+    bus is assumed to be half as fast."""
     node_gpus: int = 8
     flash4: bool = True
     """Of the generations that FlashAttention-4 is for: Hopper and Blackwell."""
@@ -68,12 +69,14 @@ def machine_of(name: str) -> Machine:
         return Machine()
     for part, tflops, terabytes, link in SHEETS:
         if re.search(rf"\b{part}\b", name):
+            new = bool(FLASH4.search(name))
             return Machine(
                 name=f"NVIDIA {part}",
                 flops=1e12 * tflops,
                 memory_bytes=1e12 * terabytes,
                 link_bytes=1e9 * link,
-                flash4=bool(FLASH4.search(name)),
+                host_bytes=Machine().host_bytes / (1 if new else 2),
+                flash4=new,
             )
     default = Machine()
     whose = f"{default.name} (Keel has no rates of {name})"

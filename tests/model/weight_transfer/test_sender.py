@@ -59,7 +59,7 @@ class Sampler:
         )
 
     def begin_update(self) -> list[Any]:
-        self.checksum = Checksum()
+        self.checksum, self.began = Checksum(), time.time()
         return []
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -104,6 +104,10 @@ class Worker:
     def receive(self) -> None:
         self.engine.receive()
 
+    def began(self) -> float:
+        """When its last update did."""
+        return self.sampler.began
+
     def busy(self) -> None:
         time.sleep(1000)
 
@@ -127,6 +131,23 @@ def engines(*troubles: str) -> list[Receiver]:
     actors = [remote.options(num_cpus=0).remote(trouble) for trouble in troubles]
     ray.get([actor.gpus.remote() for actor in actors], timeout=PATIENCE_S)
     return [Receiver(index, actor) for index, actor in enumerate(actors)]
+
+
+def test_an_engine_begins_when_the_first_bucket_is_there(
+    sender: Callable[[float], Sender],
+) -> None:
+    """The rank makes room on its GPU before that, for an engine that wakes up there."""
+    there = engines("")
+    made: list[float] = []
+
+    def buckets() -> Iterator[FlatBucket]:
+        for bucket in pack_flat(WEIGHTS.items(), BUCKET_BYTES):
+            made.append(time.time())
+            yield bucket
+
+    assert sender(DEADLINE_S).send(buckets(), there, 1) == {0: 1}
+    began = ray.get(there[0].actor.began.remote(), timeout=PATIENCE_S)
+    assert made[0] < began < made[1]
 
 
 def test_the_trouble_of_one_engine_is_its_own(
