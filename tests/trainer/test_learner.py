@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
 from keel.trainer.learner import Learner, Limit
 from keel.trainer.run.restarts import Lost
-from keel.trainer.worker import host_threads, last_lines, own_cores, shares
+from keel.trainer.worker import PINNED, TrainerWorker, host_threads, last_lines, own_cores, shares
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
 from tests.waiting import PATIENCE_S
@@ -287,6 +288,18 @@ def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
 ) -> None:
     """Ray would have each do with one."""
     assert host_threads(ranks, gpus, cores=32) == threads
+
+
+@pytest.mark.parametrize("said", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_pinned_memory_comes_by_several_threads_unless_somebody_has_said_how(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    own = "max_split_size_mb:512"
+    environment = {"LOCAL_RANK": "", "OMP_WAIT_POLICY": "PASSIVE", **({said: own} if said else {})}
+    monkeypatch.setattr(os, "environ", environment)
+    TrainerWorker(0, 1, gpu=True)
+    found = {name: v for name, v in environment.items() if name.endswith("ALLOC_CONF")}
+    assert found == ({said: own} if said else {"PYTORCH_ALLOC_CONF": PINNED})
 
 
 @pytest.mark.parametrize(

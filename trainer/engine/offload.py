@@ -43,7 +43,7 @@ TRIES = 3
 OF_AN_UPDATE = 5 * GIB
 """As much for what it takes itself: ZeRO-3 copies gradients of a thousand million weights."""
 MORE = 1.1
-"""Times what a token took so far: no micro-batch is like another."""
+"""Times what earlier passes took: no micro-batch is like another."""
 
 
 class Buffer:
@@ -156,7 +156,10 @@ class Offload:
         self._frozen = Buffer(device, "constant")
         self._buckets = Buffer(device, "scratch")
         self._gradients = Buffer(device, "zeros")
-        self._token_bytes, self._before, self._tokens = 0.0, 0, 0
+        self._before, self._tokens = 0, 0
+        self._most: tuple[float, int] = (0.0, 0)
+        """Bytes that forward and backward passes took so far, and tokens of their largest
+        micro-batch."""
 
     @property
     def host_bytes(self) -> int:
@@ -178,8 +181,11 @@ class Offload:
         held = [tensor for _, tensors in parts for tensor in tensors]
         for _ in range(TRIES):
             excess = self._held(held) - self._room
+            if excess <= 0:
+                return
             for buffer, tensors in parts if weights else parts[:-1]:
                 excess = buffer.offload(tensors, excess)
+        self._empty_cache()
 
     def load(self, *, state: bool = False) -> None:
         """The weights, and what else there is to save."""
@@ -193,11 +199,12 @@ class Offload:
         they have no room beside, by what earlier ones took; before that all of it. tokens: of the
         largest micro-batch."""
         self._weights.load()
-        need = SPARE + MORE * self._token_bytes * tokens
+        took, of_tokens = self._most
+        need = SPARE + MORE * took * max(1.0, tokens / max(1, of_tokens))
         back = (self._gradients, self._buckets, self._rest, self._frozen)
         need += sum(buffer.away for buffer in back)
         if self._room < math.inf:
-            lacks = need - self._free() if self._token_bytes else math.inf
+            lacks = need - self._free() if took else math.inf
             self._state.offload(self._of_optimizer(), lacks)
             self._empty_cache()
         for buffer in back:
@@ -210,15 +217,16 @@ class Offload:
     def before_update(self) -> None:
         """Load the optimizer's state; gradients are complete."""
         if self._device.type == "cuda" and self._tokens:
-            took = torch.cuda.max_memory_allocated(self._device) - self._before
-            self._token_bytes = max(self._token_bytes, took / self._tokens)
+            took = float(torch.cuda.max_memory_allocated(self._device) - self._before)
+            self._most = max(self._most, (took, self._tokens))
         need = self._state.away + moments_to_come(self._optimizer, self._device)
+        if not need:
+            return
         if need + OF_AN_UPDATE > self._free():
             drop_gathered(self._optimizer)
             self._buckets.offload(buckets(self._optimizer))
             self._frozen.offload(self._of_reference())
-        if need:  # in pieces of its own, of which none is left over from activations
-            self._empty_cache()
+        self._empty_cache()  # the state gets pieces of its own, not what activations had in part
         self._state.load()
 
     def _of_optimizer(self) -> list[Tensor]:

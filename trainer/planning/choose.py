@@ -180,7 +180,7 @@ class Reasons:
     def _offload_while_sampling(self) -> str:
         if not self._config.rollout.sleep:
             return "of no effect without rollout.sleep"
-        held = gib(held_bytes(self._config, self._plan.trainer))
+        held = gib(held_bytes(self._plan.trainer))
         if self._config.trainer.offload_while_sampling:
             return f"with {held} of the trainer's on the GPU the engine has too little"
         return f"{held} of the trainer's fit beside an engine that is awake"

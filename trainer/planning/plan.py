@@ -287,7 +287,7 @@ def ranks_line(config: Config, *, gpu: bool) -> str:
 def sleep_line(config: Config, plan: Plan) -> str:
     """What a rank's state costs its node, or its GPU, while an engine has its turn there."""
     if not config.trainer.offload_while_sampling:
-        held = gib(held_bytes(config, plan.trainer))
+        held = gib(held_bytes(plan.trainer))
         where = f"{held} of it then stay (trainer.offload_while_sampling)"
     elif plan.waits.most > plan.waits.sampling:
         where = f"{gib(plan.waits.most)} of it wait in host memory until they are needed"

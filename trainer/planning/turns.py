@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keel.configs.schema import Config, TrainerConfig
+from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 from keel.trainer.planning.memory import (
     ENGINE_CUDA_GIB,
@@ -21,7 +21,6 @@ from keel.trainer.planning.memory import (
     gib,
     largest_first,
     stage_in_use,
-    summed_apart,
 )
 
 SUB_GROUP_BYTES = 4e9
@@ -76,7 +75,7 @@ def waiting(
     parts, free = memory.parts, (gpu_gib - taken_gib) * GIB
     taken = config.rollout.gpu_memory_utilization * gpu_gib + _beside_gib(config)
     room = free - (taken + TRAINER_UNUSED_GIB) * GIB if gpu_gib else 0.0
-    excess = max(0.0, held_bytes(config, memory) - max(0.0, room))
+    excess = max(0.0, held_bytes(memory) - max(0.0, room))
     reference, state = min(excess, parts["reference"]), parts["optimizer"]
     excess -= reference
     # What Adam steps on as one tensor goes as a whole.
@@ -103,7 +102,7 @@ def staying_gib(config: Config, memory: Memory) -> float:
         return stays
     # Memory that PyTorch keeps for later, too: 23.4 GiB stayed where weights, optimizer and
     # reference are 19.1 (H200, 1.28 B parameters).
-    return stays + (held_bytes(config, memory) + memory.parts["unused"]) / GIB
+    return stays + (held_bytes(memory) + memory.parts["unused"]) / GIB
 
 
 def _beside_gib(config: Config) -> float:
@@ -111,17 +110,9 @@ def _beside_gib(config: Config) -> float:
     return TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
 
 
-def held_bytes(config: Config, memory: Memory) -> float:
-    """What a rank holds between two steps. Sums of gradients are given back, but for ZeRO-2's
-    (trainer/engine/offload.py)."""
-    names = ["weights", "optimizer", "reference"]
-    if not _given_back(config.model.dtype, config.trainer):
-        names.append("gradients")
-    return sum(memory.parts[name] for name in names)
-
-
-def _given_back(dtype: str, trainer: TrainerConfig) -> bool:
-    return summed_apart(dtype, trainer) or (trainer.zero_stage == 3 and trainer.ranks > 1)
+def held_bytes(memory: Memory) -> float:
+    """What a rank holds between two steps: no gradients (trainer/engine/offload.py)."""
+    return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
 def host_bytes(config: Config, facts: ModelFacts, waits: Waiting) -> float:

@@ -32,6 +32,7 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
                 "state": one._state.away,
                 "reference": one._frozen.away,
                 "weights": one._weights.away,
+                "rest": one._rest.away,
             }
 
         result: dict[str, Any] = {}
@@ -53,7 +54,7 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
                 if key == "partly":
                     masters = offload.on_device(one._of_optimizer(), engine.device)
                     one._room = 2.0 * sum(storage.nbytes() for storage in masters)
-                    one._token_bytes = 1.0
+                    one._most = 1.0, TIGHT
                 if key == "crowded":
                     one._room = 0.0
                     patch.setattr(type(one), "_free", lambda _: 0.0)

@@ -202,6 +202,7 @@ def test_a_rank_that_never_has_room_for_everything_learns_the_same(
     state = max(away["state"] for away in whole["gradients"])
     assert not any(away["state"] or away["weights"] for away in update), "what an update needs"
     assert not any(away["weights"] or away["reference"] for away in gradients)
+    assert not any(away.pop("rest") for away in sampling), "more than the plan knows of"
     if how == "partly":  # what has left for an engine comes back for the first update of a batch
         assert [away["state"] > 0 for away in gradients[2:]] == [True, False] * 2
         assert 0 < sampling[-1]["state"] < state

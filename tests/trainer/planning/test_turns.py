@@ -52,7 +52,7 @@ def test_as_much_waits_as_an_engine_has_no_room_for(
     first, and is in host memory already, so it moves one way."""
     for beta, reference in ((0.0, 0.0), (0.1, 2e9)):
         config = turns(0.5, beta=beta)
-        held = held_bytes(config, memory(config))
+        held = held_bytes(memory(config))
         assert held == pytest.approx(14e9 + reference)
         beside = 1.3 + 1.5 + 0.25  # CUDA, what the allocator keeps, a block on its way
         gpu_gib = ((held - lacking - reference) / GIB + beside) / 0.5
@@ -62,7 +62,7 @@ def test_as_much_waits_as_an_engine_has_no_room_for(
 
 def test_under_zero_3_layers_wait_by_themselves() -> None:
     config = turns(0.5, ranks=2, zero_stage=3)
-    held = held_bytes(config, memory(config))
+    held = held_bytes(memory(config))
     assert held == pytest.approx(7e9)
     gpu_gib = ((held - 2.5e9) / GIB + 3.05) / 0.5
     waits = waiting(config, memory(config), gpu_gib, shared=True)
