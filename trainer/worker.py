@@ -114,6 +114,15 @@ def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) 
     return max(1, (cores or own_cores()) // here)
 
 
+def ask_for_pinned_memory() -> None:
+    """By `PINNED`, beside what the environment has PyTorch do with memory already."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    name = next((name for name in names if os.environ.get(name)), names[0])
+    said = os.environ.get(name, "")
+    if "pinned_use" not in said:
+        os.environ[name] = f"{said},{PINNED}" if said else PINNED
+
+
 def own_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """That this process may use, by the scheduler and by the quota of its container."""
     cores = len(os.sched_getaffinity(0))
@@ -137,8 +146,8 @@ class TrainerWorker:
         # Engines and ranks share the cores of a CPU machine. Threads that spin while they wait
         # (the default) make a step ten times slower there. Read when PyTorch is first imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        if gpu and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", PINNED)
+        if gpu:
+            ask_for_pinned_memory()
         self._rank, self._world_size = rank, world_size
         self._engine: TrainerEngine | None = None
         self._store: Store | None = None

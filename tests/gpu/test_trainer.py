@@ -175,10 +175,11 @@ def test_a_rank_that_never_has_room_for_everything_learns_the_same(
     ranks: Ranks, stage: int
 ) -> None:
     results = crowding(stage)(ranks)
-    for how in ("partly", "crowded"):
+    for how in ("partly", "lacking", "crowded"):
         for asleep, awake in zip(results[how]["metrics"], results["awake"]["metrics"], strict=True):
             assert values(asleep) == pytest.approx(values(awake), rel=1e-3, abs=1e-6, nan_ok=True)
         assert not any(away["state"] for away in results[how]["update"])
+    for how in ("partly", "crowded"):
         assert all(away["state"] for away in results[how]["sampling"])
     assert all(away["state"] for away in results["crowded"]["gradients"][1:])
     assert all(away["reference"] for away in results["crowded"]["update"])

@@ -83,6 +83,7 @@ def held(parameter: nn.Parameter, **others: Any) -> str:
         "empty_partition_cache": print,
         "ipg_buckets": {},
         "grad_partitions_flat_buffer": torch.zeros(1),
+        "fp32_partitioned_groups_flat": [],
     }
     there = {name: thing for name, thing in (known | others).items() if thing is not None}
     optimizer = SimpleNamespace(**there)
@@ -94,9 +95,16 @@ def test_shards_and_master_weights_must_be_found() -> None:
     assert "Parameter has no ds_tensor" in held(parameter)
     parameter.ds_tensor = torch.zeros(1)
     assert held(parameter) == ""
-    for name in ("optimizer", "ipg_buckets", "grad_partitions_flat_buffer"):
+    others = ("grad_partitions_flat_buffer", "fp32_partitioned_groups_flat")
+    for name in ("optimizer", "ipg_buckets", *others):
         said = held(parameter, **{name: None})
         assert f"has no {name}" in said, said
+
+
+def test_a_gpu_that_cannot_hold_a_step_at_once() -> None:
+    room = {"stays": 12.0 * GIB, "gpu": 80.0 * GIB, "engine_share": 0.85}
+    with pytest.raises(ValueError, match=r"^So it is\. A step needs 80\.1 GiB at once then, and"):
+        check_room("So it is", needs=80.1 * GIB, **room)
 
 
 def test_a_gpu_that_cannot_hold_both() -> None:

@@ -290,16 +290,27 @@ def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
     assert host_threads(ranks, gpus, cores=32) == threads
 
 
-@pytest.mark.parametrize("said", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("there", "then"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": PINNED}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{PINNED}"},
+        ),
+        *[
+            ({name: "pinned_use_background_threads:True"},) * 2
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        ],
+    ],
+)
 def test_pinned_memory_comes_by_several_threads_unless_somebody_has_said_how(
-    monkeypatch: pytest.MonkeyPatch, said: str
+    monkeypatch: pytest.MonkeyPatch, there: dict[str, str], then: dict[str, str]
 ) -> None:
-    own = "max_split_size_mb:512"
-    environment = {"LOCAL_RANK": "", "OMP_WAIT_POLICY": "PASSIVE", **({said: own} if said else {})}
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **there}
     monkeypatch.setattr(os, "environ", environment)
     TrainerWorker(0, 1, gpu=True)
-    found = {name: v for name, v in environment.items() if name.endswith("ALLOC_CONF")}
-    assert found == ({said: own} if said else {"PYTORCH_ALLOC_CONF": PINNED})
+    assert {n: v for n, v in environment.items() if n.endswith("ALLOC_CONF")} == then
 
 
 @pytest.mark.parametrize(

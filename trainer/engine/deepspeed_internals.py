@@ -248,7 +248,8 @@ def check_held(module: nn.Module, optimizer: Any, *, stage: int, sums: bool) -> 
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():
             what = what or _missing(bucket, "buffer")
     if stage == 3:
-        what = what or _missing(optimizer, "empty_partition_cache", "grad_partitions_flat_buffer")
+        names = ("grad_partitions_flat_buffer", "fp32_partitioned_groups_flat")
+        what = what or _missing(optimizer, "empty_partition_cache", *names)
         for parameter in module.parameters():
             what = what or _missing(parameter, "ds_tensor")
     if not what:

@@ -207,6 +207,7 @@ class TrainerEngine:
     def forgotten(self) -> bool:
         """Drop what a `step` that raised has left. Whether that is all: a single rank had computed
         gradients alone, and they are in no buffer of ZeRO's."""
+        self._offload.crowded()
         alone = self._world_size == 1 and self._stage <= self._summed and not self._applied
         if alone:
             drop_gradients(self._engine, self._network)
@@ -228,7 +229,7 @@ class TrainerEngine:
 
     def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
         seen: list[Callable[[], dict[str, Metric]]] = []
-        self._before_gradients(batch)
+        self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._scored)
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -254,7 +255,7 @@ class TrainerEngine:
     def _examine(self, batch: TrainBatch) -> None:
         """Compute a skipped step again, with a look at what it goes through; weights are as they
         were, and no gradient stays."""
-        self._before_gradients(batch)
+        self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._scored)
         look = Look(self._layers)
         self._engine.set_gradient_accumulation_boundary(False)
@@ -321,10 +322,6 @@ class TrainerEngine:
         with torch.no_grad(), self._replayed(inputs):
             logp, *_, held = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0], held
-
-    def _before_gradients(self, batch: TrainBatch) -> None:
-        sizes = (len(one.token_ids_N) for one in batch.micro_batches)
-        self._offload.before_gradients(max(sizes, default=0))
 
     def _apply_gradients(self) -> float:
         self._offload.before_update()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from keel.configs.schema import Config
+from keel.model.load import facts_of
 from keel.model.torch_internals import storage_id
 from keel.trainer.engine.deepspeed_internals import (
     KNOWN,
@@ -30,6 +31,8 @@ from keel.trainer.engine.deepspeed_internals import (
     other_state,
     weights_of,
 )
+from keel.trainer.planning.memory import OF_A_STEP, trainer_memory
+from keel.trainer.planning.turns import copied_bytes
 
 MIB, GIB = 2**20, 2**30
 LEAST = 2**12
@@ -40,8 +43,6 @@ SPARE = 2 * GIB
 """Bytes that stay free of a device beside what is known to be needed."""
 TRIES = 3
 """Until enough is given back: pieces of memory may be in use in part."""
-OF_AN_UPDATE = 5 * GIB
-"""As much for what it takes itself: ZeRO-3 copies gradients of a thousand million weights."""
 MORE = 1.1
 """Times what earlier passes took: no micro-batch is like another."""
 
@@ -71,13 +72,14 @@ class Buffer:
         """Those of the storages behind `tensors` that are on the device, until `enough` bytes are
         free. Returns what is missing of that."""
         freed: list[tuple[UntypedStorage, int]] = []
+        places: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in on_device(tensors, self._device):
             if enough <= 0:
                 break
             freed.append((storage, storage.nbytes()))
             enough -= storage.nbytes()
         for storage, size in freed if self._content in ("changing", "constant") else ():
-            if storage_id(storage) not in self._places:
+            if storage_id(storage) not in self._places:  # of constant ones
                 pin = self._device.type == "cuda"  # PyTorch keeps such blocks for the next time
                 blocks = [
                     torch.empty(min(BLOCK, size - at), dtype=torch.uint8, pin_memory=pin)
@@ -85,8 +87,9 @@ class Buffer:
                 ]
                 for block, part in zip(blocks, _bytes(storage).split(BLOCK), strict=True):
                     block.copy_(part, non_blocking=True)
-                self._places[storage_id(storage)] = storage, blocks
+                places[storage_id(storage)] = storage, blocks
         self._synchronize()
+        self._places |= places  # only now: a copy that failed must not be taken for one
         for storage, _ in freed:
             storage.resize_(0)
         self._away += freed
@@ -119,8 +122,9 @@ class NoOffload:
 
     def offload(self, *, weights: bool) -> None: ...
     def load(self, *, state: bool = False) -> None: ...
-    def before_gradients(self, tokens: int) -> None: ...
+    def before_gradients(self) -> None: ...
     def before_update(self) -> None: ...
+    def crowded(self) -> None: ...
 
 
 class Offload:
@@ -132,7 +136,8 @@ class Offload:
       loaded when the gradients are complete and activations are gone.
 
     While an engine samples, as much waits in host memory as the engine has no room for: the
-    reference first, which is there already, then the optimizer's state, then weights.
+    reference first, which is there already, then that whatever else, the optimizer's state, and
+    weights at last.
     """
 
     def __init__(
@@ -143,10 +148,13 @@ class Offload:
         *,
         room: float,
         limit: float = math.inf,
+        activations: float = math.inf,
+        copied: float = 0.0,
     ) -> None:
-        """room: bytes that may stay on the device while an engine samples; infinite: all that a
-        step does not need for itself alone (`trainer.offload_while_sampling` is false). limit: of
-        the device, that may be in use."""
+        """Bytes of the device. room: that may stay while an engine samples; infinite: all that a
+        step does not need for itself alone (`trainer.offload_while_sampling` is false). limit: that
+        may be in use. activations: that forward and backward passes take, as planned; copied: that
+        an update takes beside the optimizer's state."""
         self._module: Any = engine.module
         self._optimizer: Any = engine.optimizer
         self._reference, self._device, self._room, self._limit = reference, device, room, limit
@@ -156,10 +164,7 @@ class Offload:
         self._frozen = Buffer(device, "constant")
         self._buckets = Buffer(device, "scratch")
         self._gradients = Buffer(device, "zeros")
-        self._before, self._tokens = 0, 0
-        self._most: tuple[float, int] = (0.0, 0)
-        """Bytes that forward and backward passes took so far, and tokens of their largest
-        micro-batch."""
+        self._activations, self._copied, self._before = activations, copied, 0
 
     @property
     def host_bytes(self) -> int:
@@ -194,40 +199,40 @@ class Offload:
             self._state.load()
             self._rest.load()
 
-    def before_gradients(self, tokens: int) -> None:
+    def before_gradients(self) -> None:
         """Load what forward and backward passes need, and offload of the optimizer's state what
-        they have no room beside, by what earlier ones took; before that all of it. tokens: of the
-        largest micro-batch."""
+        they have no room beside: as planned, or by the most that they took so far."""
         self._weights.load()
-        took, of_tokens = self._most
-        need = SPARE + MORE * took * max(1.0, tokens / max(1, of_tokens))
         back = (self._gradients, self._buckets, self._rest, self._frozen)
-        need += sum(buffer.away for buffer in back)
+        need = SPARE + MORE * self._activations + sum(buffer.away for buffer in back)
         if self._room < math.inf:
-            lacks = need - self._free() if took else math.inf
-            self._state.offload(self._of_optimizer(), lacks)
+            self._state.offload(self._of_optimizer(), need - self._free())
             self._empty_cache()
         for buffer in back:
             buffer.load()
-        self._tokens = tokens
         if self._device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def before_update(self) -> None:
-        """Load the optimizer's state; gradients are complete."""
-        if self._device.type == "cuda" and self._tokens:
-            took = float(torch.cuda.max_memory_allocated(self._device) - self._before)
-            self._most = max(self._most, (took, self._tokens))
-        need = self._state.away + moments_to_come(self._optimizer, self._device)
-        if not need:
+        """Load the optimizer's state; gradients are complete. The reference policy makes way where
+        both do not fit."""
+        if self._device.type == "cuda":
+            took = torch.cuda.max_memory_allocated(self._device) - self._before
+            self._activations = max(self._activations, float(took))
+        if self._room == math.inf:
             return
-        if need + OF_AN_UPDATE > self._free():
+        need = self._state.away + moments_to_come(self._optimizer, self._device) + self._copied
+        if need + SPARE > self._free():
             drop_gathered(self._optimizer)
             self._buckets.offload(buckets(self._optimizer))
             self._frozen.offload(self._of_reference())
         self._empty_cache()  # the state gets pieces of its own, not what activations had in part
         self._state.load()
+
+    def crowded(self) -> None:
+        """Memory ran out: all of the optimizer's state makes way from now on."""
+        self._activations = math.inf
 
     def _of_optimizer(self) -> list[Tensor]:
         return optimizer_state(self._module, self._optimizer)
@@ -275,26 +280,41 @@ def make_offload(
         return NoOffload(), ""
     module: Any = engine.module
     note = check_held(module, engine.optimizer, stage=stage, sums=sums)
+    gpu = device.type == "cuda"
+    planned = trainer_memory(config, facts_of(module.model.config), gpu=gpu)
+    limit = config.run.gpu_gib * GIB or math.inf
     if not note:
-        of = {"room": room(config, device), "limit": config.run.gpu_gib * GIB or math.inf}
+        of = {
+            "room": room(config, device),
+            "limit": limit,
+            "activations": sum(planned.parts.get(name, 0.0) for name in (*OF_A_STEP, "gathered")),
+            "copied": copied_bytes(config, planned, gpu=gpu),
+        }
         return Offload(engine, reference, device, **of), ""
-    if device.type == "cuda":
+    if gpu:
+        _, whole = torch.cuda.mem_get_info(device)
         count = sum(weight.numel() for weight in weights_of(module))
         shards = config.trainer.ranks if stage in (1, 2) else 1
         # From the first step.
         moments = 0 if config.trainer.offload_optimizer else 8 * count / shards
-        _, gpu = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_allocated(device) + moments
-        gpu = min(gpu, int(config.run.gpu_gib * GIB) or gpu)
         share = config.rollout.gpu_memory_utilization
-        check_room(note, stays=held, gpu=gpu, engine_share=share)
+        sizes = {"gpu": min(whole, limit), "needs": planned.total}
+        check_room(note, stays=held, engine_share=share, **sizes)
     return NoOffload(), note
 
 
-def check_room(note: str, *, stays: float, gpu: float, engine_share: float) -> None:
+def check_room(
+    note: str, *, stays: float, gpu: float, engine_share: float, needs: float = 0.0
+) -> None:
     """Raise `ValueError` if engine and trainer do not fit a GPU together where nothing can be
-    offloaded. `note`: why not; `stays`: bytes of the trainer's between two steps; `gpu`: its bytes;
-    `engine_share`: `rollout.gpu_memory_utilization`."""
+    offloaded. `note`: why not; `stays`: bytes of the trainer's between two steps, `needs`: in a
+    step; `gpu`: its bytes; `engine_share`: `rollout.gpu_memory_utilization`."""
+    if needs > gpu:
+        raise ValueError(
+            f"{note}. A step needs {needs / GIB:.1f} GiB at once then, and a GPU has "
+            f"{gpu / GIB:.1f} GiB: install DeepSpeed {KNOWN}, or lower trainer.micro_batch_tokens"
+        )
     if stays > (1 - engine_share) * gpu:
         most = max(0.0, 1 - stays / gpu)
         raise ValueError(

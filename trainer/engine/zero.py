@@ -167,7 +167,8 @@ def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:
     """Of a backward pass that was cut short, on a single rank: as if it had not begun."""
     module.zero_grad(set_to_none=True)
     for summed in gradient_sums(engine.optimizer):
-        summed.zero_()
+        if summed.untyped_storage().nbytes():  # it may be offloaded
+            summed.zero_()
     torch.cuda.empty_cache()
 
 

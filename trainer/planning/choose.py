@@ -181,6 +181,9 @@ class Reasons:
         if not self._config.rollout.sleep:
             return "of no effect without rollout.sleep"
         held = gib(held_bytes(self._plan.trainer))
+        waits = self._plan.waits
+        if waits.training and not waits.sampling:
+            return f"activations have no room beside {gib(waits.training)} of the optimizer's state"
         if self._config.trainer.offload_while_sampling:
             return f"with {held} of the trainer's on the GPU the engine has too little"
         return f"{held} of the trainer's fit beside an engine that is awake"

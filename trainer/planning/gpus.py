@@ -70,12 +70,13 @@ def machine_of(name: str) -> Machine:
     for part, tflops, terabytes, link in SHEETS:
         if re.search(rf"\b{part}\b", name):
             new = bool(FLASH4.search(name))
+            pcie5 = new or link == PCIE5
             return Machine(
                 name=f"NVIDIA {part}",
                 flops=1e12 * tflops,
                 memory_bytes=1e12 * terabytes,
                 link_bytes=1e9 * link,
-                host_bytes=Machine().host_bytes / (1 if new else 2),
+                host_bytes=Machine().host_bytes / (1 if pcie5 else 2),
                 flash4=new,
             )
     default = Machine()

@@ -33,7 +33,7 @@ from keel.trainer.planning.options import Options, Values, with_values
 from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.plan import Plan, check_machines, make_plan, plan_on
 from keel.trainer.planning.step_time import COMPILE_S, lesson_seconds
-from keel.trainer.planning.turns import least_bytes, most_bytes, offloads, staying_gib
+from keel.trainer.planning.turns import least_bytes, needed_bytes, offloads, staying_gib
 
 TIE = 1.02
 CURES_TRIED = 400
@@ -72,7 +72,8 @@ class Layout:
         if not self.shared:
             return max(engine, rank)
         if self.config.rollout.sleep:
-            return max(engine + staying_gib(self.config, self.plan.trainer), rank)
+            stays = staying_gib(self.config, self.plan.trainer, self.plan.waits)
+            return max(engine + stays, rank)
         return engine + rank
 
 
@@ -160,13 +161,10 @@ class Search:
         """On a GPU without an engine, or by turns with one where that may be."""
         values = {**seats, **learning}
         try:
-            rank = self._rank(values)
-            if self._offloads:
-                needs = least_bytes(with_values(self.config, values), rank)
-            else:
-                needs = rank.total
+            rank, config = self._rank(values), with_values(self.config, values)
         except ConfigError:
             return False
+        needs = least_bytes(config, rank) if self._offloads else rank.total
         return needs * self.way.spare <= self.free_gib * GIB
 
     @cached_property
@@ -254,9 +252,8 @@ class Search:
         """The engine's: what it needs, or what is left for it. None: there is not even room for the
         rank, or for what the recipe says."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
-        needs, free = most_bytes(config, rank, shared=shared), self.free_gib
-        needs *= self.way.spare / GIB
-        if needs > free:
+        needs, free = self.way.spare * rank.total / GIB, self.free_gib
+        if self.way.spare * needed_bytes(config, rank, shared=shared) / GIB > free:
             return None
         most = min(free, self.way.most_share * size)
         if shared and config.rollout.sleep:

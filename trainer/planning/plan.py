@@ -31,13 +31,12 @@ from keel.trainer.planning.memory import (
 from keel.trainer.planning.placement import Hardware, Placement, place
 from keel.trainer.planning.step_time import StepTime, step_time
 from keel.trainer.planning.turns import (
-    NOTHING,
     Waiting,
     check_trainer_fits,
     held_bytes,
     host_bytes,
     most_bytes,
-    waiting,
+    waiting_of,
 )
 
 
@@ -57,7 +56,7 @@ class Plan:
     """Bytes that it holds at most at a time."""
     cached: int | None
     """Trajectories of full length that an engine's KV cache holds; None: not known."""
-    waits: Waiting = NOTHING
+    waits: Waiting
     """Of a rank in host memory, in turns with an engine."""
     time: StepTime | None
     """None on a CPU."""
@@ -166,7 +165,7 @@ def make_plan(
             engine = within(engine, config.rollout.gpu_memory_utilization * gpu_gib * GIB)
         check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
     time, turns = None, shared and config.rollout.sleep
-    waits = waiting(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib) if gpu else NOTHING
+    waits = waiting_of(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
     if gpu and sampled:
         time = step_time(
             config,
@@ -184,7 +183,7 @@ def make_plan(
         optimizer_steps=config.run.steps * algorithm.updates_per_batch,
         engine=engine,
         trainer=rank,
-        most=most_bytes(config, rank, shared=shared) if gpu else rank.total,
+        most=most_bytes(config, rank, waits) if gpu else rank.total,
         cached=cached,
         waits=waits,
         time=time,
@@ -289,10 +288,10 @@ def sleep_line(config: Config, plan: Plan) -> str:
     if not config.trainer.offload_while_sampling:
         held = gib(held_bytes(plan.trainer))
         where = f"{held} of it then stay (trainer.offload_while_sampling)"
-    elif plan.waits.most > plan.waits.sampling:
-        where = f"{gib(plan.waits.most)} of it wait in host memory until they are needed"
     else:
         where = f"{gib(plan.waits.sampling)} of it then wait in host memory"
+        if plan.waits.host > plan.waits.sampling:
+            where += f", and at other times up to {gib(plan.waits.host)}"
     return f"  time-shared with the engine (rollout.sleep): {where}"
 
 

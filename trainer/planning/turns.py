@@ -14,8 +14,8 @@ from keel.model.load import ModelFacts
 from keel.trainer.planning.memory import (
     ENGINE_CUDA_GIB,
     GIB,
+    RANK_SPARE,
     TRAINER_CUDA_GIB,
-    TRAINER_UNUSED_GIB,
     DoesNotFit,
     Memory,
     gib,
@@ -25,84 +25,107 @@ from keel.trainer.planning.memory import (
 
 SUB_GROUP_BYTES = 4e9
 """ZeRO-3 updates so many bytes of master weights at a time (DeepSpeed's default)."""
+IN_PIECES = 0.08
+"""Of a GPU, while an engine samples: memory that is left in pieces in use in part, a sleeping
+engine's own, counted twice, and what is offloaded as a whole. 11 GiB of 140 in the one run that was
+looked at (docs/performance-history.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """Bytes of a rank in host memory, in turns with an engine."""
 
-    sampling: float
+    sampling: float = 0.0
     """While that samples."""
-    most: float
-    """At any time."""
-    moved: float
+    training: float = 0.0
+    """Of the optimizer's state, beside activations."""
+    host: float = 0.0
+    """At most, of whatever it is."""
+    moved: float = 0.0
     """Between GPU and host memory in a step, both ways together."""
-
-
-NOTHING = Waiting(sampling=0.0, most=0.0, moved=0.0)
 
 
 def offloads(config: Config, *, shared: bool) -> bool:
     return shared and config.rollout.sleep and config.trainer.offload_while_sampling
 
 
-def most_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """That a rank has on its GPU at any time."""
+def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
+    """That a rank needs on its GPU at a time."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 
 def least_bytes(config: Config, memory: Memory) -> float:
-    """As much with its optimizer's state in host memory whenever it can be."""
+    """Where it offloads what it can: without its optimizer's state beside activations, and without
+    a reference in an update."""
     return max(memory.total - memory.parts["optimizer"], _of_update(config, memory))
 
 
+def most_bytes(config: Config, memory: Memory, waits: Waiting) -> float:
+    """That a rank has there at any time."""
+    return max(memory.total - waits.training, min(memory.total, _of_update(config, memory)))
+
+
+def copied_bytes(config: Config, memory: Memory, *, gpu: bool) -> float:
+    """In an update: gradients in one piece, of a shard or under ZeRO-3 of a few layers at a time.
+    In bfloat16 under ZeRO-1 and 2 they are in one piece as they are."""
+    stage, one = stage_in_use(config, gpu=gpu), memory.parts["optimizer"] / 3
+    if stage == 3:
+        return min(one, SUB_GROUP_BYTES)
+    return one if stage > 0 and config.model.dtype != "bfloat16" else 0.0
+
+
 def _of_update(config: Config, memory: Memory) -> float:
-    """Without activations and without a reference. A shard's gradients are copied into one piece,
-    under ZeRO-3 of a few layers at a time."""
-    parts, stage = memory.parts, stage_in_use(config, gpu=True)
-    one = parts["optimizer"] / 3
-    copies = {2: one, 3: min(one, SUB_GROUP_BYTES)}.get(stage, 0.0)
+    """Without activations and without a reference."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
-    return sum(parts[name] for name in names) + copies
+    held = sum(memory.parts[name] for name in names)
+    return held + copied_bytes(config, memory, gpu=True)
 
 
-def waiting(
+def waiting_of(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> Waiting:
-    """`gpu_gib`: of a GPU, 0 where nobody knows; `taken_gib`: of it, by processes of others."""
+    """`gpu_gib`: of a GPU, 0 where nobody knows: then all waits; `taken_gib`: of it, by processes
+    of others."""
     if not offloads(config, shared=shared):
-        return NOTHING
-    parts, free = memory.parts, (gpu_gib - taken_gib) * GIB
-    taken = config.rollout.gpu_memory_utilization * gpu_gib + _beside_gib(config)
-    room = free - (taken + TRAINER_UNUSED_GIB) * GIB if gpu_gib else 0.0
+        return Waiting()
+    parts, state = memory.parts, memory.parts["optimizer"]
+    free = (gpu_gib - taken_gib) * GIB
+    share = config.rollout.gpu_memory_utilization + IN_PIECES
+    room = free - (share * gpu_gib + _beside_gib(config)) * GIB
     excess = max(0.0, held_bytes(memory) - max(0.0, room))
-    reference, state = min(excess, parts["reference"]), parts["optimizer"]
+    reference = min(excess, parts["reference"])
     excess -= reference
-    # What Adam steps on as one tensor goes as a whole.
-    whole = stage_in_use(config, gpu=True) in (1, 2) and 0 < excess < state
-    away = state / 3 * -(-excess // (state / 3)) if whole else min(excess, state)
-    rest = max(0.0, excess - away)
-    sampling, free = reference + away + rest, free - ENGINE_CUDA_GIB * GIB
-    # What activations and the update want, of each update of a batch.
-    lacks = min(state, max(0.0, memory.total - free)) if gpu_gib else 0.0
-    again = bool(gpu_gib) and _of_update(config, memory) + parts["reference"] > free
-    updates = config.algorithm.updates_per_batch
+    if stage_in_use(config, gpu=True) in (1, 2):  # what Adam steps on as one tensor is one piece
+        pieces = min(3.0, -(-excess // (state / 3))) if state else 0.0
+        away = pieces * state / 3
+    else:
+        away = min(excess, state)
+    weights = max(0.0, excess - away)
+    # What activations want, and an update.
+    free -= ENGINE_CUDA_GIB * GIB
+    lacks = min(state, max(0.0, RANK_SPARE * memory.total - free)) if gpu_gib else state
+    alone = not gpu_gib or _of_update(config, memory) + parts["reference"] > free
+    updates, training = config.algorithm.updates_per_batch, max(away, lacks)
+    updated = parts["reference"] * alone
     return Waiting(
-        sampling=sampling,
-        most=max(sampling, max(away, lacks) + max(reference, again * parts["reference"])),
-        moved=2 * (rest + max(away, lacks) + (updates - 1) * lacks)
-        + (updates * parts["reference"] if again else reference),
+        sampling=reference + away + weights,
+        training=training,
+        host=max(reference + away + weights, training + max(reference, updated)),
+        moved=2 * (weights + training + (updates - 1) * lacks)
+        + (updates * updated if alone else reference),
     )
 
 
-def staying_gib(config: Config, memory: Memory) -> float:
-    """Of a rank, on the GPU at least while an engine samples there."""
+def staying_gib(config: Config, memory: Memory, waits: Waiting | None = None) -> float:
+    """Of a rank, on the GPU while an engine samples there; waits: with what is no need to offload,
+    else the least."""
     stays = _beside_gib(config)
-    if config.trainer.offload_while_sampling:
+    if config.trainer.offload_while_sampling and waits is None:
         return stays
     # Memory that PyTorch keeps for later, too: 23.4 GiB stayed where weights, optimizer and
     # reference are 19.1 (H200, 1.28 B parameters).
-    return stays + (held_bytes(memory) + memory.parts["unused"]) / GIB
+    held = held_bytes(memory) - (waits.sampling if waits else 0.0)
+    return stays + (held + memory.parts["unused"]) / GIB
 
 
 def _beside_gib(config: Config) -> float:
@@ -120,7 +143,7 @@ def host_bytes(config: Config, facts: ModelFacts, waits: Waiting) -> float:
     offloaded optimizer, and what waits there in turns with an engine."""
     trainer = config.trainer
     optimizer = 12 * facts.parameters / trainer.ranks if trainer.offload_optimizer else 0.0
-    return optimizer + waits.most
+    return optimizer + waits.host
 
 
 def check_trainer_fits(
@@ -128,7 +151,7 @@ def check_trainer_fits(
 ) -> None:
     """Raises DoesNotFit if a rank needs more than its GPU has; `shared`: with an engine;
     `taken_gib`: by processes of others."""
-    rollout, most = config.rollout, most_bytes(config, memory, shared=shared)
+    rollout, needs = config.rollout, needed_bytes(config, memory, shared=shared)
     if shared and rollout.sleep:  # what stays of either while the other has the memory
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
         stays = staying_gib(config, memory) + taken_gib
@@ -141,14 +164,14 @@ def check_trainer_fits(
     else:
         taken = rollout.gpu_memory_utilization if shared else 0.0
         room = gpu_gib * (1 - taken)
-    if most <= (room - taken_gib) * GIB:
+    if needs <= (room - taken_gib) * GIB:
         return
     limit = f"a GPU has {gib(gpu_gib * GIB)} (run.gpu_gib)"
     if taken_gib:
         limit += f", of which processes of others hold {gib(taken_gib * GIB)}"
     if shared:
         limit += f", shared with an engine that takes {taken:.2g} of it"
-    apart = " at a time" * (most < memory.total)
+    apart = " at a time" * (needs < memory.total)
     raise DoesNotFit(
-        f"a trainer rank needs {gib(most)}{apart} ({largest_first(memory)}), and {limit}"
+        f"a trainer rank needs {gib(needs)}{apart} ({largest_first(memory)}), and {limit}"
     )

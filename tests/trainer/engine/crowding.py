@@ -18,9 +18,9 @@ SMALL = 2**14
 
 def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
     """Two updates a batch with a reference policy, in bfloat16: all awake; with little room while
-    engines sample ("partly"); and where nothing fits beside anything else ("crowded"). Of these the
-    bytes away in host memory, by what they are, before and after the optimizer's state is loaded
-    for an update, and while engines sample."""
+    engines sample ("partly"); with a byte too little for activations ("lacking"); and where nothing
+    fits beside anything else ("crowded"). Of these the bytes away in host memory, by what they are,
+    before and after the optimizer's state is loaded for an update, and while engines sample."""
 
     def run(ranks: Ranks) -> dict[str, Any]:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
@@ -35,8 +35,12 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
                 "rest": one._rest.away,
             }
 
+        def one_byte_less(one: Any) -> float:
+            back = (one._gradients, one._buckets, one._rest, one._frozen)
+            return offload.SPARE + sum(buffer.away for buffer in back) - 1.0
+
         result: dict[str, Any] = {}
-        for key in ("awake", "partly", "crowded"):
+        for key in ("awake", "partly", "lacking", "crowded"):
             seen: dict[str, list[dict[str, int]]] = {"gradients": [], "update": [], "sampling": []}
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
@@ -54,7 +58,9 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
                 if key == "partly":
                     masters = offload.on_device(one._of_optimizer(), engine.device)
                     one._room = 2.0 * sum(storage.nbytes() for storage in masters)
-                    one._most = 1.0, TIGHT
+                if key == "lacking":
+                    one._room, one._activations = 1e12, 0.0
+                    patch.setattr(type(one), "_free", one_byte_less)
                 if key == "crowded":
                     one._room = 0.0
                     patch.setattr(type(one), "_free", lambda _: 0.0)

@@ -189,7 +189,7 @@ def test_offloading_changes_nothing_in_bfloat16(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("how", ["partly", "crowded"])
+@pytest.mark.parametrize("how", ["partly", "lacking", "crowded"])
 def test_a_rank_that_never_has_room_for_everything_learns_the_same(
     results: dict[str, Any], stage: int, how: str
 ) -> None:
@@ -207,6 +207,10 @@ def test_a_rank_that_never_has_room_for_everything_learns_the_same(
         assert [away["state"] > 0 for away in gradients[2:]] == [True, False] * 2
         assert 0 < sampling[-1]["state"] < state
         assert all(away["reference"] and not away["weights"] for away in sampling)
+    elif how == "lacking":  # no more than has to leaves, and for the reference there is no room
+        assert all(0 < away["state"] < state for away in gradients)
+        assert all(away["reference"] for away in update)
+        assert not any(away["state"] or away["weights"] for away in sampling)
     else:
         assert all(away["state"] == state > 0 for away in gradients[1:])
         assert all(away["reference"] for away in update)

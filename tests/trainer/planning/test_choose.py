@@ -192,6 +192,28 @@ def test_a_value_that_goes_with_no_layout_is_refused_with_the_reason(
         choose(said, KNOBS - set(values), shapes["1.7b"], machine(4, 139.0))
 
 
+def test_nothing_is_offloaded_without_need(shapes: dict[str, ModelFacts]) -> None:
+    seen = set[bool]()
+    for name, gpus, gib in (
+        ("1.7b", 1, 79.0),
+        ("8b", 4, 139.0),
+        ("8b", 8, 79.0),
+        ("1.4b-a0.4b", 1, 79.0),
+        ("1.7b", 1, 40.0),
+        ("8b", 2, 139.0),
+    ):
+        choice = choose(recipe(), KNOBS, shapes[name], machine(gpus, gib))
+        waits, trainer = choice.plan.waits, choice.config.trainer
+        needed = waits.sampling + waits.training > 0
+        assert choice.plan.most <= choice.plan.trainer.total
+        if choice.config.rollout.sleep:
+            assert trainer.offload_while_sampling == needed, (name, gpus, gib, waits)
+            seen.add(needed)
+        if waits.training and not waits.sampling:
+            assert "activations have no room" in choice.reasons["trainer.offload_while_sampling"]
+    assert seen == {True, False}
+
+
 def test_engines_that_sample_ahead_do_not_sleep(shapes: dict[str, ModelFacts]) -> None:
     for gpus in COUNTS:
         choice = choose(recipe(max_lag=1), KNOBS, shapes["8b"], machine(gpus, 139.0))
@@ -222,7 +244,7 @@ def test_what_others_hold_of_a_gpu_is_left_to_them(shapes: dict[str, ModelFacts]
     total = choice.plan.engine.total + choice.plan.trainer.total
     held = 90.0 if not choice.config.rollout.sleep else 0.0
     assert held + total / 2**30 <= 139.0 or choice.config.rollout.sleep
-    assert choice.plan.trainer.total / 2**30 <= 49.0 < alone.plan.trainer.total / 2**30
+    assert choice.plan.most / 2**30 <= 49.0 < alone.plan.most / 2**30
     assert hardware.taken_said.startswith("PROCESSES OF OTHERS HOLD 90.0 GiB of the 139.0 GiB")
     with pytest.raises(ConfigError, match=r"137\.0 GiB of it taken by others"):
         choose(recipe(), KNOBS, shapes["1.7b"], machine(1, 139.0, taken_gib=137.0))

@@ -269,7 +269,7 @@ def test_a_gpu_is_known_by_its_drivers_name(
     assert found.name == f"NVIDIA {sheet}"
     assert (found.flops, found.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
     assert found.flash4 == (sheet[0] in "GHB")  # Hopper and Blackwell
-    assert found.host_bytes == (44e9 if found.flash4 else 22e9)
+    assert found.host_bytes == (44e9 if found.flash4 or "5090" in sheet else 22e9)
 
 
 def test_of_a_gpu_that_is_not_known_the_plan_says_whose_rates_it_has() -> None:

@@ -8,14 +8,24 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import Config
-from keel.trainer.planning.memory import ENGINE_CUDA_GIB, GIB, Memory, trainer_memory
+from keel.trainer.planning.memory import (
+    ENGINE_CUDA_GIB,
+    GIB,
+    RANK_SPARE,
+    DoesNotFit,
+    Memory,
+    trainer_memory,
+)
 from keel.trainer.planning.turns import (
-    NOTHING,
+    IN_PIECES,
+    Waiting,
     check_trainer_fits,
+    copied_bytes,
     held_bytes,
     least_bytes,
     most_bytes,
-    waiting,
+    needed_bytes,
+    waiting_of,
 )
 from tests.trainer.planning.test_memory import DENSE, recipe
 
@@ -33,12 +43,13 @@ def memory(config: Config) -> Memory:
 
 def test_nothing_waits_where_nobody_needs_the_room() -> None:
     config = turns(0.1)
-    assert waiting(config, memory(config), 1000.0, shared=True).moved == 0
+    roomy = waiting_of(config, memory(config), 1000.0, shared=True)
+    assert roomy == Waiting() and most_bytes(config, memory(config), roomy) == memory(config).total
     for other in (turns(0.9, offload_while_sampling=False), recipe()):
-        assert waiting(other, memory(other), 80.0, shared=True) == NOTHING
+        assert waiting_of(other, memory(other), 80.0, shared=True) == Waiting()
     apart = turns(0.9)
-    assert waiting(apart, memory(apart), 80.0, shared=False) == NOTHING
-    assert most_bytes(apart, memory(apart), shared=False) == memory(apart).total
+    assert waiting_of(apart, memory(apart), 80.0, shared=False) == Waiting()
+    assert needed_bytes(apart, memory(apart), shared=False) == memory(apart).total
 
 
 @pytest.mark.parametrize(
@@ -54,9 +65,9 @@ def test_as_much_waits_as_an_engine_has_no_room_for(
         config = turns(0.5, beta=beta)
         held = held_bytes(memory(config))
         assert held == pytest.approx(14e9 + reference)
-        beside = 1.3 + 1.5 + 0.25  # CUDA, what the allocator keeps, a block on its way
-        gpu_gib = ((held - lacking - reference) / GIB + beside) / 0.5
-        waits = waiting(config, memory(config), gpu_gib, shared=True)
+        beside = 1.3 + 0.25  # CUDA, a block on its way
+        gpu_gib = ((held - lacking - reference) / GIB + beside) / (0.5 - IN_PIECES)
+        waits = waiting_of(config, memory(config), gpu_gib, shared=True)
         assert waits.sampling == pytest.approx(state + weights + reference, rel=1e-6)
 
 
@@ -64,27 +75,60 @@ def test_under_zero_3_layers_wait_by_themselves() -> None:
     config = turns(0.5, ranks=2, zero_stage=3)
     held = held_bytes(memory(config))
     assert held == pytest.approx(7e9)
-    gpu_gib = ((held - 2.5e9) / GIB + 3.05) / 0.5
-    waits = waiting(config, memory(config), gpu_gib, shared=True)
+    gpu_gib = ((held - 2.5e9) / GIB + 1.55) / (0.5 - IN_PIECES)
+    waits = waiting_of(config, memory(config), gpu_gib, shared=True)
     assert waits.sampling == pytest.approx(2.5e9, rel=1e-6)
 
 
-def test_the_optimizer_makes_way_for_activations_and_the_reference_for_an_update() -> None:
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_optimizer_makes_way_for_activations(updates: int, beta: float) -> None:
+    """On a GPU that lacks 3 GB for all at once, with 6 % to spare, and has room for an update;
+    nearly all is the trainer's. Each update of a batch needs it anew."""
+    config = turns(0.01, beta=beta, updates=updates)
+    rank = memory(config)
+    parts, lacks = rank.parts, 3e9
+    gpu_gib = (RANK_SPARE * rank.total - lacks) / GIB + ENGINE_CUDA_GIB
+    update = sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
+    assert update + parts["reference"] < rank.total - lacks
+    waits = waiting_of(config, rank, gpu_gib, shared=True)
+    assert (waits.sampling, waits.training, waits.host) == pytest.approx((0, lacks, lacks))
+    assert waits.moved == pytest.approx(2 * updates * lacks)
+    assert most_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
+
+
+def test_the_reference_makes_way_for_an_update() -> None:
+    """Little is activations', so that the update is what needs most."""
     config = turns(0.01, beta=0.1, updates=3)
     rank = memory(config)
-    parts = rank.parts
+    small = Memory(parts={**rank.parts, "activations": 0.0})
+    parts = small.parts
     update = sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
-    assert least_bytes(config, rank) == max(rank.total - parts["optimizer"], update)
-    least = least_bytes(config, rank) / GIB + ENGINE_CUDA_GIB
-    check_trainer_fits(config, rank, least + 0.01, shared=True)
-    with pytest.raises(Exception, match=r"a trainer rank needs \d+\.\d GiB at a time"):
-        check_trainer_fits(config, rank, least - 0.01, shared=True)
-    lacks = 3e9
-    gpu_gib = (rank.total - lacks) / GIB + ENGINE_CUDA_GIB
-    waits = waiting(config, rank, gpu_gib, shared=True)
-    assert waits.sampling == 0
-    again = update + parts["reference"] > gpu_gib * GIB - ENGINE_CUDA_GIB * GIB
-    assert waits.moved == pytest.approx(2 * 3 * lacks + again * 3 * parts["reference"], rel=1e-6)
-    # Where an update just fits, the reference is not there meanwhile.
-    tight = waiting(config, rank, update / GIB + ENGINE_CUDA_GIB + 0.01, shared=True)
-    assert tight.most >= parts["reference"] > 0
+    assert least_bytes(config, small) == update > small.total - parts["optimizer"]
+    least = update / GIB + ENGINE_CUDA_GIB
+    check_trainer_fits(config, small, least + 0.01, shared=True)
+    with pytest.raises(DoesNotFit, match=r"a trainer rank needs \d+\.\d GiB at a time"):
+        check_trainer_fits(config, small, least - 0.01, shared=True)
+    waits = waiting_of(config, small, least + 0.01, shared=True)
+    lacks = RANK_SPARE * small.total - update - 0.01 * GIB
+    assert waits.training == pytest.approx(lacks)
+    assert waits.host == pytest.approx(lacks + parts["reference"])
+    assert waits.moved == pytest.approx(3 * (2 * lacks + parts["reference"]))
+    assert most_bytes(config, small, waits) == pytest.approx(update)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "ranks", "copied"),
+    [
+        ("bfloat16", 1, 1, 0.0),
+        ("bfloat16", 2, 2, 0.0),
+        ("bfloat16", 3, 2, 2e9),
+        ("float16", 2, 2, 2e9),
+        ("float32", 1, 1, 4e9),
+        ("float32", 0, 1, 0.0),
+    ],
+)
+def test_what_an_update_copies(dtype: Any, stage: int, ranks: int, copied: float) -> None:
+    config = turns(0.5, zero_stage=stage, ranks=ranks)
+    config = replace(config, model=replace(config.model, dtype=dtype))
+    assert copied_bytes(config, memory(config), gpu=True) == pytest.approx(copied)
