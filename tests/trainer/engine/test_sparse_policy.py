@@ -85,6 +85,7 @@ def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, examine: bool
 ) -> None:
     from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+    from keel.trainer.engine.offload import NoOffload  # noqa: PLC0415
 
     looked: list[Any] = []
     monkeypatch.setattr(module.SplitGaps, "begun", lambda *_: None)
@@ -93,6 +94,7 @@ def test_a_skipped_step_in_float16_is_looked_into_where_that_is_asked_for(
         _config=SimpleNamespace(algorithm=SimpleNamespace(mask_delta=None)),
         _skips=Skips(16),
         _scaled=True,
+        _offload=NoOffload(),
         _apply_gradients=lambda: math.inf,
         _examine=looked.append,
     )
