@@ -149,14 +149,14 @@ def test_my_yaml_is_a_right_recipe_for_the_hardware_that_it_names(
     said = capsys.readouterr().out
     assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in said
     (ranks, gib) = re.findall(r"chosen, (\d+) ranks of (\d+) GiB", block("# my.yaml"))[0]
-    assert f"{ranks} trainer rank(s)" in said and f"at most {gib}." in said, said
+    assert f"{ranks} trainer rank(s)" in said and f", peak {gib}." in said, said
     assert "school (school.jsonl): 100 to train on, 200 held out" in said
     # As many GPUs with less memory have another layout; with too little, what would help is
     # searched for a second or two.
     monkeypatch.setattr("keel.trainer.planning.layouts.CURES_TRIED", 1)
     with at(NOTHING):
         assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=70"]) == 0
-        assert f"at most {gib}." not in capsys.readouterr().out
+        assert f", peak {gib}." not in capsys.readouterr().out
         assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=16"]) == 2
     assert "needs" in (error := capsys.readouterr().err) and "run.gpu_gib" in error
 

@@ -165,6 +165,7 @@ def recipe(workload: Workload, layout: Layout) -> Config:
 def verdict(config: Config, facts: ModelFacts, gpus: int) -> tuple[str, Plan | None]:
     """What `keel check` says on nodes of H200s, and the plan if the GPUs are large enough."""
     size = H200.node_gpus
+    # A core for each engine and each rank.
     nodes = [
         Node(name=f"n{i}", gpus=size, cpus=2 * size, free_gpus=size, free_cpus=2 * size)
         for i in range(-(-gpus // size))
@@ -211,7 +212,7 @@ def study_lines(study: Study) -> Iterator[str]:
         cached = "" if plan is None else f"{plan.cached} of {engine_sequences(config)}"
         yield (
             f"| {each.gpus} | {each} | {said} | {engine / GIB:.0f} GiB | {cached} "
-            f"| {unchecked.most / GIB:.0f} GiB |"
+            f"| {unchecked.peak / GIB:.0f} GiB |"
         )
         if plan is not None:
             assert plan.time is not None
@@ -240,7 +241,7 @@ def parts_lines() -> Iterator[str]:
             config = recipe(study.workload, each)
             _, plan = verdict(config, facts, each.gpus)
             if plan is not None:
-                apart = f"; {plan.most / GIB:.1f} GiB at a time" * each.turns
+                apart = f"; peak {plan.peak / GIB:.1f} GiB" * each.turns
                 yield f"- {study.title}, {each}: {plan.trainer}{apart}"
 
 

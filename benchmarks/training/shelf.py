@@ -91,7 +91,7 @@ class Entry:
 
     @property
     def rank_gib(self) -> float:
-        return self.plan.most / GIB
+        return self.plan.peak / GIB
 
     def comment(self, title: str) -> str:
         """The comment that its file begins with. title: what and where, in a few words."""

@@ -339,9 +339,9 @@ class TrainerEngine:
         """The current weights for the rollout engines, in their precision, on this rank's device.
 
         A rank that does not want them yields nothing, and gathers along where the others need it.
-        With `rollout.sleep` the engines wake up meanwhile, so all that a bucket does not need goes
-        to host memory before the first and the rest after the last (but see
-        `trainer.offload_while_sampling`).
+        With `rollout.sleep` the engines wake up meanwhile, so what their share leaves no room for
+        goes to host memory: of all that a bucket does not need before the first, and of the rest
+        after the last.
         """
         if wanted or self._weights.gathered:
             self._offload.load()

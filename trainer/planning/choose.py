@@ -209,7 +209,7 @@ class Reasons:
             return "a share of a step at once, or the most that is worth it"
         other = self._other(micro_batch_tokens=larger[0])
         if other is None:
-            return f"the largest that fits{self._beside} ({gib(self._plan.most)})"
+            return f"the largest that fits{self._beside} ({gib(self._plan.peak)})"
         return f"larger ones are {self._against(other)}"
 
     def _activation_checkpointing(self) -> str:

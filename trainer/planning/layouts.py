@@ -68,7 +68,7 @@ class Layout:
     @property
     def gib(self) -> float:
         """Of the GPU that has the most to hold."""
-        engine, rank = self.plan.engine.total / GIB, self.plan.most / GIB
+        engine, rank = self.plan.engine.total / GIB, self.plan.peak / GIB
         if not self.shared:
             return max(engine, rank)
         if self.config.rollout.sleep:

@@ -35,7 +35,7 @@ from keel.trainer.planning.turns import (
     check_trainer_fits,
     held_bytes,
     host_bytes,
-    most_bytes,
+    peak_bytes,
     waiting_of,
 )
 
@@ -52,8 +52,8 @@ class Plan:
     engine: Memory
     trainer: Memory
     """All that a rank ever holds."""
-    most: float
-    """Bytes that it holds at most at a time."""
+    peak: float
+    """Bytes of it on the GPU at the same time."""
     cached: int | None
     """Trajectories of full length that an engine's KV cache holds; None: not known."""
     waits: Waiting
@@ -183,7 +183,7 @@ def make_plan(
         optimizer_steps=config.run.steps * algorithm.updates_per_batch,
         engine=engine,
         trainer=rank,
-        most=most_bytes(config, rank, waits) if gpu else rank.total,
+        peak=peak_bytes(config, rank, waits) if gpu else rank.total,
         cached=cached,
         waits=waits,
         time=time,
@@ -204,7 +204,7 @@ def describe(
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer
     sampling, judge = r.sampling, config.rewards.judge
-    apart = f", of which at most {gib(plan.most)} at a time" * (plan.most < plan.trainer.total)
+    apart = f", peak {gib(plan.peak)}" * (plan.peak < plan.trainer.total)
     truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"
     rows: list[tuple[str, str]] = [
         ("model", model_line(config, facts)),

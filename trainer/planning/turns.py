@@ -60,7 +60,7 @@ def least_bytes(config: Config, memory: Memory) -> float:
     return max(memory.total - memory.parts["optimizer"], _of_update(config, memory))
 
 
-def most_bytes(config: Config, memory: Memory, waits: Waiting) -> float:
+def peak_bytes(config: Config, memory: Memory, waits: Waiting) -> float:
     """That a rank has there at any time."""
     return max(memory.total - waits.training, min(memory.total, _of_update(config, memory)))
 

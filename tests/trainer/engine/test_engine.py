@@ -177,15 +177,20 @@ def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
     same(result["resumed"], result["straight"], atol=0)
 
 
+def learned_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """To the last bit."""
+    same(found["after"], expected["after"], atol=0)
+    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+        assert values(one) == pytest.approx(values(other), rel=0, abs=0, nan_ok=True)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["offloaded", "stays"])
 def test_offloading_changes_nothing_in_bfloat16(
     results: dict[str, Any], stage: int, how: str
 ) -> None:
     awake, offloaded = (results[f"bfloat16 {stage}"][key] for key in ("awake", how))
-    same(offloaded["after"], awake["after"], atol=0)
-    for asleep, up in zip(offloaded["metrics"], awake["metrics"], strict=True):
-        assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)
+    learned_the_same(offloaded, awake)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -194,9 +199,7 @@ def test_a_rank_that_never_has_room_for_everything_learns_the_same(
     results: dict[str, Any], stage: int, how: str
 ) -> None:
     awake, found = (results[f"crowded {stage}"][key] for key in ("awake", how))
-    same(found["after"], awake["after"], atol=0)
-    for asleep, up in zip(found["metrics"], awake["metrics"], strict=True):
-        assert values(asleep) == pytest.approx(values(up), rel=0, abs=0, nan_ok=True)
+    learned_the_same(found, awake)
     gradients, update, sampling = (found[key] for key in ("gradients", "update", "sampling"))
     whole = results[f"crowded {stage}"]["crowded"]
     state = max(away["state"] for away in whole["gradients"])

@@ -205,7 +205,7 @@ def test_nothing_is_offloaded_without_need(shapes: dict[str, ModelFacts]) -> Non
         choice = choose(recipe(), KNOBS, shapes[name], machine(gpus, gib))
         waits, trainer = choice.plan.waits, choice.config.trainer
         needed = waits.sampling + waits.training > 0
-        assert choice.plan.most <= choice.plan.trainer.total
+        assert choice.plan.peak <= choice.plan.trainer.total
         if choice.config.rollout.sleep:
             assert trainer.offload_while_sampling == needed, (name, gpus, gib, waits)
             seen.add(needed)
@@ -244,7 +244,7 @@ def test_what_others_hold_of_a_gpu_is_left_to_them(shapes: dict[str, ModelFacts]
     total = choice.plan.engine.total + choice.plan.trainer.total
     held = 90.0 if not choice.config.rollout.sleep else 0.0
     assert held + total / 2**30 <= 139.0 or choice.config.rollout.sleep
-    assert choice.plan.most / 2**30 <= 49.0 < alone.plan.most / 2**30
+    assert choice.plan.peak / 2**30 <= 49.0 < alone.plan.peak / 2**30
     assert hardware.taken_said.startswith("PROCESSES OF OTHERS HOLD 90.0 GiB of the 139.0 GiB")
     with pytest.raises(ConfigError, match=r"137\.0 GiB of it taken by others"):
         choose(recipe(), KNOBS, shapes["1.7b"], machine(1, 139.0, taken_gib=137.0))

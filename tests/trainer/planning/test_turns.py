@@ -23,8 +23,8 @@ from keel.trainer.planning.turns import (
     copied_bytes,
     held_bytes,
     least_bytes,
-    most_bytes,
     needed_bytes,
+    peak_bytes,
     waiting_of,
 )
 from tests.trainer.planning.test_memory import DENSE, recipe
@@ -44,7 +44,7 @@ def memory(config: Config) -> Memory:
 def test_nothing_waits_where_nobody_needs_the_room() -> None:
     config = turns(0.1)
     roomy = waiting_of(config, memory(config), 1000.0, shared=True)
-    assert roomy == Waiting() and most_bytes(config, memory(config), roomy) == memory(config).total
+    assert roomy == Waiting() and peak_bytes(config, memory(config), roomy) == memory(config).total
     for other in (turns(0.9, offload_while_sampling=False), recipe()):
         assert waiting_of(other, memory(other), 80.0, shared=True) == Waiting()
     apart = turns(0.9)
@@ -94,7 +94,7 @@ def test_the_optimizer_makes_way_for_activations(updates: int, beta: float) -> N
     waits = waiting_of(config, rank, gpu_gib, shared=True)
     assert (waits.sampling, waits.training, waits.host) == pytest.approx((0, lacks, lacks))
     assert waits.moved == pytest.approx(2 * updates * lacks)
-    assert most_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
+    assert peak_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
 
 
 def test_the_reference_makes_way_for_an_update() -> None:
@@ -114,7 +114,7 @@ def test_the_reference_makes_way_for_an_update() -> None:
     assert waits.training == pytest.approx(lacks)
     assert waits.host == pytest.approx(lacks + parts["reference"])
     assert waits.moved == pytest.approx(3 * (2 * lacks + parts["reference"]))
-    assert most_bytes(config, small, waits) == pytest.approx(update)
+    assert peak_bytes(config, small, waits) == pytest.approx(update)
 
 
 @pytest.mark.parametrize(
