@@ -25,7 +25,10 @@ FOLDERS = [
     "tasks",
     "trainer",
 ]
-PICKLES = {"model/weight_transfer/mailbox.py", "rewards/passed.py"}
+PICKLES = {
+    *(f"model/weight_transfer/{name}.py" for name in ("mailbox", "outline")),
+    "rewards/passed.py",
+}
 """Messages between ranks and engines of one run; functions that the caller of `keel.train` passed
 to the run's own workers, in a folder that lives as long as the call."""
 RUNS_TEXT = {

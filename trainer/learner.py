@@ -101,6 +101,8 @@ class Learner:
         ]
         prepare = partial(ray_calls.call, expert_parallel=trainer.expert_parallel)
         self._prepared = [prepare(rank.prepare) for rank in self._ranks]
+        for rank in self._ranks:  # nobody waits for that but `start`, whose calls come after it
+            ray_calls.call(rank.read, model_path, config)
         self._warming: list[Any] = []
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""

@@ -27,6 +27,7 @@ from keel.trainer.run.saved import saved
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+    from transformers import PreTrainedModel
 
     from keel.model.weight_transfer.sender import Sender
     from keel.trainer.engine.engine import TrainerEngine
@@ -149,6 +150,8 @@ class TrainerWorker:
         if gpu:
             ask_for_pinned_memory()
         self._rank, self._world_size = rank, world_size
+        self._gpu = gpu
+        self._model: PreTrainedModel | None = None
         self._engine: TrainerEngine | None = None
         self._store: Store | None = None
         self._sender: Sender | None = None
@@ -160,9 +163,25 @@ class TrainerWorker:
         with heavy_imports():
             import keel.model.weight_transfer.sender  # noqa: PLC0415
             import keel.trainer.engine.engine  # noqa: F401, PLC0415  (loads DeepSpeed)
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+
         from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
 
+        disable_progress_bar()
         check_libraries(expert_parallel=expert_parallel)
+
+    def read(self, model_path: str, config: Config) -> None:
+        """After `prepare`, with which it has in common that an engine may still start: read the
+        model into host memory, if this rank does so for all (`weights.read_once`)."""
+        import torch  # noqa: PLC0415  (the driver imports this module)
+
+        from keel.model.load import load_policy  # noqa: PLC0415
+        from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
+
+        if self._rank < config.trainer.expert_parallel:
+            device = torch.device("cuda" if self._gpu else "cpu")
+            with suppress(Exception):  # `start` then reads it, and says what is wrong
+                self._model = load_policy(model_path, compute_dtype(config, device))
 
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")
@@ -192,9 +211,7 @@ class TrainerWorker:
         """Join the other ranks and load the model. Returns `TrainerEngine.notes`."""
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
-        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
-        disable_progress_bar()
         # Ray shares a batch's arrays read-only between processes, and nothing here writes them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         if not torch.cuda.is_available():
@@ -209,8 +226,13 @@ class TrainerWorker:
             self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
                 *rendezvous, self._world_size, wait_for_workers=False
             )
+        model, self._model = self._model, None
         self._engine = TrainerEngine(
-            model_path, config, rank=self._rank, world_size=self._world_size, store=self._store
+            *(model_path, config),
+            rank=self._rank,
+            world_size=self._world_size,
+            store=self._store,
+            read=model,
         )
         deadline_s = config.rollout.update_deadline_s
         self._sender = Sender(rendezvous, self._engine.device, deadline_s=deadline_s)

@@ -263,7 +263,7 @@ def test_ranks_are_told_of_the_engines_kernels_before_they_import_anything(
 
     def create(kind: type, name: str, options: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         given.append(options)
-        return SimpleNamespace(prepare=None)
+        return SimpleNamespace(prepare=None, read=None)
 
     monkeypatch.setattr(ray_calls, "create", create)
     monkeypatch.setattr(ray_calls, "call", lambda *_, **__: None)

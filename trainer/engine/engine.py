@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import Store
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
-from keel.model.load import load_policy
 from keel.model.routing.replay import router_modules
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
@@ -51,7 +50,7 @@ from keel.trainer.engine.policy import (
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
-from keel.trainer.engine.weights import Weights
+from keel.trainer.engine.weights import Weights, copy_weights, read_once, twin
 from keel.trainer.engine.zero import (
     SCALE_POWER,
     adam_for,
@@ -86,10 +85,11 @@ class TrainerEngine:
         rank: int = 0,
         world_size: int = 1,
         store: Store | None = None,
+        read: PreTrainedModel | None = None,
     ) -> None:
         """Join the other ranks through `store` (a rank on its own needs none); load the weights.
 
-        Each rank reads the whole model into host memory once, the reference policy after that.
+        read: the model at `model_path`, if this rank has it in host memory already.
         """
         trainer = config.trainer
         if world_size != trainer.ranks:
@@ -114,7 +114,9 @@ class TrainerEngine:
         """What made gradients of the last `step` other than finite, on this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
 
-        network = self._network = self._load(model_path, dtype)
+        of = (model_path, dtype, self._device)
+        model, written = read_once(read, *of, readers=trainer.expert_parallel)
+        network = self._network = self._made_of(model)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
         self._replays = bool(routers) and config.algorithm.keep_routing
@@ -142,8 +144,11 @@ class TrainerEngine:
         if any(source.kl_coef > 0 for source in config.data.sources):
             sharded = frozen_config(options) if self._weights.gathered else None
             replays = self._replays and config.algorithm.ref_routing == "replay"
-            frozen = self._load(model_path, dtype)
+            where = "cpu" if sharded else self._device
+            frozen = self._made_of(twin(written, model_path, dtype, where))
             self._reference = Reference(frozen, self._device, sharded, replays=replays)
+            if written:
+                copy_weights(network, frozen, stage=self._stage)
             if trainer.compile:
                 compile_layers(frozen.model)
         summed = self._summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
@@ -387,11 +392,7 @@ class TrainerEngine:
             self.notes.append(line)
             _LOG.warning(line)
 
-    def _load(self, model_path: str, dtype: torch.dtype) -> PolicyNetwork:
-        model = self._read(model_path, dtype)
+    def _made_of(self, model: PreTrainedModel) -> PolicyNetwork:
         flash4, note = flash4_here(self._config, model, self._device)
         self._note(note)
         return PolicyNetwork.of(model, self._config, flash4=flash4)
-
-    def _read(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-        return load_policy(model_path, dtype)

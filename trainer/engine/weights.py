@@ -1,20 +1,88 @@
-"""The current weights of the policy, for the rollout engines and for files: whole and under their
-checkpoint names, however they are spread over ranks."""
+"""How weights get into the ranks, and out of them to rollout engines and files: whole and under
+their checkpoint names, however they are spread over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.model.load import checkpoint_tensors, module_tensors, precision
+from keel.configs.schema import ConfigError
+from keel.model.load import checkpoint_tensors, load_policy, module_tensors, precision
 from keel.model.weight_transfer.buckets import FlatBucket
+from keel.model.weight_transfer.outline import from_outline, outline
 from keel.model.weight_transfer.pack import BucketPacker
 from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
+
+
+def read_once(
+    model: PreTrainedModel | None,
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    readers: int,
+) -> tuple[PreTrainedModel, bytes]:
+    """The model at `path` in host memory, and an outline to make its twin of, for `copy_weights`.
+    Collective.
+
+    The first `readers` ranks read it, unless they have (`model`). On all others its weights are
+    unset, and come with `zero.initialize`: DeepSpeed sends every rank those of the first one, of
+    experts those of the first that holds them. Without an outline every rank reads. There is none
+    (empty) for a twin of a model with weights in more than `dtype`, which DeepSpeed rounds.
+
+    Raises ConfigError, on every rank, if rank 0 can load nothing.
+    """
+    said: list[Any] = [b""]  # the outline, or what went wrong
+    if model is None and dist.get_rank() < readers:
+        try:
+            model = load_policy(path, dtype)
+        except ConfigError as error:
+            said = [error]
+    if model is not None and dist.get_rank() == 0:
+        said = [outline(model)]
+    dist.broadcast_object_list(said, device=device)
+    (found,) = said
+    if isinstance(found, ConfigError):
+        raise found
+    if model is None:
+        model = from_outline(found) if found else load_policy(path, dtype)
+    exact = all(weight.dtype == dtype for weight in model.parameters())
+    return model, found if exact else b""
+
+
+def twin(
+    written: bytes, path: str, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
+    """Another model of the kind that `read_once` has found, its weights unset and on `device`; read
+    from `path` if there is no outline."""
+    return from_outline(written, device) if written else load_policy(path, dtype)
+
+
+def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
+    """Between two models of one kind that DeepSpeed has both taken over, or at stages below 3 the
+    first alone. Collective. stage: of ZeRO."""
+    pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
+    for (name, given), (other, taken) in pairs:
+        if name != other:
+            raise RuntimeError(f"{other} of the reference policy is {name} of the policy")
+        with gathered([given], stage=stage), gathered([taken], stage=stage, modifier_rank=0):
+            taken.data.copy_(given.data)
+
+
+def gathered(
+    parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
+) -> AbstractContextManager[Any]:
+    """Within it these are whole on every rank. modifier_rank: whose changes to them stay."""
+    return deepspeed.zero.GatheredParameters(
+        list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
+    )
 
 
 class Weights:
@@ -51,6 +119,5 @@ class Weights:
 
     @contextmanager
     def _whole(self, part: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        gathered = deepspeed.zero.GatheredParameters(list(part.values()), enabled=self._stage == 3)
-        with gathered:
+        with gathered([*part.values()], stage=self._stage):
             yield self._experts.original(part)

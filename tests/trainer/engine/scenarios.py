@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._dynamo.utils import counters
 
+from keel.configs.schema import ConfigError
+from keel.model.load import load_policy
+from keel.rl.metrics import values
 from keel.trainer.engine.layer_compile import warm_up
 from tests.forked import forked_from
 from tests.ports import free_ports
@@ -98,6 +102,45 @@ def referenced(stage: int, **changes: Any) -> Scenario:
             metrics.append(ranks.merged(engine.step([batch])))
             ranks.published(engine)
         return {"metrics": metrics}
+
+    return run
+
+
+def reading(stage: int, *, outlined: bool = True) -> Scenario:
+    """How often each rank reads the model, for policy and reference; what is published, and how far
+    the two are apart. Then a folder without weights."""
+
+    def run(ranks: Ranks) -> Result:
+        from keel.trainer.engine import weights  # noqa: PLC0415  (loads DeepSpeed)
+
+        config = make_config(ranks.world_size, stage, kl_coef=0.1)
+        groups = Rollouts(0, ranks.folder / "untied", live_routes=True).groups(2, 3, kl_coef=0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            read: list[str] = []
+
+            def load(path: str, dtype: torch.dtype) -> Any:
+                read.append(path)
+                return load_policy(path, dtype)
+
+            patch.setattr(weights, "load_policy", load)
+            if not outlined:
+                patch.setattr(weights, "outline", lambda _: b"")
+            engine = ranks.engine(config)
+            before = ranks.published(engine)
+            metrics = ranks.merged(engine.step([ranks.batch(groups, config)]))
+            times: list[Any] = [None] * ranks.world_size
+            dist.all_gather_object(times, len(read))
+            empty = ranks.folder / "no weights"
+            if ranks.rank == 0:
+                shutil.copytree(ranks.folder / "untied", empty, dirs_exist_ok=True)
+                (empty / "model.safetensors").unlink(missing_ok=True)
+            dist.barrier()
+            with pytest.raises(ConfigError, match="no weights could be loaded") as error:
+                ranks.engine(config, "no weights")
+            refused: list[Any] = [None] * ranks.world_size
+            dist.all_gather_object(refused, str(error.value))
+        kl = values(metrics)["kl/ref"]
+        return {"before": before, "times": times, "refused": refused, "kl": kl}
 
     return run
 
@@ -193,6 +236,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         ),
         "stage 3 recomputed": training(3, activation_checkpointing=True),
         **{f"stage {stage} asleep": training(stage, tokens=TIGHT, sleep=True) for stage in STAGES},
+        **{f"read once {stage}": reading(stage) for stage in (1, 3)},
+        "read by all 3": reading(3, outlined=False),
         **{f"bfloat16 {stage}": in_bfloat16(stage) for stage in (1, 3)},
         **{f"crowded {stage}": crowding(stage) for stage in (1, 2, 3)},
         **{f"resumed {stage}": resumed(stage) for stage in STAGES},

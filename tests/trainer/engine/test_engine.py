@@ -66,6 +66,25 @@ def test_after_a_warm_up_a_step_compiles_nothing(results: dict[str, Any]) -> Non
     same(results["warm compiled"]["after"], results["compiled"]["after"], atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [("read once 1", [1, 0]), ("read once 3", [1, 0]), ("read by all 3", [2, 2])],
+)
+def test_one_rank_reads_the_model_for_all_and_for_the_reference(
+    results: dict[str, Any], name: str, times: list[int]
+) -> None:
+    found = results[name]
+    assert found["times"] == times
+    same(found["before"], results["plain"]["before"], atol=0)
+    assert found["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_every_rank_says_so_if_there_is_nothing_to_load(results: dict[str, Any]) -> None:
+    first, second = results["read once 1"]["refused"]
+    assert first == second
+    assert "no weights" in first
+
+
 def model_of(name: str) -> str:
     return next((model for model in ("tied", "dense", "sparse") if model in name), "untied")
 
