@@ -176,12 +176,14 @@ class TrainerWorker:
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
+        from keel.trainer.engine.weights import readers  # noqa: PLC0415
         from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
 
-        if self._rank < config.trainer.expert_parallel:
-            device = torch.device("cuda" if self._gpu else "cpu")
+        dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
+        if self._rank < readers(config.trainer, dtype):
+            torch.manual_seed(config.run.seed)  # for weights that are not in the folder
             with suppress(Exception):  # `start` then reads it, and says what is wrong
-                self._model = load_policy(model_path, compute_dtype(config, device))
+                self._model = load_policy(model_path, dtype)
 
     def whereabouts(self) -> Whereabouts:
         stderr = Path("/proc/self/fd/2")

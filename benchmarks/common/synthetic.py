@@ -106,6 +106,6 @@ class SyntheticEngine(TrainerEngine):
         self._made = model
         super().__init__("made", config, **ranks)  # type: ignore[arg-type]
 
-    def _read(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    def _load(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
         with self._device:
             return AutoModelForCausalLM.from_config(self._made, dtype=dtype)

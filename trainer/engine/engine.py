@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
+from keel.model.load import load_policy
 from keel.model.routing.replay import router_modules
 from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
@@ -50,7 +52,7 @@ from keel.trainer.engine.policy import (
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
-from keel.trainer.engine.weights import Weights, copy_weights, read_once, twin
+from keel.trainer.engine.weights import Weights, copy_weights, read_once, readers, twin
 from keel.trainer.engine.zero import (
     SCALE_POWER,
     adam_for,
@@ -114,8 +116,8 @@ class TrainerEngine:
         """What made gradients of the last `step` other than finite, on this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
 
-        of = (model_path, dtype, self._device)
-        model, written = read_once(read, *of, readers=trainer.expert_parallel)
+        load = partial(self._load, model_path, dtype)
+        model, written = read_once(load, dtype, readers=readers(trainer, dtype), read=read)
         network = self._network = self._made_of(model)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
@@ -137,15 +139,13 @@ class TrainerEngine:
         if trainer.compile:
             compile_layers(network.model)
         self._layers: Any = () if trainer.compile else network.model.get_decoder().layers
-        expected = len(routers) if trainer.expert_parallel > 1 else 0
-        spread = ExpertLayers(network.model, expected=expected)
+        spread = ExpertLayers(network.model, expected=(trainer.expert_parallel > 1) * len(routers))
         self._weights = Weights(network.model, spread, stage=self._stage)
         self._reference = frozen = None
         if any(source.kl_coef > 0 for source in config.data.sources):
             sharded = frozen_config(options) if self._weights.gathered else None
             replays = self._replays and config.algorithm.ref_routing == "replay"
-            where = "cpu" if sharded else self._device
-            frozen = self._made_of(twin(written, model_path, dtype, where))
+            frozen = self._made_of(twin(written, load, "cpu" if sharded else self._device))
             self._reference = Reference(frozen, self._device, sharded, replays=replays)
             if written:
                 copy_weights(network, frozen, stage=self._stage)
@@ -236,9 +236,8 @@ class TrainerEngine:
         seen: list[Callable[[], dict[str, Metric]]] = []
         self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._scored)
-        last = len(batch.micro_batches) - 1
-        for index, micro_batch in enumerate(batch.micro_batches):
-            self._engine.set_gradient_accumulation_boundary(index == last)
+        for index, micro_batch in enumerate(batch.micro_batches, 1):
+            self._engine.set_gradient_accumulation_boundary(index == len(batch.micro_batches))
             seen.append(self._accumulate(micro_batch, batch, split))
         self._applied = True
         norm = self._apply_gradients()
@@ -391,6 +390,9 @@ class TrainerEngine:
         if line and line not in self.notes:
             self.notes.append(line)
             _LOG.warning(line)
+
+    def _load(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+        return load_policy(model_path, dtype)
 
     def _made_of(self, model: PreTrainedModel) -> PolicyNetwork:
         flash4, note = flash4_here(self._config, model, self._device)

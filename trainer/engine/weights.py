@@ -3,7 +3,7 @@ their checkpoint names, however they are spread over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,57 +12,65 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.configs.schema import ConfigError
-from keel.model.load import checkpoint_tensors, load_policy, module_tensors, precision
+from keel.configs.schema import ConfigError, TrainerConfig
+from keel.model.load import checkpoint_tensors, module_tensors, precision
 from keel.model.weight_transfer.buckets import FlatBucket
 from keel.model.weight_transfer.outline import from_outline, outline
 from keel.model.weight_transfer.pack import BucketPacker
 from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
+from keel.trainer.engine.zero import zero_stage
+
+Load = Callable[[], PreTrainedModel]
+"""Reads the model, into host memory."""
+
+
+def readers(trainer: TrainerConfig, dtype: torch.dtype) -> int:
+    """How many ranks, from the first on, have to read the model: DeepSpeed gives all of them the
+    first one's weights, but below ZeRO 3 each expert's are those of the first rank that has it."""
+    return 1 if zero_stage(trainer, dtype) == 3 else trainer.expert_parallel
 
 
 def read_once(
-    model: PreTrainedModel | None,
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    readers: int,
+    load: Load, dtype: torch.dtype, *, readers: int, read: PreTrainedModel | None = None
 ) -> tuple[PreTrainedModel, bytes]:
-    """The model at `path` in host memory, and an outline to make its twin of, for `copy_weights`.
-    Collective.
+    """The model in host memory, and an outline to make its twin of, for `copy_weights`. Collective.
 
-    The first `readers` ranks read it, unless they have (`model`). On all others its weights are
-    unset, and come with `zero.initialize`: DeepSpeed sends every rank those of the first one, of
-    experts those of the first that holds them. Without an outline every rank reads. There is none
-    (empty) for a twin of a model with weights in more than `dtype`, which DeepSpeed rounds.
+    The first `readers` ranks `load` it, unless they have (`read`). On all others its weights are
+    unset, and come with `zero.initialize`; without an outline (empty) they load it, too. There is
+    none for a twin of a model with weights in more than `dtype`, which DeepSpeed rounds.
 
-    Raises ConfigError, on every rank, if rank 0 can load nothing.
+    What one rank cannot load is raised on all of them, a ConfigError as such.
     """
-    said: list[Any] = [b""]  # the outline, or what went wrong
+    model = read if read is not None and read.dtype == dtype else None
+    failed: Exception | None = None
     if model is None and dist.get_rank() < readers:
         try:
-            model = load_policy(path, dtype)
-        except ConfigError as error:
-            said = [error]
-    if model is not None and dist.get_rank() == 0:
-        said = [outline(model)]
-    dist.broadcast_object_list(said, device=device)
-    (found,) = said
-    if isinstance(found, ConfigError):
-        raise found
+            model = load()
+        except Exception as error:  # the others wait to hear of it
+            failed = error
+    written = outline(model) if model is not None and dist.get_rank() == 0 else b""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        said, (written, failed and (isinstance(failed, ConfigError), str(failed)))
+    )
+    if failed:
+        raise failed
+    for rank, (_, trouble) in enumerate(said):
+        if trouble:
+            ours, text = trouble
+            raise ConfigError(text) if ours else RuntimeError(f"rank {rank} read no model: {text}")
+    written = said[0][0]
     if model is None:
-        model = from_outline(found) if found else load_policy(path, dtype)
+        model = from_outline(written) if written else load()
     exact = all(weight.dtype == dtype for weight in model.parameters())
-    return model, found if exact else b""
+    return model, written if exact else b""
 
 
-def twin(
-    written: bytes, path: str, dtype: torch.dtype, device: torch.device | str
-) -> PreTrainedModel:
-    """Another model of the kind that `read_once` has found, its weights unset and on `device`; read
-    from `path` if there is no outline."""
-    return from_outline(written, device) if written else load_policy(path, dtype)
+def twin(written: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
+    """Another model of the kind that `read_once` has found, its weights unset and on `device`;
+    loaded, if there is no outline."""
+    return from_outline(written, device) if written else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:

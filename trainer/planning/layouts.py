@@ -46,8 +46,8 @@ HOST_POWER = 3
 """Of the norm by which a rank's host and GPU add up, from steps in micro-batches of 4,608, 9,216
 and 18,432 tokens (docs/scaling.md): 3.73, 2.34 and 1.59 s."""
 STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
-"""Of ZeRO's stages, beside their traffic: 2 takes 2 to 6 % longer than 1 as measured, and nobody
-has timed 3, which gathers each layer anew."""
+"""Of ZeRO's stages, beside their traffic: 2 takes 2 to 6 % longer than 1 as measured; 3, which
+gathers each layer anew, has been timed in whole steps only: 4 to 12 % longer than modelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,15 @@ import torch
 from keel.rl.metrics import Metric
 from keel.trainer.engine.layer_compile import warm_up
 from tests.trainer.engine.batches import LAYERS, TOP_K, VOCABULARY, Rollouts, write_tokenizer
-from tests.trainer.engine.scenarios import TIGHT, Ranks, Result, Scenario, make_config, run_rank
+from tests.trainer.engine.scenarios import (
+    TIGHT,
+    Ranks,
+    Result,
+    Scenario,
+    make_config,
+    reading,
+    run_rank,
+)
 
 EXPERTS = 12
 """Above ten rows of the hidden size, where ZeRO-3 shards a router too."""
@@ -221,6 +229,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         },
         **{f"qwen3_moe, asleep, stage {s}": training(s, sleep=True) for s in (1, 3)},
         **{f"skipping, stage {s}": skipping(s) for s in (0, 2)},
+        **{f"read, stage {s}": reading(s, model="qwen3_moe", expert_parallel=2) for s in (0, 1, 3)},
         **{f"weights of {f}": starting(f) for f in ("deepseek_v2", "mixtral", "qwen2_moe")},
         "qwen3_moe, compiled, stage 1": training(1, compile=True),
         "qwen3_moe, warm, stage 2": training(2, warm=True),

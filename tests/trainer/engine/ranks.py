@@ -93,7 +93,7 @@ class Ranks:
         self.serial = count()
         self._store = store
 
-    def engine(self, config: Config, model: str = "untied") -> TrainerEngine:
+    def engine(self, config: Config, model: str = "untied", **read: Any) -> TrainerEngine:
         from keel.trainer.engine import layer_compile  # noqa: PLC0415  (loads transformers)
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
 
@@ -107,6 +107,7 @@ class Ranks:
             rank=self.rank,
             world_size=self.world_size,
             store=self._store,
+            **read,
         )
 
     def batch(self, groups: Sequence[ScoredGroup], config: Config) -> TrainBatch:

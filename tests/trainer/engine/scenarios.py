@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import random
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 from torch._dynamo.utils import counters
 
 from keel.configs.schema import ConfigError
-from keel.model.load import load_policy
-from keel.rl.metrics import values
+from keel.model.load import checkpoint_tensors, load_policy
+from keel.model.routing.replay import router_modules
 from keel.trainer.engine.layer_compile import warm_up
 from tests.forked import forked_from
 from tests.ports import free_ports
@@ -106,41 +106,61 @@ def referenced(stage: int, **changes: Any) -> Scenario:
     return run
 
 
-def reading(stage: int, *, outlined: bool = True) -> Scenario:
-    """How often each rank reads the model, for policy and reference; what is published, and how far
-    the two are apart. Then a folder without weights."""
+def reading(stage: int, **changes: Any) -> Scenario:
+    """How often each rank reads the model, for policy and reference, and whether it has in both
+    what is in the folder, where weights that are unset are NaN. Then once more, where the last of
+    those that read cannot. outlined: whether the model has an outline; given: whether rank 0 has
+    read it before."""
+    outlined, given = changes.pop("outlined", True), changes.pop("given", False)
+    model = changes.pop("model", "untied")
 
     def run(ranks: Ranks) -> Result:
-        from keel.trainer.engine import weights  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.model.weight_transfer import outline as sent  # noqa: PLC0415
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine.expert_parallel import ExpertLayers  # noqa: PLC0415
+        from keel.trainer.engine.weights import Weights, readers  # noqa: PLC0415
 
-        config = make_config(ranks.world_size, stage, kl_coef=0.1)
-        groups = Rollouts(0, ranks.folder / "untied", live_routes=True).groups(2, 3, kl_coef=0.1)
+        config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
+        path = str(ranks.folder / model)
+        whole = load_policy(path, torch.float32)
+        routers = len(router_modules(whole)) if config.trainer.expert_parallel > 1 else 0
+        kept = dict(checkpoint_tensors(whole))
+        read, blind = list[str](), list[int]()
+
+        def load(path: str, dtype: torch.dtype) -> Any:
+            read.append(path)
+            if ranks.rank in blind:
+                raise OSError("stale file handle") if stage else ConfigError("there is nothing")
+            return load_policy(path, dtype)
+
+        def unset(shape: tuple[int, ...], *, dtype: torch.dtype) -> Any:
+            return torch.full(shape, torch.nan, dtype=dtype)
+
+        def of_all(mine: object) -> list[Any]:
+            found: list[Any] = [None] * ranks.world_size
+            dist.all_gather_object(found, mine)
+            return found
+
+        def equal(network: Any) -> bool:
+            spread = ExpertLayers(network.model, expected=routers)
+            here = Weights(network.model, spread, stage=stage).named(torch.float32)
+            found = {name: torch.equal(tensor, kept[name]) for name, tensor in here}
+            return found.keys() == kept.keys() and all(found.values())
+
         with pytest.MonkeyPatch.context() as patch:
-            read: list[str] = []
-
-            def load(path: str, dtype: torch.dtype) -> Any:
-                read.append(path)
-                return load_policy(path, dtype)
-
-            patch.setattr(weights, "load_policy", load)
+            patch.setattr(module, "load_policy", load)
+            patch.setattr(sent, "torch", SimpleNamespace(empty=unset, device=torch.device))
             if not outlined:
-                patch.setattr(weights, "outline", lambda _: b"")
-            engine = ranks.engine(config)
-            before = ranks.published(engine)
-            metrics = ranks.merged(engine.step([ranks.batch(groups, config)]))
-            times: list[Any] = [None] * ranks.world_size
-            dist.all_gather_object(times, len(read))
-            empty = ranks.folder / "no weights"
-            if ranks.rank == 0:
-                shutil.copytree(ranks.folder / "untied", empty, dirs_exist_ok=True)
-                (empty / "model.safetensors").unlink(missing_ok=True)
-            dist.barrier()
-            with pytest.raises(ConfigError, match="no weights could be loaded") as error:
-                ranks.engine(config, "no weights")
-            refused: list[Any] = [None] * ranks.world_size
-            dist.all_gather_object(refused, str(error.value))
-        kl = values(metrics)["kl/ref"]
-        return {"before": before, "times": times, "refused": refused, "kl": kl}
+                patch.setattr("keel.trainer.engine.weights.outline", lambda _: b"")
+            had = load_policy(path, torch.float32) if given and ranks.rank == 0 else None
+            engine = ranks.engine(config, model, read=had)
+            assert engine._reference is not None
+            times = of_all(len(read))
+            same = of_all((equal(engine._network), equal(engine._reference.network)))
+            blind += range(readers(config.trainer, torch.float32))[-1:]  # the last that reads
+            with pytest.raises((ConfigError, OSError, RuntimeError)) as error:
+                ranks.engine(config, model)
+        return {"times": times, "same": same, "refused": of_all(repr(error.value))}
 
     return run
 
@@ -236,7 +256,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         ),
         "stage 3 recomputed": training(3, activation_checkpointing=True),
         **{f"stage {stage} asleep": training(stage, tokens=TIGHT, sleep=True) for stage in STAGES},
-        **{f"read once {stage}": reading(stage) for stage in (1, 3)},
+        **{f"read once {stage}": reading(stage) for stage in (0, 1, 3)},
+        "read before 1": reading(1, given=True),
         "read by all 3": reading(3, outlined=False),
         **{f"bfloat16 {stage}": in_bfloat16(stage) for stage in (1, 3)},
         **{f"crowded {stage}": crowding(stage) for stage in (1, 2, 3)},

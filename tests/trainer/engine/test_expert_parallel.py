@@ -104,6 +104,18 @@ def test_resuming_is_exact(results: dict[str, Any], name: str) -> None:
     same(results[name]["resumed"], results[name]["after"], atol=0)
 
 
+@pytest.mark.parametrize(("stage", "times"), [(0, [1, 1]), (1, [1, 1]), (3, [1, 0])])
+def test_ranks_read_the_model_that_have_experts_of_which_nobody_else_has_any(
+    results: dict[str, Any], stage: int, times: list[int]
+) -> None:
+    found = results[f"read, stage {stage}"]
+    assert found["times"] == times
+    assert found["same"] == [(True, True)] * 2
+    if stage == 1:  # the second cannot
+        assert found["refused"][0] == "RuntimeError('rank 1 read no model: stale file handle')"
+        assert found["refused"][1] == "OSError('stale file handle')"
+
+
 @pytest.mark.parametrize("name", [name for name in SPREAD if "skipping" in name])
 def test_all_ranks_skip_a_step_that_one_cannot_take(results: dict[str, Any], name: str) -> None:
     (metrics,) = results[name]["metrics"]
