@@ -3,6 +3,7 @@
     python -m benchmarks.rollout --out OUT              # 1.4 B parameters, mean sampling mask 8
     python -m benchmarks.rollout --out OUT --profile keel
     python -m benchmarks.rollout --out OUT --dense      # the workload of benchmarks/peers
+    python -m benchmarks.rollout --out OUT --draw 3     # one of its drawn workloads
     python -m benchmarks.rollout --out OUT --small      # on a CPU, to see that it runs
 
 Every arm is an engine in a process of its own; all of them stay up, and in each round they take
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--dense", action="store_true", help="without experts, long completions")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="--dense, of a workload by chance")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(DEFAULT))
     parser.add_argument("--profile", nargs="*", choices=list(ARMS), default=[])
@@ -287,6 +289,8 @@ def main() -> None:
     }
     size = SMALL if options.small else Size()
     peers = workload.SMALL if options.small else workload.QWEN3_06B
+    if options.draw is not None:
+        options.dense, peers = True, workload.drawn(options.draw)
     size = replace(dense(size, peers) if options.dense else size, **changes)
     options.out.mkdir(parents=True, exist_ok=True)
     head = {

@@ -82,6 +82,7 @@ def dense(size: Size, workload: Workload) -> Size:
         vocabulary=workload.shape.vocab_size,
         prompts=workload.prompts_per_step,
         group=workload.group_size,
+        prompt=workload.prompt_tokens,
         completion=workload.completion_tokens,
         top_p=workload.top_p,
         top_k=workload.top_k,
