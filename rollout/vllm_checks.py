@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+SCHED = "vllm.v1.core.sched"
+GPU = "vllm.v1.worker.gpu"
+MODEL = "vllm.model_executor"
+"""Where vLLM has its scheduler, Model Runner V2, and models."""
+
 
 @dataclass(frozen=True, slots=True)
 class Has:

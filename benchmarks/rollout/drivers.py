@@ -39,6 +39,8 @@ class Arm:
     """Asynchronous scheduling; None: vLLM's choice, which is yes."""
     recorder: Literal["auto", "packed"] = "auto"
     gpu_only: bool = False
+    cascade: bool = True
+    """`rollout.cascade_attention`"""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of vLLM's engine arguments."""
 
@@ -72,6 +74,7 @@ ARMS = {
         Arm("keel-plain-sync", keel=True, asynchronous=False),
         packed("packed-fa2", attention_config={"flash_attn_version": 2}),
         packed("packed-triton", attention_backend="TRITON_ATTN"),
+        replace(packed("packed-no-cascade"), cascade=False),
         packed("packed-head-rounded", hf_overrides={"head_dtype": "model"}),
         packed("packed-page64", block_size=64),
         packed("packed-page256", block_size=256),
@@ -221,6 +224,7 @@ class Keel:
             sampling=sampling(size, size.completion),
             max_num_seqs=size.sequences,
             recorder=arm.recorder,
+            cascade_attention=arm.cascade,
             deadline_s=RUN_DEADLINE_S,
         )
         spec = EngineSpec(

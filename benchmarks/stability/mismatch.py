@@ -69,11 +69,14 @@ class Arm:
     compiled: bool = False
     invariant: bool = False
     """`model.batch_invariant`"""
+    cascade: bool = True
+    """`rollout.cascade_attention`"""
 
 
 ARMS: Mapping[str, Arm] = {
     "bfloat16-head-rounded": Arm("bfloat16", "bfloat16", head="model"),
     "bfloat16": Arm("bfloat16", "bfloat16"),
+    "bfloat16-no-cascade": Arm("bfloat16", "bfloat16", cascade=False),
     "bfloat16-compiled": Arm("bfloat16", "bfloat16", compiled=True),
     "bfloat16-invariant": Arm("bfloat16", "bfloat16", invariant=True),
     "float16": Arm("float16", "float16"),
@@ -260,6 +263,7 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
             max_tokens=size.tokens,
         ),
         head_dtype=head,
+        cascade_attention=arm.cascade,
         gpu_memory_utilization=size.gpu_memory_utilization,
         enforce_eager=size.eager,
     )

@@ -91,6 +91,10 @@ class RolloutConfig:
     """Most tokens that an engine computes in one step; longer prompts are prefilled in chunks."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts and earlier turns for requests that begin alike."""
+    cascade_attention: bool = True
+    """GPU: read a prompt's keys and values once for all its completions that are sampled together,
+    and not once for each. With `recorder: packed` alone, and where every layer has full
+    attention."""
     enforce_eager: bool = False
     """GPU: run without CUDA graphs (slower, starts sooner)."""
     gpu_memory_utilization: float = 0.85
@@ -145,6 +149,10 @@ class RolloutConfig:
         is alive cuts it or gives it up (`CUT_S`); `update_deadline_s` is how long it may be away
         from its orders, in one step, and its clock leaves out what it does between steps."""
         return 1.05 * self.deadline_s + CUT_S + max(CUT_S, self.update_deadline_s)
+
+    def cascades(self, *, full_attention: bool) -> bool:
+        """Whether attention reads a prompt once for completions of its group, on GPUs."""
+        return self.cascade_attention and self.packs(full_attention=full_attention)
 
     def packs(self, *, full_attention: bool) -> bool:
         """Whether an engine on GPUs has the packed recorder. `full_attention`: see

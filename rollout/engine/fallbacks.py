@@ -12,6 +12,7 @@ import vllm
 from keel.configs.schema import RolloutConfig
 from keel.rollout.engine.begin import Begin, BeginAsVllm, BeginLikeTheLast
 from keel.rollout.recording.base import RecorderName, recorder_name
+from keel.rollout.spec import EngineSpec
 from keel.rollout.vllm_contract import WRITTEN_FOR, Part, changes
 
 _LOG = logging.getLogger(__name__)
@@ -46,6 +47,25 @@ def choose_recorder(
         _right(),
     )
     return "native"
+
+
+def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
+    """Have attention read a group's prompt once, in engines that are built in this process from now
+    on. Returns whether it will, where the model's layers are such."""
+    if not spec.config.cascade_attention or recorder != "packed" or spec.batch_invariant:
+        return False
+    if lost := changes("cascade"):
+        _LOG.warning(
+            "%s. Attention reads a prompt once for each of its completions, which is slower. "
+            "Install %s, or set rollout.cascade_attention to false to have it said no more",
+            _changed(lost),
+            _right(),
+        )
+        return False
+    from keel.rollout.fastpath.cascade import install  # noqa: PLC0415
+
+    install()
+    return True
 
 
 def no_copies(config: RolloutConfig) -> str:

@@ -36,6 +36,7 @@ from keel.rollout.engine.fallbacks import (
     no_copies,
     quick_start,
     require,
+    share_prompts,
     warn_of_large_cache,
     warn_of_small_share,
 )
@@ -86,6 +87,7 @@ class VllmEngine:
             from keel.rollout.fastpath.compile_ahead import compile_ahead  # noqa: PLC0415
 
             compile_ahead(spec, text.vocab_size)
+        share_prompts(spec, name)
         alone = spec.config.tensor_parallel == 1
         with quick_start(whole.architectures or () if alone else (), gpu=not cpu):
             self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)

@@ -24,6 +24,8 @@ LONGEST_RUN = 1024
 MOST_IDS = 1 << 24
 """Steps, and ids of their sampling masks, that a run holds."""
 NEVER = 1 << 62
+LOOKED_AT = tuple((1 << power) - 1 for power in range(14))
+"""Blocks of prompts that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,14 @@ def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
     )
 
 
+def beginning(request: Request, block: int) -> tuple[bytes, ...]:
+    """Of requests in the order of these, those whose prompts have most in common are neighbours:
+    hashes of ever longer parts of the prompt, the last of all its full blocks. `block`: tokens of
+    one."""
+    known = request.block_hashes[: request.num_prompt_tokens // block]
+    return (*(known[at] for at in LOOKED_AT if at < len(known)), *known[-1:])
+
+
 def together(run: DecodeRun, cached: CachedRequestData, theirs: SchedulerOutput) -> SchedulerOutput:
     """One step of the run and of what vLLM has scheduled beside it."""
     more = theirs.scheduled_cached_reqs
@@ -83,6 +93,8 @@ class DecodeRun:
     def __init__(self, places: int) -> None:
         self.requests: list[Request | None] = [None] * places
         self.place_of: dict[str, int] = {}
+        self.begins: list[tuple[bytes, ...]] = [()] * places
+        """[P] `beginning` of each request."""
         self.stops: list[frozenset[int]] = [frozenset()] * places
         """[P] sets of tokens: those that end each request."""
         self.live = np.zeros(places, np.bool_)
@@ -114,9 +126,12 @@ class DecodeRun:
         self.settle()
 
     def settle(self) -> None:
-        """The steps to come have the requests that there are now."""
-        self.places = np.array([p for p, it in enumerate(self.requests) if it is not None], int)
-        self.ids = [it.request_id for it in self.requests if it is not None]
+        """The steps to come have the requests that there are now, those that begin alike side by
+        side: attention reads what they share once (`keel.rollout.fastpath.cascade_kernels`)."""
+        there = {place: it for place, it in enumerate(self.requests) if it is not None}
+        order = sorted(there, key=self.begins.__getitem__)
+        self.places = np.array(order, int)
+        self.ids = [there[place].request_id for place in order]
         self.one_each = dict.fromkeys(self.ids, 1)
         self.any_stop = frozenset().union(*(self.stops[place] for place in self.places))
         self.end = int(self.room.min())
@@ -129,6 +144,7 @@ class DecodeRun:
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
         flying = request.num_output_placeholders
         self.requests[place], self.place_of[request.request_id] = request, place
+        self.begins[place] = beginning(request, block)
         self.stops[place] = frozenset((*eos, *(params.stop_token_ids or ())))
         self.live[place], self.first[place] = True, now
         self.computed[place] = request.num_computed_tokens - now

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
@@ -53,6 +54,17 @@ class KeptSampler(Sampler):
     one_and_none: Tensor
     """[2, requests] int32: sampled and rejected tokens in steps without a prompt. Nothing writes to
     it, so that steps may share it."""
+    changed: bool = True
+    """Requests came since their parameters were last given to the device."""
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        self.changed = True
+        super().add_request(req_idx, sampling_params)
+
+    def apply_staged_writes(self) -> None:
+        if self.changed:
+            self.changed = False
+            super().apply_staged_writes()
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
         requests = input_batch.idx_mapping_np

@@ -10,8 +10,8 @@ from typing import TypeGuard
 
 import pytest
 
-from keel.rollout.vllm_checks import Has
-from keel.rollout.vllm_contract import GPU, NEEDS, SCHED, Part
+from keel.rollout.vllm_checks import GPU, SCHED, Has
+from keel.rollout.vllm_contract import NEEDS, Part
 
 ROLLOUT = Path(__file__).parent.parent.parent / "rollout"
 FENCE: dict[str, tuple[Part, ...]] = {
@@ -20,7 +20,7 @@ FENCE: dict[str, tuple[Part, ...]] = {
     "engine/kv_cache.py": ("kv_cache",),
     "engine/begin.py": ("begin",),
     "engine/quick_start.py": ("start", "warm_up"),
-    "fastpath/": ("packed",),
+    "fastpath/": ("packed", "cascade"),
     "engine/shims.py": ("shims",),
     "recording/v1.py": ("v1",),
 }
@@ -47,6 +47,10 @@ VARIABLES = {
         "states": f"{GPU}.sample.states:SamplingStates",
         "runner": f"{GPU}.model_runner:GPUModelRunner",
         "sampler": f"{GPU}.sample.sampler:Sampler",
+    },
+    "fastpath/sample_graphs.py": {
+        "batch": f"{GPU}.input_batch:InputBatch",
+        "runner": f"{GPU}.model_runner:GPUModelRunner",
     },
 }
 """The classes of vLLM that variables of these files are of."""

@@ -261,12 +261,23 @@ def decode_device_seconds(
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
     weights = facts.parameters - rows - missed * facts.expert_parameters
-    mean_context = config.data.max_prompt_tokens + config.rollout.sampling.max_tokens / 2
-    cache = sequences * mean_context * kv_token_bytes(config, facts)
+    sampled = config.rollout.sampling.max_tokens / 2
+    prompts = config.data.max_prompt_tokens / read_together(config, facts)
+    cache = sequences * (prompts + sampled) * kv_token_bytes(config, facts)
     moved = weights * width / parallel / rates.memory_share + cache / rates.cache_share
     gemms = 2 * facts.active_parameters * sequences / parallel
     longest = max(moved / machine.memory_bytes, gemms / (machine.flops * rates.prefill_mfu))
     return facts.layers * rates.layer_step_s + longest
+
+
+def read_together(config: Config, facts: ModelFacts) -> int:
+    """Completions of a group for which attention reads their prompt once
+    (`rollout.cascade_attention`, keel.rollout.fastpath.cascade_plan)."""
+    plain = facts.head_size and not config.model.batch_invariant
+    if not (plain and config.rollout.cascades(full_attention=facts.full_attention)):
+        return 1
+    each = facts.attention_width // facts.head_size // facts.kv_heads
+    return min(config.algorithm.group_size, 16 // each) if each <= 4 else 1
 
 
 def body_parameters(facts: ModelFacts) -> int:

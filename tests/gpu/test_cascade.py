@@ -1,0 +1,196 @@
+"""Attention in which what rows share is read once, against attention in float64.
+
+The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+from tests.rollout import interpreted
+
+# The functions load vLLM, which stays out of a run that skips them.
+# ruff: noqa: PLC0415
+pytestmark = KERNELS
+PAGE = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton() -> None:
+    if INTERPRETED:
+        interpreted.lend_triton()
+
+
+@dataclass
+class Cache:
+    """Rows of a batch, and where their tokens are."""
+
+    width: int = 24
+    """Blocks of a row, at most."""
+    rows: list[list[int]] = field(default_factory=list[list[int]])
+    lengths: list[int] = field(default_factory=list[int])
+    used: int = 1
+
+    def add(self, length: int, begin: list[int] | None = None) -> list[int]:
+        """A row, which has these blocks of another's at its beginning."""
+        blocks = list(begin or [])
+        new = -(-length // PAGE) - len(blocks)
+        blocks += range(self.used, self.used + new)
+        self.used += new
+        self.rows.append(blocks)
+        self.lengths.append(length)
+        return blocks
+
+    def table(self) -> Tensor:
+        """Blocks that a row does not have are what another row had there."""
+        table = torch.full((len(self.rows), self.width), 3, dtype=torch.int32)
+        for row, blocks in enumerate(self.rows):
+            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        return table.to(DEVICE)
+
+
+def groups(*sizes: int, prompt: int = 6 * PAGE, common: int = 0) -> Cache:
+    """Groups of rows that share a prompt of so many tokens, of which all have the first in
+    common."""
+    cache = Cache()
+    first = cache.add(common) if common else []
+    if common:
+        cache.rows.clear()
+        cache.lengths.clear()
+    for size in sizes:
+        shared = cache.add(prompt, first)[: prompt // PAGE]
+        cache.rows.pop()
+        cache.lengths.pop()
+        for number in range(size):
+            cache.add(prompt + 1 + 37 * number % 150, shared)
+    return cache
+
+
+def check(cache: Cache, queries: int = 4, keys: int = 2, size: int = 64, most: int = 0) -> None:
+    """All rows' attention is that of the tokens they have."""
+    from keel.rollout.fastpath.cascade_kernels import attend
+    from keel.rollout.fastpath.cascade_plan import Heads, Scratch, plan
+
+    torch.manual_seed(0)
+    rows = len(cache.rows)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    made = torch.randn(cache.used, keys, PAGE, 2 * size, device=DEVICE).to(dtype)
+    query = torch.randn(rows, queries, size, device=DEVICE).to(dtype)
+    out = torch.full_like(query, float("nan"))
+    table, lengths = cache.table(), torch.tensor(cache.lengths, dtype=torch.int32, device=DEVICE)
+    key, value = made.transpose(1, 2).split(size, dim=-1)
+    heads = Heads(queries, keys, size, PAGE)
+    scratch = Scratch(heads, most or rows, torch.device(DEVICE))
+    plan(scratch, table, lengths)
+    attend(scratch, query, key, value, table, lengths, size**-0.5, out)
+    for row, (blocks, length) in enumerate(zip(cache.rows, cache.lengths, strict=True)):
+        if not length:
+            assert not out[row].any()
+            continue
+        k = key[blocks].flatten(0, 1)[:length].double().repeat_interleave(queries // keys, 1)
+        v = value[blocks].flatten(0, 1)[:length].double().repeat_interleave(queries // keys, 1)
+        logits = torch.einsum("hd,nhd->hn", query[row].double(), k) * size**-0.5
+        wanted = torch.einsum("hn,nhd->hd", logits.softmax(-1), v)
+        tolerance = 1e-5 if INTERPRETED else 2e-2
+        torch.testing.assert_close(out[row].double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def planned(cache: Cache, queries: int = 4, keys: int = 2) -> tuple[list[int], list[int]]:
+    """First row of each one's segment, and the tokens it shares."""
+    from keel.rollout.fastpath.cascade_plan import Heads, Scratch, plan
+
+    heads = Heads(queries, keys, 64, PAGE)
+    scratch = Scratch(heads, len(cache.rows), torch.device(DEVICE))
+    lengths = torch.tensor(cache.lengths, dtype=torch.int32, device=DEVICE)
+    plan(scratch, cache.table(), lengths)
+    return scratch.leader.tolist(), scratch.shared.tolist()
+
+
+def test_rows_of_a_group_are_a_segment() -> None:
+    leaders, shared = planned(groups(4, 1, 3))
+    assert leaders == [0, 0, 0, 0, 4, 5, 5, 5]
+    assert shared == [96, 96, 96, 96, 0, 96, 96, 96]
+
+
+def test_segments_end_with_the_rows_that_are_seen_together() -> None:
+    leaders, _ = planned(groups(40))
+    assert leaders == [8 * (row // 8) for row in range(40)]
+
+
+def test_groups_that_share_less_with_each_other_stay_apart() -> None:
+    leaders, shared = planned(groups(3, 3, common=5 * PAGE, prompt=12 * PAGE))
+    assert leaders == [0, 0, 0, 3, 3, 3]
+    assert shared == [192] * 6
+
+
+def test_prompts_that_begin_alike_share_that() -> None:
+    leaders, shared = planned(groups(1, 1, 1, common=5 * PAGE, prompt=12 * PAGE))
+    assert leaders == [0, 0, 0]
+    assert shared == [80, 80, 80]
+
+
+def test_little_is_not_worth_a_segment() -> None:
+    assert planned(groups(2, prompt=3 * PAGE))[1] == [0, 0]
+
+
+def test_a_row_keeps_the_token_that_it_decodes() -> None:
+    cache = Cache()
+    shared = cache.add(6 * PAGE)
+    cache.add(6 * PAGE, shared)
+    assert planned(cache)[1] == [80, 80]
+
+
+def test_what_a_row_no_longer_has_is_not_compared() -> None:
+    cache = Cache()
+    cache.rows, cache.lengths, cache.used = [[3] * 8, [3] * 8], [2 * PAGE, 8 * PAGE], 4
+    assert planned(cache)[1] == [0, 0]
+
+
+def test_long_prompts_are_compared_to_their_end() -> None:
+    cache = groups(2, prompt=200 * PAGE)
+    cache.width = 220
+    assert planned(cache)[1] == [3200, 3200]
+
+
+def test_attention_of_groups() -> None:
+    check(groups(4, 1, 3))
+
+
+def test_attention_of_rows_that_share_nothing() -> None:
+    check(groups(1, 1, 1, 1, 1))
+
+
+def test_attention_of_one_row() -> None:
+    check(groups(1))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(2, 2), (7, 1), (16, 2), (6, 2)])
+def test_heads(queries: int, keys: int) -> None:
+    check(groups(5, 2), queries, keys)
+
+
+def test_a_group_of_more_rows_than_are_seen_together() -> None:
+    check(groups(21))
+
+
+def test_rows_that_are_nobodys_are_zero() -> None:
+    cache = groups(3)
+    for _ in range(2):
+        cache.rows.append([])
+        cache.lengths.append(0)
+    check(cache)
+
+
+def test_a_batch_smaller_than_the_largest() -> None:
+    check(groups(3, 2), most=64)
+
+
+def test_long_rows_are_cut_into_many_shares() -> None:
+    cache = groups(2, prompt=70 * PAGE)
+    cache.width = 100
+    check(cache)

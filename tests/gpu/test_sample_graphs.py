@@ -1,0 +1,196 @@
+"""Steps that are drawn by a CUDA graph, beside the same steps without one.
+
+What the graph is given is checked anywhere under Triton's interpreter (TRITON_INTERPRET=1); graphs
+need a GPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+from tests.rollout import interpreted
+
+# The functions load vLLM, which stays out of a run that skips them.
+# ruff: noqa: PLC0415
+pytestmark = KERNELS
+VOCABULARY, HIDDEN = 10_001, 64
+GRAPH = pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA graphs)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton() -> None:
+    if INTERPRETED:
+        interpreted.lend_triton()
+
+
+def parameters() -> list[Any]:
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(seed=1, logprobs=0, top_k=8),
+        SamplingParams(seed=2, logprobs=0, top_k=300, temperature=0.7),
+        SamplingParams(seed=3, logprobs=0, top_k=40, top_p=0.9, temperature=1.3),
+        SamplingParams(seed=4, logprobs=0, top_k=300, top_p=0.5),
+        SamplingParams(seed=5, logprobs=0, top_k=200, top_p=0.8),
+        SamplingParams(seed=6, logprobs=0, temperature=0),
+    ]
+
+
+def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
+    from keel.rollout.fastpath.sample_graphs import Rows, gather
+
+    into = Rows.of(7, DEVICE)
+    for each in into:
+        each.fill_(9)
+    of = {
+        "temperature": torch.tensor([0.5, 0.6, 0.7], device=DEVICE),
+        "top_k": torch.tensor([5, 6, 7], dtype=torch.int32, device=DEVICE),
+        "top_p": torch.tensor([0.1, 0.2, 0.3], device=DEVICE),
+        "seeds": torch.tensor([11, 12, -13], device=DEVICE),
+    }
+    gather(into, torch.tensor([2, 0, 1], device=DEVICE), 5, **of)
+    assert into.temperature.tolist() == pytest.approx([0.7, 0.5, 0.6, 1, 1, 9, 9])
+    assert into.top_k.tolist() == [7, 5, 6, 1, 1, 9, 9]
+    assert into.top_p.tolist() == pytest.approx([0.3, 0.1, 0.2, 1, 1, 9, 9])
+    assert into.seeds.tolist() == [-13, 11, 12, 0, 0, 9, 9]
+    assert into.sampled.tolist() == [1, 1, 1, 0, 0, 9, 9]
+
+
+class Bench:
+    """As much of a model runner as sampling looks at."""
+
+    def __init__(self, *, record: bool = True) -> None:
+        from benchmarks.rollout.sampling_parts import make_runner
+        from keel.rollout.fastpath import sampler
+
+        torch.manual_seed(0)
+        self.runner = make_runner(parameters(), VOCABULARY, DEVICE, record=record)
+        assert sampler.install(self.runner)
+        head = torch.randn(HIDDEN, VOCABULARY, device=DEVICE)
+        self.fixed = torch.zeros(16, HIDDEN, device=DEVICE)
+        self.positions = torch.zeros(16, dtype=torch.int64, device=DEVICE)
+        self.runner.max_num_reqs = 8
+        self.runner.model = SimpleNamespace(compute_logits=lambda hidden: 0.3 * hidden @ head)
+        self.runner.cudagraph_manager = SimpleNamespace(hidden_states=self.fixed)
+        self.runner.input_buffers = SimpleNamespace(positions=self.positions)
+        self.runner.sample = self.eagerly
+        self.eager = 0
+
+    def eagerly(self, hidden: Any, batch: Any, grammar: Any) -> Any:
+        self.eager += 1
+        logits = self.runner.model.compute_logits(hidden[batch.logits_indices])
+        made = self.runner.sampler(logits, batch)
+        return made, made.num_sampled, made.num_rejected
+
+    def step(self, requests: list[int], size: int, place: int) -> Any:
+        from benchmarks.rollout.sampling_parts import make_batch
+
+        batch = make_batch(np.array(requests), [place + r for r in requests], DEVICE)
+        batch.num_tokens, batch.num_tokens_after_padding = len(requests), size
+        batch.num_draft_tokens = 0
+        self.fixed.copy_(torch.randn(self.fixed.shape))
+        self.positions[: len(requests)] = batch.positions
+        return batch
+
+
+def lists(output: Any) -> tuple[list[int], list[int], Any]:
+    """Tokens, how many were sampled, and sampling masks."""
+    masks = output.sampling_mask_tensors
+    found = masks.tolists() if masks is not None else None
+    return (
+        output.sampled_token_ids[:, 0].tolist(),
+        output.num_sampled.tolist(),
+        None if found is None else (found.offsets.tolist(), found.token_ids.tolist()),
+    )
+
+
+def logp(output: Any) -> Any:
+    return output.logprobs_tensors.tolists().logprobs[:, 0]
+
+
+@GRAPH
+@pytest.mark.parametrize("record", [True, False])
+def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
+    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+
+    bench = Bench(record=record)
+    graphs = SampleGraphs(bench.runner)
+    with torch.inference_mode():
+        for place, (requests, size) in enumerate(
+            [([1, 0, 4], 4), ([1, 0, 4], 4), ([3, 2, 1], 4), ([2], 2), ([4, 3, 2, 1, 0], 8)] * 2
+        ):
+            batch = bench.step(requests, size, 8 + place)
+            expected = bench.eagerly(bench.fixed[:size], batch, None)
+            bench.eager = 0
+            found = graphs.sample(bench.fixed[:size], batch, None)
+            assert bench.eager == 0
+            assert lists(found[0]) == lists(expected[0])
+            # The head adds up in another order.
+            np.testing.assert_allclose(logp(found[0]), logp(expected[0]), atol=1e-4)
+            for mine, theirs in zip(found[1:], expected[1:], strict=True):
+                assert mine.tolist() == theirs.tolist()
+
+
+@GRAPH
+def test_two_steps_may_be_in_flight() -> None:
+    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+
+    bench = Bench()
+    graphs = SampleGraphs(bench.runner)
+    with torch.inference_mode():
+        outputs: list[Any] = []
+        for place in range(2):
+            batch = bench.step([0, 1, 2], 4, 8 + place)
+            outputs.append(bench.eagerly(bench.fixed[:4], batch, None)[0])
+            outputs.append(graphs.sample(bench.fixed[:4], batch, None)[0])
+    one, mine, two, last = (lists(output) for output in outputs)
+    assert (mine, last) == (one, two)
+    assert one != two
+
+
+@GRAPH
+def test_steps_of_another_kind_go_vllms_way() -> None:
+    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+
+    bench = Bench()
+    graphs = SampleGraphs(bench.runner)
+    with torch.inference_mode():
+        greedy = bench.step([5, 1], 2, 9)
+        reading = bench.step([1, 2], 2, 9)
+        reading.has_prefill = True
+        elsewhere = bench.step([1, 2], 2, 9)
+        for number, (batch, hidden) in enumerate(
+            [(greedy, bench.fixed), (reading, bench.fixed), (elsewhere, bench.fixed.clone())]
+        ):
+            graphs.sample(hidden[:2], batch, None)
+            assert bench.eager == number + 1
+
+
+@GRAPH
+def test_where_nothing_can_be_captured_steps_go_on_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from keel.rollout.fastpath.sample_graphs import SampleGraphs
+
+    bench = Bench()
+    graphs = SampleGraphs(bench.runner)
+    head, here = bench.runner.model.compute_logits, torch.cuda.current_stream()
+
+    def only_here(hidden: Any) -> Any:
+        if torch.cuda.current_stream() != here:
+            raise RuntimeError("not on this stream")
+        return head(hidden)
+
+    bench.runner.model.compute_logits = only_here
+    with torch.inference_mode():
+        for _ in range(2):
+            graphs.sample(bench.fixed[:2], bench.step([1, 2], 2, 9), None)
+    torch.cuda.synchronize()
+    assert bench.eager == 2
+    assert caplog.text.count("could not be captured") == 1
