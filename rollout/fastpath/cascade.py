@@ -138,7 +138,8 @@ class CascadeImpl(FlashAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         step = getattr(attn_metadata, "step", None)
-        if step is None or output_scale is not None or output_block_scale is not None:
+        scaled = output_scale is not None or output_block_scale is not None
+        if step is None or scaled or kv_cache.shape[2] != step.heads.page:
             return super().forward(
                 layer,
                 query,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -185,3 +186,32 @@ def nothing_waits_for_an_answer_to_end_while_there_is_room(config: Any, ahead: b
                 waited.append(steps)
             plain, short = waited
             assert plain <= short <= plain + JOIN_COST, f"{short} steps instead of {plain}"
+
+
+def rows_that_begin_alike_stand_side_by_side(config: Any) -> None:
+    """Completions of four prompts, of which two begin alike, as they come and go in any order."""
+    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
+    common = list(range(3, 3 + 2 * BLOCK))
+    prompts = {
+        "a": common + list(range(100, 100 + 3 * BLOCK)),
+        "b": common + list(range(200, 200 + 3 * BLOCK)),
+        "c": list(range(50, 50 + 5 * BLOCK)),
+        "d": list(range(150, 150 + 5 * BLOCK)),
+    }
+    for index in range(24):
+        prompt = "abcd"[index % 4]
+        play.add(f"{prompt}{index}", 5 * BLOCK + 3, 20 + number(index) % 40, prompts[prompt])
+    seen = 0
+    while play.scheduler.has_requests() or play.queue:
+        play.step()
+        assert isinstance(play.scheduler, AsyncFastScheduler)
+        run = play.scheduler._run
+        if run is None or len(run.ids) < 8:
+            continue
+        seen += 1
+        order = [name[0] for name, _ in groupby(run.ids, key=lambda name: name[0])]
+        assert len(order) == len(set(order)), f"a prompt's rows are apart: {run.ids}"
+        if {"a", "b"} <= set(order):
+            assert abs(order.index("a") - order.index("b")) == 1
+    assert seen > 20
+    check_whole(play, list(play.ended))

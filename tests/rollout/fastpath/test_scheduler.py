@@ -63,6 +63,10 @@ def test_nothing_waits_for_an_answer_to_end_while_there_is_room(
     checks.nothing_waits_for_an_answer_to_end_while_there_is_room(config, ahead)
 
 
+def test_rows_that_begin_alike_stand_side_by_side(checks: Any, config: Any) -> None:
+    checks.rows_that_begin_alike_stand_side_by_side(config)
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("blocks", [18, 30])
 def test_every_row_is_of_the_weights_that_sampled_the_next_token(

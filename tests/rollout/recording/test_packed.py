@@ -56,6 +56,7 @@ def tolerance() -> Tolerance:
 
 
 class TestPackedRecorder:
+    way = RecorderContract.way
     check = RecorderContract.check
     check_cut = RecorderContract.check_cut
     test_chunked_prefill = RecorderContract.test_chunked_prefill

@@ -21,7 +21,7 @@ from keel.configs.schema import (
 from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.planning.gpus import Machine, machine_of
-from keel.trainer.planning.memory import BYTES, mlp_width
+from keel.trainer.planning.memory import BYTES, kv_token_bytes, mlp_width
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import describe, make_plan
 from keel.trainer.planning.step_time import (
@@ -29,6 +29,8 @@ from keel.trainer.planning.step_time import (
     StepTime,
     body_parameters,
     compute_seconds,
+    decode_device_seconds,
+    read_together,
     step_time,
     traffic_seconds,
 )
@@ -164,6 +166,29 @@ def test_a_large_dense_model_decodes_at_the_memorys_rate(moe: ModelFacts) -> Non
     time = estimate(recipe(answers=8), dense, rates=quick)
     assert not time.host_bound
     assert time.decode_step == pytest.approx(2 * count / 4.8e12, rel=0.01)
+
+
+@pytest.mark.parametrize(("heads", "together"), [(4, 8), (8, 4), (16, 1)])
+def test_a_prompt_is_read_once_for_completions_of_its_group(
+    moe: ModelFacts, heads: int, together: int
+) -> None:
+    """heads: of queries; of keys there are two."""
+    facts = replace(moe, head_size=128, kv_heads=2, kv_width=512, attention_width=128 * heads)
+    config = recipe(answers=64, prompt=2048)
+    config = replace(config, algorithm=replace(config.algorithm, group_size=8))
+    packed = replace(config, rollout=replace(config.rollout, recorder="packed"))
+    apart = replace(packed, rollout=replace(packed.rollout, cascade_attention=False))
+    assert read_together(packed, facts) == together
+    native = replace(config, rollout=replace(config.rollout, recorder="native"))
+    invariant = replace(packed, model=replace(packed.model, batch_invariant=True))
+    assert [read_together(it, facts) for it in (apart, native, invariant)] == [1, 1, 1]
+    few = replace(packed, algorithm=replace(packed.algorithm, group_size=2))
+    assert read_together(few, facts) == min(2, together)
+    saved = 64 * 2048 * (1 - 1 / together) * kv_token_bytes(packed, facts)
+    machine, rates = Machine(), Rates()
+    before, after = (decode_device_seconds(it, facts, 64, machine, rates) for it in (apart, packed))
+    expected = saved / rates.cache_share / machine.memory_bytes
+    assert before - after == pytest.approx(expected)
 
 
 def test_few_sequences_touch_few_experts(moe: ModelFacts) -> None:
