@@ -40,6 +40,7 @@ PAGES = {
     "rewards.judge": "rubrics",
     "rollout": "rollouts",
     "rollout.engines": "performance",
+    "rollout.cascade_attention": "rollouts",
     "rollout.dtype": "stability",
     "rollout.head_dtype": "performance",
     "rollout.sampling": "stability",

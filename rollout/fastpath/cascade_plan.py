@@ -24,7 +24,7 @@ NONE = tl.constexpr(1 << 30)
 QUERIES = 16
 """Of a segment that are at hand at once, its rows times the query heads of a key head: the least
 that tensor cores take. More would cost registers, and so what is in flight from memory."""
-PARTS = 512
+PARTS = 1024
 """Parts (row, key head, share of a row) that a step is cut into, if it can be."""
 MOST_SPLITS = 32
 """Shares of a row."""
