@@ -24,6 +24,7 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -79,8 +80,16 @@ def environment(mark: str, packages: Path | None = None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "true",
         "KEEL_TRACEBACK": "1",
+        # Of torch.distributed, whose usual one another comparison on this machine may have.
+        "MASTER_PORT": str(free_port()),
         MARK: mark,
     }
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 class Bench:
