@@ -65,6 +65,7 @@ RESUMABLE_KNOBS = frozenset(
         "rollout.max_num_seqs",
         "rollout.max_num_batched_tokens",
         "rollout.enable_prefix_caching",
+        "rollout.cascade_attention",
         "rollout.enforce_eager",
         "rollout.gpu_memory_utilization",
         "rollout.kv_cache_gib",

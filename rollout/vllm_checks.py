@@ -67,6 +67,7 @@ def attributes(found: Any) -> set[str]:
     names = set(dir(found))
     for kind in found.__mro__ if isinstance(found, type) else ():
         if kind.__module__.startswith("vllm."):
+            names |= vars(kind).keys()  # `dir` leaves out the methods of an enumeration
             names |= vars(kind).get("__annotations__", {}).keys()
             names |= assigned(kind.__module__).get(kind.__name__, set())
     return names

@@ -41,6 +41,8 @@ class Arm:
     gpu_only: bool = False
     cascade: bool = True
     """`rollout.cascade_attention`"""
+    graph: bool = True
+    """A step's sampling is a CUDA graph."""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of vLLM's engine arguments."""
 
@@ -75,6 +77,8 @@ ARMS = {
         packed("packed-fa2", attention_config={"flash_attn_version": 2}),
         packed("packed-triton", attention_backend="TRITON_ATTN"),
         replace(packed("packed-no-cascade"), cascade=False),
+        replace(packed("packed-no-graph"), graph=False),
+        replace(packed("packed-before"), cascade=False, graph=False),
         packed("packed-head-rounded", hf_overrides={"head_dtype": "model"}),
         packed("packed-page64", block_size=64),
         packed("packed-page256", block_size=256),
@@ -219,6 +223,10 @@ class Keel:
             return replace(built(*args), **engine_args(arm, folder, size))
 
         vllm_engine.engine_args = bounded
+        if arm.keel and arm.gpu_only and not arm.graph:
+            from keel.rollout.fastpath import sample_graphs  # noqa: PLC0415
+
+            sample_graphs.install = lambda runner: None
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.completion),

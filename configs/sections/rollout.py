@@ -92,9 +92,9 @@ class RolloutConfig:
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts and earlier turns for requests that begin alike."""
     cascade_attention: bool = True
-    """GPU: read a prompt's keys and values once for all its completions that are sampled together,
-    and not once for each. With `recorder: packed` alone, and where every layer has full
-    attention."""
+    """GPU: read a prompt's keys and values once for its completions that are sampled together, and
+    not once for each. With `recorder: packed`, `enable_prefix_caching` and engines of one GPU, and
+    where every layer has full attention."""
     enforce_eager: bool = False
     """GPU: run without CUDA graphs (slower, starts sooner)."""
     gpu_memory_utilization: float = 0.85
@@ -152,7 +152,8 @@ class RolloutConfig:
 
     def cascades(self, *, full_attention: bool) -> bool:
         """Whether attention reads a prompt once for completions of its group, on GPUs."""
-        return self.cascade_attention and self.packs(full_attention=full_attention)
+        alone = self.tensor_parallel == 1 and self.enable_prefix_caching
+        return self.cascade_attention and alone and self.packs(full_attention=full_attention)
 
     def packs(self, *, full_attention: bool) -> bool:
         """Whether an engine on GPUs has the packed recorder. `full_attention`: see

@@ -4,8 +4,10 @@ one loud line. `keel.rollout.vllm_contract` knows what each part leans on."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 
 import vllm
 
@@ -17,6 +19,7 @@ from keel.rollout.vllm_contract import WRITTEN_FOR, Part, changes
 
 _LOG = logging.getLogger(__name__)
 SWITCHED_OFF = "it is switched off"
+CASCADE = "keel.rollout.fastpath.cascade"
 
 
 def require(*parts: Part) -> None:
@@ -51,21 +54,22 @@ def choose_recorder(
 
 def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
     """Have attention read a group's prompt once, in engines that are built in this process from now
-    on. Returns whether it will, where the model's layers are such."""
-    if not spec.config.cascade_attention or recorder != "packed" or spec.batch_invariant:
-        return False
-    if lost := changes("cascade"):
+    on, or as vLLM has it. Returns whether it will, where the model's layers are such."""
+    config = spec.config
+    here = config.cascade_attention and config.enable_prefix_caching and config.tensor_parallel == 1
+    wanted = here and recorder == "packed" and not spec.batch_invariant
+    lost = changes("cascade") if wanted else []
+    if lost:
         _LOG.warning(
             "%s. Attention reads a prompt once for each of its completions, which is slower. "
             "Install %s, or set rollout.cascade_attention to false to have it said no more",
             _changed(lost),
             _right(),
         )
-        return False
-    from keel.rollout.fastpath.cascade import install  # noqa: PLC0415
-
-    install()
-    return True
+    wanted = wanted and not lost
+    if wanted or CASCADE in sys.modules:  # which has vLLM's attention loaded
+        import_module(CASCADE).install(wanted=wanted)
+    return wanted
 
 
 def no_copies(config: RolloutConfig) -> str:

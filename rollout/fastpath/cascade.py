@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from keel.rollout.fastpath.cascade_kernels import attend
 from keel.rollout.fastpath.cascade_plan import Heads, Scratch, plan
@@ -93,8 +94,11 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         """None: the kernels do not cover these layers."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         heads = Heads(self.num_heads_q, self.num_heads_kv, self.headdim, self.block_size)
+        mode = self.compilation_config.cudagraph_mode
         if (
-            self.dcp_world_size > 1
+            # Graphs of steps with prompts would take those that only decode, too.
+            (mode.has_full_cudagraphs() and not mode.separate_routine())
+            or self.dcp_world_size > 1
             or self.rswa_window is not None
             or self.model_config.is_mm_prefix_lm
             or heads.size not in SIZES
@@ -138,8 +142,7 @@ class CascadeImpl(FlashAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         step = getattr(attn_metadata, "step", None)
-        scaled = output_scale is not None or output_block_scale is not None
-        if step is None or scaled or kv_cache.shape[2] != step.heads.page:
+        if step is None or output_scale is not None or output_block_scale is not None:
             return super().forward(
                 layer,
                 query,
@@ -151,6 +154,11 @@ class CascadeImpl(FlashAttentionImpl):
                 output_scale,
                 output_block_scale,
             )
+        if kv_cache.shape[2] != step.heads.page:
+            raise RuntimeError(
+                f"blocks of {kv_cache.shape[2]} tokens where vLLM said {step.heads.page}: set "
+                "rollout.cascade_attention to false"
+            )
         table, lengths = attn_metadata.block_table, attn_metadata.seq_lens
         if step.first is None:
             step.first = layer
@@ -161,8 +169,12 @@ class CascadeImpl(FlashAttentionImpl):
         return output
 
 
-def install() -> None:
-    """For engines that are built in this process from now on."""
-    register_backend(
-        AttentionBackendEnum.FLASH_ATTN, f"{CascadeBackend.__module__}.{CascadeBackend.__name__}"
-    )
+def install(*, wanted: bool) -> None:
+    """Take the place of vLLM's own, or give it back, for engines that are built in this process
+    from now on."""
+    if wanted:
+        where = f"{CascadeBackend.__module__}.{CascadeBackend.__name__}"
+        register_backend(AttentionBackendEnum.FLASH_ATTN, where)
+    else:
+        AttentionBackendEnum.FLASH_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()

@@ -21,7 +21,7 @@ from torch import Tensor
 from keel.rollout.fastpath.cascade_plan import MOST_SPLITS, Scratch
 
 SHORT = 4
-"""Shares of a row that are joined in one go by a single warp."""
+"""Slices of a row that are joined in one go by a single warp."""
 TOKENS, STAGES, WARPS = 64, 2, 4
 """Of keys and values that are read at once, and how far ahead."""
 
@@ -80,7 +80,6 @@ def attend(
         scratch.values,
         lengths,
         scratch.shared,
-        scratch.leader,
         out,
         out.stride(0),
         out.stride(1),
@@ -94,8 +93,8 @@ def attend(
 
 
 @triton.jit
-def _share(length, split, splits, TOKENS: tl.constexpr):
-    """Beginning and end of one of the shares of so many tokens."""
+def _slice(length, split, splits, TOKENS: tl.constexpr):
+    """Beginning and end of one of the slices of so many tokens."""
     size = tl.cdiv(tl.cdiv(length, splits), TOKENS) * TOKENS
     return split * size, tl.minimum((split + 1) * size, length)
 
@@ -132,7 +131,7 @@ def _parts(
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One key head and one share: of what a segment shares (of two rows side by side one leads a
+    """One key head and one slice: of what a segment shares (of two rows side by side one leads a
     segment at the most), or of what a row has for itself. Weighted values, and log2 of their sum of
     exponentials."""
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -149,7 +148,7 @@ def _parts(
     else:
         first = shared
         length = tl.load(lengths_ptr + row) - shared
-    begin, end = _share(length, split, splits, TOKENS)
+    begin, end = _slice(length, split, splits, TOKENS)
     begin += first
     end += first
     if begin < end:
@@ -210,7 +209,6 @@ def _join(
     found_ptr,
     lengths_ptr,
     shared_ptr,
-    leader_ptr,
     out_ptr,
     out_row,
     out_head,
@@ -227,7 +225,7 @@ def _join(
     own = tl.load(lengths_ptr + row) - shared
     part, numbers = tl.arange(0, 2 * SPLITS), tl.arange(0, SIZE)
     split = tl.where(part < splits, part, part - splits)
-    begin, end = _share(tl.where(part < splits, own, shared), split, splits, TOKENS)
+    begin, end = _slice(tl.where(part < splits, own, shared), split, splits, TOKENS)
     inside = (part < 2 * splits) & (begin < end)
     at = (row * HEADS + head) * (2 * splits) + part
     sums = tl.load(sums_ptr + at, mask=inside, other=-float("inf"))

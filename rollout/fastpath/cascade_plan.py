@@ -19,15 +19,16 @@ from torch import Tensor
 LEAST_SHARED = tl.constexpr(64)
 """Tokens that rows must share to be read together."""
 COLUMNS = tl.constexpr(64)
-"""Blocks of the table that are compared at once."""
+AT_ONCE = 16
+"""Blocks of the table, and rows of it, that are compared at once."""
 NONE = tl.constexpr(1 << 30)
 QUERIES = 16
 """Of a segment that are at hand at once, its rows times the query heads of a key head: the least
 that tensor cores take. More would cost registers, and so what is in flight from memory."""
 PARTS = 1024
-"""Parts (row, key head, share of a row) that a step is cut into, if it can be."""
+"""Parts (row, key head, slice of a row) that a step is cut into, if it can be."""
 MOST_SPLITS = 32
-"""Shares of a row."""
+"""Slices of a row."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Heads:
         return 1 << ((self.tile // self.each).bit_length() - 1)
 
     def splits(self, rows: int) -> int:
-        """Shares that each of so many rows is cut into."""
+        """Slices that each of so many rows is cut into."""
         return max(1, min(MOST_SPLITS, PARTS // max(1, rows * self.keys)))
 
 
@@ -68,10 +69,12 @@ class Scratch:
         """`rows`: of a batch, at most."""
         self.heads = heads
         parts = max(heads.splits(n) * n for n in range(1, rows + 1))
+        self.alike = torch.zeros(rows, dtype=torch.int32, device=device)
+        """[rows]: tokens that each has in common with the one before it."""
         self.leader = torch.zeros(rows, dtype=torch.int32, device=device)
         """[rows]: the first row of each one's segment."""
         self.shared = torch.zeros(rows, dtype=torch.int32, device=device)
-        """[rows]: tokens that its segment shares; 0: it is alone."""
+        """[rows]: tokens that its segment has in common; 0: it is alone."""
         shape = (2 * parts * heads.queries,)
         self.sums = torch.empty(*shape, dtype=torch.float32, device=device)
         self.values = torch.empty(*shape, heads.size, dtype=torch.float32, device=device)
@@ -82,42 +85,46 @@ def plan(scratch: Scratch, table: Tensor, lengths: Tensor) -> None:
     """See who shares what: once a step, before its layers. table [rows, blocks] int32; lengths
     [rows] int32, the token that is being decoded included, 0: nobody's row."""
     rows = len(lengths)
-    each = scratch.heads.rows
-    _plan[(triton.cdiv(rows, each),)](
+    _compare[(triton.cdiv(rows, AT_ONCE),)](
         table,
         table.stride(0),
         table.shape[1],
         lengths,
+        scratch.alike,
+        rows,
+        PAGE=scratch.heads.page,
+        ROWS=AT_ONCE,
+    )
+    _segment[(1,)](
+        scratch.alike,
         scratch.leader,
         scratch.shared,
         rows,
-        PAGE=scratch.heads.page,
-        ROWS=each,
+        ROWS=scratch.heads.rows,
+        SIZE=triton.next_power_of_2(len(scratch.leader)),
+        num_warps=8,
     )
 
 
 @triton.jit(do_not_specialize=["table_row", "width", "rows"])
-def _plan(
+def _compare(
     table_ptr,
     table_row,
     width,
     lengths_ptr,
-    leader_ptr,
-    shared_ptr,
+    alike_ptr,
     rows,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS rows: where segments begin, and how much each shares."""
+    """ROWS rows: tokens that each has in common with the one before it, if they are worth it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, ROWS)
-    inside = row < rows
-    first = place == 0
+    inside = (row < rows) & (row > 0)
     length = tl.load(lengths_ptr + row, mask=inside, other=0)
-    before = tl.load(lengths_ptr + row - 1, mask=inside & (row > 0), other=0)
+    before = tl.load(lengths_ptr + row - 1, mask=inside, other=0)
     # Whole blocks of both, and each row keeps a token for itself.
     least = tl.maximum(tl.minimum(length, before) - 1, 0) // PAGE
-    least = tl.where(first, 0, tl.minimum(least, width))
+    least = tl.minimum(least, width)
     most = tl.max(least, axis=0)
     columns = tl.arange(0, COLUMNS)
     matched = tl.zeros([ROWS], tl.int32)
@@ -136,16 +143,40 @@ def _plan(
         if tl.max(going.to(tl.int32), axis=0) == 0:
             column = most
     same = tl.minimum(matched, least) * PAGE
-    same = tl.where(same < LEAST_SHARED, 0, same)
-    # Two segments that share a little with each other stay two: their own parts are longer.
-    above = tl.sum(tl.where(place[:, None] == place[None, :] + 1, same[:, None], 0), axis=0)
-    below = tl.sum(tl.where(place[:, None] + 1 == place[None, :], same[:, None], 0), axis=0)
-    begins = first | (same == 0) | (8 * same < 7 * tl.maximum(above, below))
-    earlier = (place[:, None] <= place[None, :]) & begins[:, None]
-    leader = tl.max(tl.where(earlier, place[:, None], 0), axis=0)
-    # [i, j]: row i is in the segment of row j, and not its first.
-    member = (leader[:, None] == leader[None, :]) & (leader != place)[:, None]
-    shared = tl.min(tl.where(member, same[:, None], NONE), axis=0)
-    shared = tl.where(shared == NONE, 0, shared)
-    tl.store(leader_ptr + row, leader + row - place, mask=inside)
-    tl.store(shared_ptr + row, shared, mask=inside)
+    tl.store(alike_ptr + row, tl.where(same < LEAST_SHARED, 0, same), mask=row < rows)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _segment(
+    alike_ptr,
+    leader_ptr,
+    shared_ptr,
+    rows,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """All rows: the segments, of ROWS rows at most, counted from the first that shares."""
+    row = tl.arange(0, SIZE)
+    inside = row < rows
+    same = tl.load(alike_ptr + row, mask=inside, other=0)
+    # Two that share a little with each other stay two: their own parts are longer.
+    above = tl.load(alike_ptr + row - 1, mask=inside & (row > 0), other=0)
+    below = tl.load(alike_ptr + row + 1, mask=row + 1 < rows, other=0)
+    begins = (same == 0) | (8 * same < 7 * tl.maximum(above, below))
+    first = tl.associative_scan(tl.where(begins, row, 0), 0, _larger)
+    begins = begins | ((row - first) % ROWS == 0)
+    leader = tl.associative_scan(tl.where(begins, row, 0), 0, _larger)
+    tl.store(leader_ptr + row, leader, mask=inside)
+    tl.debug_barrier()  # what some threads have stored, others load
+    shared = tl.full([SIZE], NONE, tl.int32)
+    for number in range(1, ROWS):
+        other = leader + number
+        there = inside & (other < rows)
+        there = there & (tl.load(leader_ptr + other, mask=there, other=-1) == leader)
+        shared = tl.minimum(shared, tl.load(alike_ptr + other, mask=there, other=NONE))
+    tl.store(shared_ptr + row, tl.where(shared == NONE, 0, shared), mask=inside)

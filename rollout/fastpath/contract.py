@@ -109,7 +109,7 @@ PACKED: tuple[Need, ...] = (
     Has(
         f"{GPU}.model_runner:GPUModelRunner",
         "batch_sharder cudagraph_manager device get_model input_buffers kv_cache_config "
-        "max_num_reqs model rejection_sampler sample sampler",
+        "max_num_reqs model rejection_sampler sample sampler vllm_config",
     ),
     Takes(
         f"{GPU}.model_runner:GPUModelRunner.sample",
@@ -117,6 +117,8 @@ PACKED: tuple[Need, ...] = (
     ),
     Uses(f"{GPU}.model_runner:GPUModelRunner.sample", "compute_logits sampler"),
     Uses(f"{GPU}.model_runner:GPUModelRunner.sample_tokens", "sample"),
+    Has("vllm.config:VllmConfig", "max_concurrent_batches parallel_config"),
+    Has("vllm.config:ParallelConfig", "world_size"),
     Has(f"{GPU}.cudagraph_utils:ModelCudaGraphManager", "hidden_states"),
     Uses(f"{GPU}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph", "hidden_states"),
     Has(f"{GPU}.input_batch:InputBuffers", "positions"),
@@ -179,7 +181,9 @@ PACKED: tuple[Need, ...] = (
 FLASH = "vllm.v1.attention.backends.flash_attn"
 CASCADE: tuple[Need, ...] = (
     Takes("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
-    Has("vllm.v1.attention.backends.registry:AttentionBackendEnum", "FLASH_ATTN"),
+    Has("vllm.v1.attention.backends.registry:AttentionBackendEnum", "FLASH_ATTN clear_override"),
+    Has("vllm.v1.attention.selector:_cached_get_attn_backend", "cache_clear"),
+    Has("vllm.config.compilation:CUDAGraphMode", "has_full_cudagraphs separate_routine"),
     Has(f"{FLASH}:FlashAttentionBackend", "get_builder_cls get_impl_cls"),
     Takes(
         f"{FLASH}:FlashAttentionMetadataBuilder.build",
@@ -187,8 +191,8 @@ CASCADE: tuple[Need, ...] = (
     ),
     Has(
         f"{FLASH}:FlashAttentionMetadataBuilder",
-        "block_size dcp_world_size device headdim kv_cache_dtype max_cudagraph_size model_config "
-        "num_heads_kv num_heads_q rswa_window",
+        "block_size compilation_config dcp_world_size device headdim kv_cache_dtype "
+        "max_cudagraph_size model_config num_heads_kv num_heads_q rswa_window",
     ),
     Has("vllm.v1.attention.backend:AttentionMetadataBuilder", "layer_names vllm_config"),
     Has(

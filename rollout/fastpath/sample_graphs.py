@@ -2,10 +2,10 @@
 
 A step of few sequences takes its host longer than its GPU, and a fifth of that is starting the
 kernels after the last layer. vLLM captures what comes before them alone. Here they are captured
-once for each size of batch that vLLM has a graph for, when it first comes, and twice, since a step
-is begun before the host has what the one before it drew. What differs from step to step (whose
-rows they are) is gathered into fixed places by one kernel before. All graphs share the memory that
-they only work with; what they draw is copied out of it.
+for each size of batch that vLLM has a graph for and each largest top-k, when they first come, and
+twice, since a step is begun before the host has what the one before it drew. What differs from step
+to step (whose rows they are) is gathered into fixed places by one kernel before. All graphs share
+the memory that they only work with; what they draw is copied out of it.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -13,7 +13,10 @@ they only work with; what they draw is copied out of it.
 # Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +107,13 @@ class SampleGraphs:
         self._runner, self._theirs = runner, runner.sample
         self._graphs: dict[tuple[int, int], list[tuple[torch.cuda.CUDAGraph, Drawn]]] = {}
         """By rows of the batch, nobody's included, and the largest top-k."""
+        self._at = 0
+        """Where vLLM's graphs left the hidden states that ours begin with."""
         self._turn = 0
         self._failed = False
         self._rows = Rows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
+        self._most = runner.max_num_reqs
         self._beside = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -119,18 +125,18 @@ class SampleGraphs:
         if grammar_output is None and self._covers(hidden_states, batch):
             states, size = self._runner.sampler.sampling_states, batch.num_tokens_after_padding
             width = int(states.top_k.np[batch.idx_mapping_np].max())
+            gather(  # before a graph is made, too: its first pass is over these rows
+                self._rows,
+                batch.idx_mapping,
+                self._most,
+                temperature=states.temperature.gpu,
+                top_k=states.top_k.gpu,
+                top_p=states.top_p.gpu,
+                seeds=states.seeds.gpu,
+            )
             if graphs := self._of(size, width):
                 self._turn = (self._turn + 1) % TURNS
                 graph, drawn = graphs[self._turn]
-                gather(
-                    self._rows,
-                    batch.idx_mapping,
-                    size,
-                    temperature=states.temperature.gpu,
-                    top_k=states.top_k.gpu,
-                    top_p=states.top_p.gpu,
-                    seeds=states.seeds.gpu,
-                )
                 graph.replay()
                 return self._output(drawn, batch.num_reqs)
         return self._theirs(hidden_states, input_batch, grammar_output)
@@ -146,7 +152,7 @@ class SampleGraphs:
             and not batch.has_prefill
             and batch.num_draft_tokens == 0
             and batch.num_tokens == batch.num_reqs
-            and batch.num_tokens_after_padding <= len(self._places)
+            and batch.num_tokens_after_padding <= self._most
             and kept.get_logprobs_dims(batch.idx_mapping_np) == (0, 0)
             and kept.only_truncates(batch.idx_mapping_np)
         )
@@ -158,18 +164,27 @@ class SampleGraphs:
 
     def _of(self, size: int, width: int) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
         """The graphs of a batch; none where they could not be captured."""
+        fixed = self._fixed()
+        assert fixed is not None
+        if self._at != fixed.data_ptr():
+            self._at = fixed.data_ptr()
+            self._graphs.clear()
         if (known := self._graphs.get((size, width))) is not None or self._failed:
             return known or []
+        most = min(self._most, len(fixed))
         try:
-            made = self._graphs[size, width] = self._capture(size, width)
+            # The largest first, since smaller ones have room in what it works with.
+            for rows in dict.fromkeys([*([] if self._graphs else [most]), size]):
+                self._graphs[rows, width] = self._capture(rows, width)
         except Exception:  # whatever it is, vLLM's way is the same but for the time
             self._failed = True
+            self._graphs.clear()
             _LOG.warning(
                 "sampling could not be captured as a CUDA graph; steps of few sequences are slower",
                 exc_info=True,
             )
             return []
-        return made
+        return self._graphs[size, width]
 
     def _capture(self, size: int, width: int) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
         runner, rows = self._runner, self._rows.first(size)
@@ -189,19 +204,17 @@ class SampleGraphs:
                 cuts=Cuts(rows.top_k, rows.top_p),
             )
 
-        made: list[tuple[torch.cuda.CUDAGraph, Drawn]] = []
+        first = run()  # what has to be compiled is, outside of the graph
+        made = [(torch.cuda.CUDAGraph(), like(first)) for _ in range(TURNS)]
         self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
-            first = run()  # what has to be compiled is, outside of the graph
-            for _ in range(TURNS):
-                drawn, graph = like(first), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._beside), no_collection():
+            for graph, drawn in made:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     for mine, theirs in zip(tensors(drawn), tensors(run()), strict=True):
                         mine.copy_(theirs)
                 finally:
                     graph.capture_end()
-                made.append((graph, drawn))
         torch.cuda.current_stream().wait_stream(self._beside)
         return made
 
@@ -222,6 +235,18 @@ class SampleGraphs:
         return output, sampled, rejected
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """A tensor whose memory went back to the GPU would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def tensors(drawn: Drawn) -> list[Tensor]:
     masks = drawn.sets and [drawn.sets.counts, drawn.sets.flat, drawn.sets.ids]
     return [drawn.tokens, drawn.logp, *(masks or [])]
@@ -234,6 +259,9 @@ def like(drawn: Drawn) -> Drawn:
 
 
 def install(runner: Any) -> None:
-    """Have a model runner with a `KeptSampler` go this way."""
-    if runner.device.type == "cuda" and runner.cudagraph_manager is not None:
+    """Have a model runner with a `KeptSampler` go this way, if it is of one GPU and no more steps
+    are in flight than there are turns."""
+    alone = runner.vllm_config.parallel_config.world_size == 1
+    few = runner.vllm_config.max_concurrent_batches <= TURNS
+    if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:
         runner.sample = SampleGraphs(runner).sample

@@ -62,9 +62,14 @@ class KeptSampler(Sampler):
         super().add_request(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
-        if self.changed:
+        if self.changed or not self.only_known:
             self.changed = False
             super().apply_staged_writes()
+
+    @property
+    def only_known(self) -> bool:
+        """Whether its logits processors are vLLM's own, which change with requests alone."""
+        return [type(processor) for processor in self.logits_processors] == PROCESSORS
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
         requests = input_batch.idx_mapping_np
@@ -122,7 +127,7 @@ class KeptSampler(Sampler):
         """Whether these requests' logits are just divided by temperatures above 0 and cut by
         top-k, none too wide, and top-p."""
         states, thinking = self.sampling_states, self.thinking_budget_state
-        if [type(processor) for processor in self.logits_processors] != PROCESSORS:
+        if not self.only_known:
             return False
         bias, penalties, words = cast(
             "tuple[LogitBiasState, PenaltiesState, BadWordsState]", self.logits_processors

@@ -266,7 +266,7 @@ class _FastPath(Scheduler):
             for name in LIMITS:
                 setattr(self, name, getattr(self, name) + count)
             self._beside = self.running
-            mine = (run.requests[place] for place in run.places)
+            mine = (run.requests[place] for place in sorted(run.places))  # as they came, about
             self.running = [*(it for it in mine if it is not None), *self._beside]
         self._idle = 0
         output = together(run, cached, theirs)

@@ -117,6 +117,11 @@ def test_rows_of_a_group_are_a_segment() -> None:
     assert shared == [96, 96, 96, 96, 0, 96, 96, 96]
 
 
+def test_segments_are_counted_from_the_first_row_of_a_group() -> None:
+    leaders, _ = planned(groups(3, 10, 6))
+    assert leaders == [0] * 3 + [3] * 8 + [11] * 2 + [13] * 6
+
+
 def test_segments_end_with_the_rows_that_are_seen_together() -> None:
     leaders, _ = planned(groups(40))
     assert leaders == [8 * (row // 8) for row in range(40)]
@@ -159,6 +164,10 @@ def test_long_prompts_are_compared_to_their_end() -> None:
 
 def test_attention_of_groups() -> None:
     check(groups(4, 1, 3))
+
+
+def test_attention_of_groups_that_begin_anywhere() -> None:
+    check(groups(3, 10, 1, 6))
 
 
 def test_attention_of_rows_that_share_nothing() -> None:

@@ -233,6 +233,38 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
 
 
+def test_a_request_in_the_place_of_another_samples_as_it_asks() -> None:
+    """Parameters go to the device when requests come, and not in each step."""
+    from vllm import SamplingParams
+
+    from benchmarks.rollout.sampling_parts import PROMPT, make_batch, make_runner
+    from keel.rollout.fastpath import sampler as kept_sampler
+
+    theirs, mine = (make_runner(mixed_parameters(), 500, DEVICE, record=True) for _ in range(2))
+    assert kept_sampler.install(mine)
+    logits = 4 * torch.randn((2, 500), generator=torch.Generator().manual_seed(7))
+    written: list[bool] = []
+    states = mine.sampler.sampling_states
+    write = states.apply_staged_writes
+    states.apply_staged_writes = lambda: (written.append(True), write())
+    for number in range(4):
+        if number == 2:
+            for runner in (theirs, mine):
+                another = SamplingParams(seed=40, logprobs=0, top_k=3, temperature=1.8)
+                runner.sampler.add_request(1, another)
+        batch = make_batch(np.array([1, 0]), [PROMPT + 3 + number] * 2, DEVICE)
+        with torch.inference_mode():
+            for runner in (theirs, mine):
+                runner.sampler.apply_staged_writes()
+            expected, found = (
+                runner.sampler(logits.to(DEVICE, copy=True), batch) for runner in (theirs, mine)
+            )
+        assert found.sampled_token_ids.tolist() == expected.sampled_token_ids.tolist()
+        wanted, got = (output.sampling_mask_tensors.tolists() for output in (expected, found))
+        assert got.token_ids.tolist() == wanted.token_ids.tolist()
+    assert len(written) == 2  # the first step after it was installed, and when one came
+
+
 def test_samplers_that_are_not_covered_stay_vllms() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 

@@ -63,6 +63,33 @@ def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
     assert into.sampled.tolist() == [1, 1, 1, 0, 0, 9, 9]
 
 
+def test_rows_are_gathered_before_a_graph_is_made_of_them() -> None:
+    """Its first pass is over what is there; of an earlier step's rows, with a larger top-k, it
+    would keep more ids than there is room for."""
+    from benchmarks.rollout.sampling_parts import make_batch
+    from keel.rollout.fastpath.sample_graphs import Rows, SampleGraphs
+
+    bench = Bench()
+    graphs: Any = object.__new__(SampleGraphs)
+    graphs._runner, graphs._theirs = bench.runner, bench.eagerly
+    graphs._rows, graphs._most, graphs._failed = Rows.of(8, DEVICE), 8, False
+    graphs._graphs, graphs._at = {}, 0
+    made: list[tuple[int, int]] = []
+
+    def capture(size: int, width: int) -> list[Any]:
+        assert int(graphs._rows.top_k.max()) <= width
+        made.append((size, width))
+        return []
+
+    graphs._capture = capture
+    for requests in ([1, 3, 4], [0]):
+        batch = make_batch(np.array(requests), [9 + r for r in requests], DEVICE)
+        batch.num_tokens = batch.num_tokens_after_padding = len(requests)
+        batch.num_draft_tokens = 0
+        graphs.sample(bench.fixed[: len(requests)], batch, None)
+    assert made == [(8, 300), (3, 300), (1, 8)]  # the largest first
+
+
 class Bench:
     """As much of a model runner as sampling looks at."""
 

@@ -277,7 +277,7 @@ def read_together(config: Config, facts: ModelFacts) -> int:
     if not (plain and config.rollout.cascades(full_attention=facts.full_attention)):
         return 1
     each = facts.attention_width // facts.head_size // facts.kv_heads
-    return min(config.algorithm.group_size, 16 // each) if each <= 4 else 1
+    return min(config.algorithm.group_size, {1: 16, 2: 8, 3: 4, 4: 4}.get(each, 1))
 
 
 def body_parameters(facts: ModelFacts) -> int:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
@@ -62,6 +64,7 @@ def builder(layers: dict[str, Any], **changes: Any) -> Any:
         "rswa_window": None,
         "max_cudagraph_size": 4,
         "device": torch.device("cpu"),
+        "compilation_config": SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         "model_config": SimpleNamespace(is_mm_prefix_lm=False),
         "vllm_config": SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=6)),
     }
@@ -115,6 +118,7 @@ def layers_that_are_not_covered_stay_vllms(patch: Any) -> None:
         {"rswa_window": 5},
         {"model_config": SimpleNamespace(is_mm_prefix_lm=True)},
         {"layer_names": ["a", "of another class"]},
+        {"compilation_config": SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)},
     ):
         assert not built(patch, plain, builder(plain, **changes)), changes
     for changes in (
@@ -151,14 +155,20 @@ def the_first_layer_of_a_step_plans_for_all(patch: Any) -> None:
     assert calls == ["plan", "a", "b", "plan", "a", "b"]
     calls.clear()
     run("a", SimpleNamespace())
-    run("b", metadata, torch.zeros(3, 4, 32, 256))  # blocks of another size than was said
-    assert calls == ["vLLM's", "vLLM's"]
+    assert calls == ["vLLM's"]
+    with pytest.raises(RuntimeError, match="blocks of 32 tokens where vLLM said 16"):
+        run("b", metadata, torch.zeros(3, 4, 32, 256))
 
 
 def where_it_is_not_wanted_nothing_is_replaced(logged: list[logging.LogRecord]) -> None:
     theirs = AttentionBackendEnum.FLASH_ATTN.get_class()
-    off = replace(SPEC, config=RolloutConfig(cascade_attention=False))
-    assert not fallbacks.share_prompts(off, "packed")
+    for changes in (
+        {"cascade_attention": False},
+        {"enable_prefix_caching": False},
+        {"tensor_parallel": 2},
+    ):
+        other = replace(SPEC, config=RolloutConfig(**changes))
+        assert not fallbacks.share_prompts(other, "packed")
     assert not fallbacks.share_prompts(SPEC, "native")
     assert not fallbacks.share_prompts(replace(SPEC, batch_invariant=True), "packed")
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
@@ -168,6 +178,8 @@ def where_it_is_not_wanted_nothing_is_replaced(logged: list[logging.LogRecord]) 
         assert AttentionBackendEnum.FLASH_ATTN.get_class() is cascade.CascadeBackend
         assert cascade.CascadeBackend.get_impl_cls() is cascade.CascadeImpl
         assert cascade.CascadeBackend.get_builder_cls() is cascade.CascadeBuilder
+        assert not fallbacks.share_prompts(SPEC, "native")
+        assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
     finally:
         AttentionBackendEnum.FLASH_ATTN.clear_override()
 

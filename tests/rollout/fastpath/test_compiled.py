@@ -1,0 +1,53 @@
+"""Kernels of attention are compiled for Hopper, which needs no GPU: what only its compiler refuses
+is seen anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from triton import compile as compiled
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from keel.rollout.fastpath import cascade_kernels, cascade_plan
+
+pytestmark = pytest.mark.e2e
+HOPPER = GPUTarget("cuda", 90, 32)
+FLOATS, NUMBERS = "*fp32", "*i32"
+POINTERS = {
+    **dict.fromkeys(["query_ptr", "keys_ptr", "values_ptr", "out_ptr"], "*bf16"),
+    **dict.fromkeys(["sums_ptr", "found_ptr"], FLOATS),
+    "scale": "fp32",
+}
+SHAPE = {"PAGE": 16, "EACH": 2, "HEADS": 16, "SIZE": 128, "TOKENS": cascade_kernels.TOKENS}
+
+
+def binary(kernel: Any, **constants: int) -> bytes:
+    names = [name for name in kernel.arg_names if name not in constants]
+    types = {n: POINTERS.get(n, NUMBERS if n.endswith("_ptr") else "i32") for n in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): it for name, it in constants.items()},
+    )
+    return compiled(source, target=HOPPER).asm["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "constants"),
+    [
+        (cascade_plan, "_compare", {"PAGE": 16, "ROWS": cascade_plan.AT_ONCE}),
+        (cascade_plan, "_segment", {"ROWS": 8, "SIZE": 256}),
+        (cascade_kernels, "_parts", {**SHAPE, "ROWS": 8, "QUERIES": 16}),
+        (cascade_kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, "TOKENS": 64}),
+    ],
+)
+def test_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any, name: str, constants: Any
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert binary(getattr(module, name), **constants).startswith(b"\x7fELF")
