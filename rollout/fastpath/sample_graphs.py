@@ -204,10 +204,10 @@ class SampleGraphs:
                 cuts=Cuts(rows.top_k, rows.top_p),
             )
 
-        first = run()  # what has to be compiled is, outside of the graph
-        made = [(torch.cuda.CUDAGraph(), like(first)) for _ in range(TURNS)]
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside), no_collection():
+            first = run()  # what has to be compiled is, outside of the graph
+            made = [(torch.cuda.CUDAGraph(), like(first)) for _ in range(TURNS)]
             for graph, drawn in made:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
