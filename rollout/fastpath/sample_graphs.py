@@ -115,7 +115,8 @@ class SampleGraphs:
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
         self._most = runner.max_num_reqs
         self._beside = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] = (0, 0)
+        """Of the memory that graphs work with."""
 
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
@@ -169,6 +170,7 @@ class SampleGraphs:
         if self._at != fixed.data_ptr():
             self._at = fixed.data_ptr()
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # one without graphs is none any more
         if (known := self._graphs.get((size, width))) is not None or self._failed:
             return known or []
         most = min(self._most, len(fixed))

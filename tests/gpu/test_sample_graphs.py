@@ -63,7 +63,7 @@ def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
     assert into.sampled.tolist() == [1, 1, 1, 0, 0, 9, 9]
 
 
-def test_rows_are_gathered_before_a_graph_is_made_of_them() -> None:
+def test_rows_are_gathered_before_a_graph_is_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first pass is over what is there; of an earlier step's rows, with a larger top-k, it
     would keep more ids than there is room for."""
     from benchmarks.rollout.sampling_parts import make_batch
@@ -82,6 +82,7 @@ def test_rows_are_gathered_before_a_graph_is_made_of_them() -> None:
         return []
 
     graphs._capture = capture
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     for requests in ([1, 3, 4], [0]):
         batch = make_batch(np.array(requests), [9 + r for r in requests], DEVICE)
         batch.num_tokens = batch.num_tokens_after_padding = len(requests)
