@@ -92,8 +92,14 @@ JOBS = (
         name="rollout",
         module="benchmarks.rollout",
         arguments="--out {out} --profile packed --rounds 2 "
-        "--arms stock packed-plain packed packed-head-rounded",
-        seconds=280,
+        "--arms stock packed-plain packed packed-head-rounded packed-before",
+        seconds=320,
+    ),
+    Job(
+        name="decoding",
+        module="benchmarks.rollout.attention",
+        arguments="--out {out}",
+        seconds=120,
     ),
     Job(
         name="peers",
@@ -104,8 +110,8 @@ JOBS = (
     Job(
         name="mismatch",
         module="benchmarks.stability.mismatch",
-        arguments="--out {out} --arms bfloat16-head-rounded bfloat16 bfloat16-compiled float16 "
-        "float16-compiled",
+        arguments="--out {out} --arms bfloat16-head-rounded bfloat16 bfloat16-no-cascade "
+        "bfloat16-compiled float16 float16-compiled",
         seconds=400,
     ),
     Job(
