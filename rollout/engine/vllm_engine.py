@@ -83,11 +83,12 @@ class VllmEngine:
             name, routes=self._routes, kept=self._kept and spec.config.sampling.truncated
         )
         self._no_copies = no_copies(spec.config)
+        together = share_prompts(spec, name)
         if name == "packed":
+            from keel.rollout.fastpath.cascade_plan import heads_of  # noqa: PLC0415
             from keel.rollout.fastpath.compile_ahead import compile_ahead  # noqa: PLC0415
 
-            compile_ahead(spec, text.vocab_size)
-        share_prompts(spec, name)
+            compile_ahead(spec, text.vocab_size, heads_of(text) if together else None)
         alone = spec.config.tensor_parallel == 1
         with quick_start(whole.architectures or () if alone else (), gpu=not cpu):
             self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)

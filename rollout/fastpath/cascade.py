@@ -27,12 +27,6 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from keel.rollout.fastpath.cascade_kernels import attend
 from keel.rollout.fastpath.cascade_plan import Heads, Scratch, plan
 
-SIZES = (64, 128, 256)
-"""Of heads."""
-MOST_EACH = 4
-"""Query heads of a key head. With more, what a row has for itself is read more slowly than by
-vLLM's kernel, and fewer rows fit what is read together."""
-
 
 class Step(Scratch):
     """Of a step that only decodes."""
@@ -101,10 +95,7 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
             or self.dcp_world_size > 1
             or self.rswa_window is not None
             or self.model_config.is_mm_prefix_lm
-            or heads.size not in SIZES
-            or heads.page & (heads.page - 1)
-            or heads.queries % heads.keys
-            or heads.each > MOST_EACH
+            or not heads.covered
             or self.kv_cache_dtype not in (torch.bfloat16, torch.float16)
             or len(layers) != len(self.layer_names)
             or not all(_plain(layer.impl) for layer in layers.values())

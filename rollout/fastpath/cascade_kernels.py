@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from keel.rollout.fastpath.cascade_plan import MOST_SPLITS, Scratch
+from keel.rollout.fastpath.truncate_kernels import launch
 
 SHORT = 4
 """Slices of a row that are joined in one go by a single warp."""
@@ -42,7 +43,9 @@ def attend(
     heads, rows = scratch.heads, len(lengths)
     splits = heads.splits(rows)
     pairs = triton.cdiv(rows, 2)
-    _parts[(pairs + rows, heads.keys, splits)](
+    launch(
+        _parts,
+        (pairs + rows, heads.keys, splits),
         query,
         query.stride(0),
         query.stride(1),
@@ -75,7 +78,9 @@ def attend(
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    _join[(rows, heads.queries)](
+    launch(
+        _join,
+        (rows, heads.queries),
         scratch.sums,
         scratch.values,
         lengths,

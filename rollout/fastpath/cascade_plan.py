@@ -10,11 +10,17 @@ be read together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from keel.rollout.fastpath.truncate_kernels import launch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LEAST_SHARED = tl.constexpr(64)
 """Tokens that rows must share to be read together."""
@@ -29,6 +35,13 @@ PARTS = 1024
 """Parts (row, key head, slice of a row) that a step is cut into, if it can be."""
 MOST_SPLITS = 32
 """Slices of a row."""
+PAGE = 16
+"""Tokens of a KV block, where nothing else is said."""
+SIZES = (64, 128, 256)
+"""Of heads."""
+MOST_EACH = 4
+"""Query heads of a key head. With more, what a row has for itself is read more slowly than by
+vLLM's kernel, and fewer rows fit what is read together."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,12 @@ class Heads:
         return self.queries // self.keys
 
     @property
+    def covered(self) -> bool:
+        """Whether the kernels are for such heads."""
+        even = self.queries % self.keys == 0 and self.page & (self.page - 1) == 0
+        return even and self.size in SIZES and self.each <= MOST_EACH
+
+    @property
     def tile(self) -> int:
         """Queries that are at hand at once, a power of two."""
         least = 1 << (2 * self.each - 1).bit_length()
@@ -60,6 +79,16 @@ class Heads:
     def splits(self, rows: int) -> int:
         """Slices that each of so many rows is cut into."""
         return max(1, min(MOST_SPLITS, PARTS // max(1, rows * self.keys)))
+
+
+def heads_of(text: PreTrainedConfig) -> Heads | None:
+    """Of a model's attention, by its configuration; None where that is of another kind."""
+    queries = getattr(text, "num_attention_heads", 0)
+    keys = getattr(text, "num_key_value_heads", None) or queries
+    if not queries or getattr(text, "kv_lora_rank", None):
+        return None
+    size = getattr(text, "head_dim", None) or text.hidden_size // queries
+    return Heads(queries, keys, size, PAGE)
 
 
 class Scratch:
@@ -85,7 +114,9 @@ def plan(scratch: Scratch, table: Tensor, lengths: Tensor) -> None:
     """See who shares what: once a step, before its layers. table [rows, blocks] int32; lengths
     [rows] int32, the token that is being decoded included, 0: nobody's row."""
     rows = len(lengths)
-    _compare[(triton.cdiv(rows, AT_ONCE),)](
+    launch(
+        _compare,
+        (triton.cdiv(rows, AT_ONCE),),
         table,
         table.stride(0),
         table.shape[1],
@@ -95,7 +126,9 @@ def plan(scratch: Scratch, table: Tensor, lengths: Tensor) -> None:
         PAGE=scratch.heads.page,
         ROWS=AT_ONCE,
     )
-    _segment[(1,)](
+    launch(
+        _segment,
+        (1,),
         scratch.alike,
         scratch.leader,
         scratch.shared,

@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from keel.rollout.fastpath.sample_kernels import Cuts, Drawn, draw
 from keel.rollout.fastpath.sampler import KeptSampler, StepLogprobs
 from keel.rollout.fastpath.sampling_mask import StepSets
+from keel.rollout.fastpath.truncate_kernels import launch
 
 _LOG = logging.getLogger(__name__)
 TURNS = 2
@@ -67,8 +68,9 @@ def gather(
 ) -> None:
     """Fill the first `size` rows: those of `requests` [at most size], and nobody's. The others are
     by request."""
-    _gather[(triton.cdiv(size, BLOCK),)](
-        requests, temperature, top_k, top_p, seeds, *into, len(requests), size, BLOCK=BLOCK
+    grid, rows = (triton.cdiv(size, BLOCK),), len(requests)
+    launch(
+        _gather, grid, requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=BLOCK
     )
 
 
