@@ -99,8 +99,9 @@ def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: 
     assert raylet.stdin and raylet.stdout
     agent = psutil.Process(int(raylet.stdout.readline()))
     told = {f"{name}_7": NONE for name in PORTS}
-    found = lambda: {path.name: path.read_text() for path in tmp_path.iterdir()}  # noqa: E731
-    wait_for(lambda: found() == told, "its ports")
+    # They are written beside, and then renamed.
+    wait_for(lambda: {path.name for path in tmp_path.iterdir()} == told.keys(), "its ports")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == told
     assert agent.is_running() and not agent.net_connections()
     raylet.kill()
     raylet.communicate(timeout=PATIENCE_S)
