@@ -273,8 +273,10 @@ def decode_device_seconds(
 def read_together(config: Config, facts: ModelFacts) -> int:
     """Completions of a group for which attention reads their prompt once
     (`rollout.cascade_attention`, keel.rollout.fastpath.cascade_plan)."""
-    plain = facts.head_size and not config.model.batch_invariant
-    if not (plain and config.rollout.cascades(full_attention=facts.full_attention)):
+    plain = not config.model.batch_invariant and config.engine_dtype != "float32"
+    if not (
+        plain and facts.head_size and config.rollout.cascades(full_attention=facts.full_attention)
+    ):
         return 1
     each = facts.attention_width // facts.head_size // facts.kv_heads
     return min(config.algorithm.group_size, {1: 16, 2: 8, 3: 4, 4: 4}.get(each, 1))
