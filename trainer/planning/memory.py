@@ -126,6 +126,18 @@ def cached_tokens(config: Config, facts: ModelFacts) -> int:
     return sequences * (longest - prompt) + groups * prompt
 
 
+def read_together(config: Config, facts: ModelFacts) -> int:
+    """Completions of a group for which attention reads their prompt once
+    (`rollout.cascade_attention`, keel.rollout.fastpath.cascade_plan)."""
+    plain = not config.model.batch_invariant and config.engine_dtype != "float32"
+    if not (
+        plain and facts.head_size and config.rollout.cascades(full_attention=facts.full_attention)
+    ):
+        return 1
+    each = facts.attention_width // facts.head_size // facts.kv_heads
+    return min(config.algorithm.group_size, {1: 16, 2: 8, 3: 4, 4: 4}.get(each, 1))
+
+
 def cached_sequences(
     config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
 ) -> int:

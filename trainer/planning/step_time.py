@@ -22,6 +22,7 @@ from keel.trainer.planning.memory import (
     layer_elements,
     mlp_width,
     normed_elements,
+    read_together,
     summed_apart,
 )
 
@@ -268,18 +269,6 @@ def decode_device_seconds(
     gemms = 2 * facts.active_parameters * sequences / parallel
     longest = max(moved / machine.memory_bytes, gemms / (machine.flops * rates.prefill_mfu))
     return facts.layers * rates.layer_step_s + longest
-
-
-def read_together(config: Config, facts: ModelFacts) -> int:
-    """Completions of a group for which attention reads their prompt once
-    (`rollout.cascade_attention`, keel.rollout.fastpath.cascade_plan)."""
-    plain = not config.model.batch_invariant and config.engine_dtype != "float32"
-    if not (
-        plain and facts.head_size and config.rollout.cascades(full_attention=facts.full_attention)
-    ):
-        return 1
-    each = facts.attention_width // facts.head_size // facts.kv_heads
-    return min(config.algorithm.group_size, {1: 16, 2: 8, 3: 4, 4: 4}.get(each, 1))
 
 
 def body_parameters(facts: ModelFacts) -> int:

@@ -21,7 +21,7 @@ from keel.configs.schema import (
 from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.planning.gpus import Machine, machine_of
-from keel.trainer.planning.memory import BYTES, kv_token_bytes, mlp_width
+from keel.trainer.planning.memory import BYTES, kv_token_bytes, mlp_width, read_together
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import describe, make_plan
 from keel.trainer.planning.step_time import (
@@ -30,7 +30,6 @@ from keel.trainer.planning.step_time import (
     body_parameters,
     compute_seconds,
     decode_device_seconds,
-    read_together,
     step_time,
     traffic_seconds,
 )
