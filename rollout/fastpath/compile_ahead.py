@@ -28,10 +28,10 @@ def compile_ahead(
     Nothing depends on it: what it has not compiled, or otherwise than is wanted, is compiled when
     it is."""
     sampling, parts = spec.config.sampling, list[Callable[[], None]]()
+    if heads is not None and heads.covered:  # first: vLLM's graphs want it
+        parts.append(lambda: _attention(spec, heads))
     if 0 < sampling.top_k <= WIDEST_TOP_K and sampling.temperature > 0:
         parts.append(lambda: _sampling(spec, vocabulary))
-    if heads is not None and heads.covered:
-        parts.append(lambda: _attention(spec, heads))
     if not parts:
         return None
 
