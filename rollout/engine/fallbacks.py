@@ -57,7 +57,8 @@ def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
     on, or as vLLM has it. Returns whether it will, where the model's layers are such."""
     config = spec.config
     here = config.cascade_attention and config.enable_prefix_caching and config.tensor_parallel == 1
-    wanted = here and recorder == "packed" and not spec.batch_invariant
+    plain = not spec.batch_invariant and spec.dtype != "float32"
+    wanted = here and recorder == "packed" and plain
     lost = changes("cascade") if wanted else []
     if lost:
         _LOG.warning(

@@ -171,6 +171,7 @@ def where_it_is_not_wanted_nothing_is_replaced(logged: list[logging.LogRecord]) 
         assert not fallbacks.share_prompts(other, "packed")
     assert not fallbacks.share_prompts(SPEC, "native")
     assert not fallbacks.share_prompts(replace(SPEC, batch_invariant=True), "packed")
+    assert not fallbacks.share_prompts(replace(SPEC, dtype="float32"), "packed")
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
     assert not logged
     try:
