@@ -55,10 +55,8 @@ def choose_recorder(
 def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
     """Have attention read a group's prompt once, in engines that are built in this process from now
     on, or as vLLM has it. Returns whether it will, where the model's layers are such."""
-    config = spec.config
-    here = config.cascade_attention and config.enable_prefix_caching and config.tensor_parallel == 1
     plain = not spec.batch_invariant and spec.dtype != "float32"
-    wanted = here and recorder == "packed" and plain
+    wanted = recorder == "packed" and plain and spec.config.cascades(full_attention=True)
     lost = changes("cascade") if wanted else []
     if lost:
         _LOG.warning(

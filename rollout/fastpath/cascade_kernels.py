@@ -14,6 +14,8 @@ by their sums of exponentials. Which rows share what is read from the block tabl
 # Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +23,8 @@ from torch import Tensor
 from keel.rollout.fastpath.cascade_plan import MOST_SPLITS, Scratch
 from keel.rollout.fastpath.truncate_kernels import launch
 
+LOG2_E = math.log2(math.e)
+"""Kernels have powers of two."""
 SHORT = 4
 """Slices of a row that are joined in one go by a single warp."""
 TOKENS, STAGES, WARPS = 64, 2, 4
@@ -64,7 +68,7 @@ def attend(
         scratch.shared,
         scratch.sums,
         scratch.values,
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         rows,
         pairs,
         splits,

@@ -37,8 +37,8 @@ MOST_SPLITS = 32
 """Slices of a row."""
 PAGE = 16
 """Tokens of a KV block, where nothing else is said."""
-SIZES = (64, 128, 256)
-"""Of heads."""
+SIZES = (64, 128)
+"""Of heads: those that have run."""
 MOST_EACH = 4
 """Query heads of a key head. With more, what a row has for itself is read more slowly than by
 vLLM's kernel, and fewer rows fit what is read together."""

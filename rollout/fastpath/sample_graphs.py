@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from keel.rollout.fastpath.sample_kernels import Cuts, Drawn, draw
-from keel.rollout.fastpath.sampler import KeptSampler, StepLogprobs
+from keel.rollout.fastpath.sampler import KeptSampler, as_vllm
 from keel.rollout.fastpath.sampling_mask import StepSets
 from keel.rollout.fastpath.truncate_kernels import launch
 
@@ -141,7 +141,9 @@ class SampleGraphs:
                 self._turn = (self._turn + 1) % TURNS
                 graph, drawn = graphs[self._turn]
                 graph.replay()
-                return self._output(drawn, batch.num_reqs)
+                rows = batch.num_reqs
+                sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
+                return as_vllm(first(drawn, rows), sampled, rejected), sampled, rejected
         return self._theirs(hidden_states, input_batch, grammar_output)
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
@@ -190,53 +192,35 @@ class SampleGraphs:
             return []
         return self._graphs[size, width]
 
-    def _capture(self, size: int, width: int) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
-        runner, rows = self._runner, self._rows.first(size)
-        fixed = self._fixed()
+    def _draw(self, size: int, width: int) -> Drawn:
+        """What a graph holds: of the first rows, from fixed places."""
+        runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
         assert fixed is not None
+        return draw(
+            runner.model.compute_logits(fixed[:size]),
+            self._places[:size],
+            runner.input_buffers.positions[:size],
+            sampled=rows.sampled,
+            temperature=rows.temperature,
+            seeds=rows.seeds,
+            width=width,
+            record=runner.sampler.return_sampling_mask,
+            cuts=Cuts(rows.top_k, rows.top_p),
+        )
 
-        def run() -> Drawn:
-            return draw(
-                runner.model.compute_logits(fixed[:size]),
-                self._places[:size],
-                runner.input_buffers.positions[:size],
-                sampled=rows.sampled,
-                temperature=rows.temperature,
-                seeds=rows.seeds,
-                width=width,
-                record=runner.sampler.return_sampling_mask,
-                cuts=Cuts(rows.top_k, rows.top_p),
-            )
-
+    def _capture(self, size: int, width: int) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside), no_collection():
-            first = run()  # what has to be compiled is, outside of the graph
-            made = [(torch.cuda.CUDAGraph(), like(first)) for _ in range(TURNS)]
+            tried = self._draw(size, width)  # what has to be compiled is, outside of the graph
+            made = [(torch.cuda.CUDAGraph(), like(tried)) for _ in range(TURNS)]
             for graph, drawn in made:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    for mine, theirs in zip(tensors(drawn), tensors(run()), strict=True):
-                        mine.copy_(theirs)
+                    copy(self._draw(size, width), drawn)
                 finally:
                     graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._beside)
         return made
-
-    def _output(self, drawn: Drawn, rows: int) -> tuple[SamplerOutput, Tensor, Tensor]:
-        sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
-        logprobs: Any = StepLogprobs(drawn.logp[:rows])
-        sets: Any = drawn.sets and StepSets(
-            drawn.sets.counts[:rows], drawn.sets.flat, drawn.sets.ids[:rows], None
-        )
-        output = SamplerOutput(
-            sampled_token_ids=drawn.tokens[:rows],
-            logprobs_tensors=logprobs,
-            num_nans=None,
-            num_sampled=sampled,
-            num_rejected=rejected,
-            sampling_mask_tensors=sets,
-        )
-        return output, sampled, rejected
 
 
 @contextmanager
@@ -251,9 +235,21 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def first(drawn: Drawn, rows: int) -> Drawn:
+    """Of the first rows alone."""
+    sets = drawn.sets
+    kept = sets and StepSets(sets.counts[:rows], sets.flat, sets.ids[:rows], None)
+    return Drawn(drawn.tokens[:rows], drawn.logp[:rows], kept)
+
+
 def tensors(drawn: Drawn) -> list[Tensor]:
     masks = drawn.sets and [drawn.sets.counts, drawn.sets.flat, drawn.sets.ids]
     return [drawn.tokens, drawn.logp, *(masks or [])]
+
+
+def copy(drawn: Drawn, into: Drawn) -> None:
+    for mine, theirs in zip(tensors(into), tensors(drawn), strict=True):
+        mine.copy_(theirs)
 
 
 def like(drawn: Drawn) -> Drawn:

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from keel.rollout.fastpath.sample_kernels import Cuts, draw
+from keel.rollout.fastpath.sample_kernels import Cuts, Drawn, draw
 from keel.rollout.fastpath.truncate_kernels import WIDEST_TOP_K
 
 logger = logging.getLogger(__name__)
@@ -112,16 +112,7 @@ class KeptSampler(Sampler):
             record=self.return_sampling_mask,
             cuts=cuts,
         )
-        logprobs: Any = StepLogprobs(drawn.logp)
-        sets: Any = drawn.sets
-        return SamplerOutput(
-            sampled_token_ids=drawn.tokens,
-            logprobs_tensors=logprobs,
-            num_nans=None,
-            num_sampled=sampled,
-            num_rejected=rejected,
-            sampling_mask_tensors=sets,
-        )
+        return as_vllm(drawn, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
         """Whether these requests' logits are just divided by temperatures above 0 and cut by
@@ -141,6 +132,20 @@ class KeptSampler(Sampler):
             and not words.num_bad_words.np[requests].any()
             and not (thinking.enabled and thinking.use_thinking_budget[requests].any())
         )
+
+
+def as_vllm(drawn: Drawn, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
+    """What was drawn, and how many tokens of each row were sampled and rejected."""
+    logprobs: Any = StepLogprobs(drawn.logp)
+    sets: Any = drawn.sets
+    return SamplerOutput(
+        sampled_token_ids=drawn.tokens,
+        logprobs_tensors=logprobs,
+        num_nans=None,
+        num_sampled=sampled,
+        num_rejected=rejected,
+        sampling_mask_tensors=sets,
+    )
 
 
 def install(runner: Any) -> bool:

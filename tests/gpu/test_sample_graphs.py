@@ -63,34 +63,6 @@ def test_rows_are_gathered_and_the_rest_is_nobodys() -> None:
     assert into.sampled.tolist() == [1, 1, 1, 0, 0, 9, 9]
 
 
-def test_rows_are_gathered_before_a_graph_is_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first pass is over what is there; of an earlier step's rows, with a larger top-k, it
-    would keep more ids than there is room for."""
-    from benchmarks.rollout.sampling_parts import make_batch
-    from keel.rollout.fastpath.sample_graphs import Rows, SampleGraphs
-
-    bench = Bench()
-    graphs: Any = object.__new__(SampleGraphs)
-    graphs._runner, graphs._theirs = bench.runner, bench.eagerly
-    graphs._rows, graphs._most, graphs._failed = Rows.of(8, DEVICE), 8, False
-    graphs._graphs, graphs._at = {}, 0
-    made: list[tuple[int, int]] = []
-
-    def capture(size: int, width: int) -> list[Any]:
-        assert int(graphs._rows.top_k.max()) <= width
-        made.append((size, width))
-        return []
-
-    graphs._capture = capture
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    for requests in ([1, 3, 4], [0]):
-        batch = make_batch(np.array(requests), [9 + r for r in requests], DEVICE)
-        batch.num_tokens = batch.num_tokens_after_padding = len(requests)
-        batch.num_draft_tokens = 0
-        graphs.sample(bench.fixed[: len(requests)], batch, None)
-    assert made == [(8, 300), (3, 300), (1, 8)]  # the largest first
-
-
 class Bench:
     """As much of a model runner as sampling looks at."""
 
@@ -141,6 +113,51 @@ def lists(output: Any) -> tuple[list[int], list[int], Any]:
 
 def logp(output: Any) -> Any:
     return output.logprobs_tensors.tolists().logprobs[:, 0]
+
+
+def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int]]]:
+    """`SampleGraphs` whose graphs are plain calls, and what was captured."""
+    from keel.rollout.fastpath import sample_graphs
+
+    patch.setattr(torch.cuda, "Stream", lambda: None)
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    graphs: Any = sample_graphs.SampleGraphs(bench.runner)
+    made: list[tuple[int, int]] = []
+
+    def capture(size: int, width: int) -> list[Any]:
+        assert int(graphs._rows.top_k.max()) <= width, "rows of an earlier step"
+        made.append((size, width))
+        room = [sample_graphs.like(graphs._draw(size, width)) for _ in range(sample_graphs.TURNS)]
+
+        def replayed(drawn: Any) -> Any:
+            again = lambda: sample_graphs.copy(graphs._draw(size, width), drawn)  # noqa: E731
+            return SimpleNamespace(replay=again), drawn
+
+        return [replayed(drawn) for drawn in room]
+
+    graphs._capture = capture
+    return graphs, made
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_what_a_graph_holds_draws_what_is_drawn_without(
+    record: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is made for the rows of its own step: of earlier ones, with a larger top-k, its first
+    pass would keep more ids than there is room for."""
+    bench = Bench(record=record)
+    graphs, made = without_graphs(bench, monkeypatch)
+    steps = [([1, 3, 4], 4), ([0], 1), ([2, 0, 1], 4)]
+    with torch.inference_mode():
+        for place, (requests, size) in enumerate(steps):
+            batch = bench.step(requests, size, 8 + place)
+            expected = bench.eagerly(bench.fixed[:size], batch, None)
+            bench.eager = 0
+            found = graphs.sample(bench.fixed[:size], batch, None)
+            assert bench.eager == 0
+            assert lists(found[0]) == lists(expected[0])
+            np.testing.assert_allclose(logp(found[0]), logp(expected[0]), atol=1e-4)
+    assert made == [(8, 300), (4, 300), (1, 8)]  # the largest first
 
 
 @GRAPH

@@ -42,7 +42,10 @@ def binary(kernel: Any, **constants: int) -> bytes:
     [
         (cascade_plan, "_compare", {"PAGE": 16, "ROWS": cascade_plan.AT_ONCE}),
         (cascade_plan, "_segment", {"ROWS": 8, "SIZE": 256}),
-        (cascade_kernels, "_parts", {**SHAPE, "ROWS": 8, "QUERIES": 16}),
+        *(
+            (cascade_kernels, "_parts", {**SHAPE, "SIZE": size, "ROWS": 8, "QUERIES": 16})
+            for size in cascade_plan.SIZES
+        ),
         (cascade_kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, "TOKENS": 64}),
     ],
 )

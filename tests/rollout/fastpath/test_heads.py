@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
+from keel.configs.schema import RolloutConfig
 from keel.rollout.fastpath.cascade_plan import Heads, heads_of
+from keel.trainer.planning.memory import read_together
 
 
 def test_heads_are_those_of_the_configuration() -> None:
@@ -24,7 +29,8 @@ def test_heads_are_those_of_the_configuration() -> None:
         (Heads(16, 8, 128, 16), True, 8),
         (Heads(32, 8, 128, 16), True, 4),
         (Heads(12, 4, 64, 16), True, 4),
-        (Heads(8, 8, 256, 32), True, 16),
+        (Heads(8, 8, 64, 32), True, 16),
+        (Heads(8, 8, 256, 16), False, 16),
         (Heads(32, 4, 128, 16), False, 2),
         (Heads(16, 8, 96, 16), False, 8),
         (Heads(16, 8, 128, 24), False, 8),
@@ -35,3 +41,18 @@ def test_which_heads_are_covered_and_how_many_rows_are_read_together(
 ) -> None:
     assert heads.covered == covered
     assert heads.rows == rows
+
+
+@pytest.mark.parametrize("each", range(1, 9))
+def test_the_plan_knows_how_many_rows_are_read_together(each: int) -> None:
+    heads = Heads(8 * each, 8, 128, 16)
+    facts: Any = SimpleNamespace(
+        head_size=128, attention_width=128 * 8 * each, kv_heads=8, full_attention=True
+    )
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(batch_invariant=False),
+        engine_dtype="bfloat16",
+        rollout=RolloutConfig(recorder="packed"),
+        algorithm=SimpleNamespace(group_size=16),
+    )
+    assert read_together(config, facts) == (heads.rows if heads.covered else 1)
