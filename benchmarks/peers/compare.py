@@ -43,18 +43,19 @@ from benchmarks.peers.memory import (
     EVERY_S,
     SLOW_EVERY_S,
     PeakMemory,
+    gpu_name,
     gpu_processes,
     gpu_reader,
     settled,
     tree_reader,
 )
-from benchmarks.peers.report import ArmRun, Status, report
+from benchmarks.peers.report import GOALS, ArmRun, Status, allowed_gib, report
 from benchmarks.peers.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 ORDER = "trl,keel,keel-async,trl-lean,keel,trl"
 SMALL_ORDER = "keel,keel-async,trl"
-DRAWN_ORDER = "keel-auto,trl-liger,trl"
+DRAWN_ORDER = f"trl,trl-liger,{WITHIN}"
 INSTEAD = {"trl-lean": "trl-lean-awake"}
 """What to try when an arm fails."""
 GUESS_S = {"trl": 120.0, "keel": 90.0, "verl": 150.0}
@@ -115,7 +116,7 @@ class Bench:
             if expected > self.left:
                 why = f"{expected:.0f} s expected, {self.left:.0f} s left"
                 made = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
-            elif why := self._missing(system(arm)):
+            elif why := self._missing(arm):
                 made = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
             else:
                 made = self._one(arm)
@@ -125,8 +126,11 @@ class Bench:
             self.runs.append(made)
             self.write()
 
-    def _missing(self, name: str) -> str:
-        """What has to be installed for an arm of this system; empty: nothing."""
+    def _missing(self, arm: str) -> str:
+        """What an arm lacks: packages, or figures; empty: nothing."""
+        name = system(arm)
+        if arm == WITHIN and not self._allowed():
+            return f"no arm of TRL has run in this folder, and --within says no GiB for {WITHIN}"
         if name == "trl" and find_spec("trl") is None:
             return "TRL is not installed (requirements/peers.txt)"
         if name == "verl" and not self._options.verl_path and find_spec("verl") is None:
@@ -218,8 +222,12 @@ class Bench:
             f"--warmup={options.warmup}",
             *([f"--scratch={self._scratch}"] if name != "trl" else []),
             *(options.set if name == "keel" else []),
-            *([f"run.gpu_gib={options.within:g}"] if arm == WITHIN else []),
+            *([f"run.gpu_gib={self._allowed():g}"] if arm == WITHIN else []),
         ]
+
+    def _allowed(self) -> float:
+        """GiB of `WITHIN`."""
+        return self._options.within or allowed_gib(self.runs)
 
     def write(self) -> None:
         made = {
@@ -309,19 +317,6 @@ def last_line(log: Path) -> str:
     return next((line[:300] for line in reversed(telling) if line), "")
 
 
-def gpu_name() -> str:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    return output(command)
-
-
-def output(command: Sequence[str]) -> str:
-    try:
-        made = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return made.stdout.strip().splitlines()[0] if made.stdout.strip() else ""
-
-
 def build(options: argparse.Namespace, scratch: Path) -> Workload:
     """Model and prompts, unless they are there; made by a process of its own, since this one must
     hold no GPU memory."""
@@ -356,9 +351,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
     which.add_argument("--long", action="store_true", help="answers of up to 32,768 tokens")
     which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
-    parser.add_argument(
-        "--within", type=float, metavar="GIB", help=f"of the GPU, for {WITHIN} alone"
-    )
+    help_within = f"for {WITHIN}; default: {GOALS[1]:.0%} of the fastest arm's of TRL"
+    parser.add_argument("--within", type=float, metavar="GIB", help=help_within)
     parser.add_argument(
         "--verl-path", type=Path, metavar="PACKAGES", help="of verl's arms, instead of PYTHONPATH"
     )
@@ -369,8 +363,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.warmup = max(1, options.warmup)
     default = SMALL_ORDER if options.small else ORDER if options.draw is None else DRAWN_ORDER
     options.arms = (options.arms or default).split(",")
-    if WITHIN in options.arms and not options.within:
-        parser.error(f"{WITHIN}: --within says in how many GiB")
     for arm in options.arms:
         if system(arm) not in GUESS_S:
             parser.error(f"--arms: {arm!r} is no arm of {', '.join(GUESS_S)}")

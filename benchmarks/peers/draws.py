@@ -1,7 +1,7 @@
 """The verdict over several workloads that nobody tuned for.
 
     python -m benchmarks.peers.compare --out DRAWS/1 --draw 1      # and 2, 3, 4
-    python -m benchmarks.peers.draws DRAWS/*                       # of arm keel-auto
+    python -m benchmarks.peers.draws DRAWS/* --arm keel-within
 
 Each is drawn by its seed (`workload.drawn`): model, batch, lengths, truncation, and whether
 completions end by themselves. Keel runs with all defaults (`keel-auto`), or told only in how much
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.peers.compare import earlier
 from benchmarks.peers.keel_grpo import AUTO, WITHIN
-from benchmarks.peers.report import BASE, Summary, summarize
+from benchmarks.peers.report import Summary, best_peer, summarize
 
 GOALS = (2.2, 0.40)
 """Speed relative to the peer's best arm at least, and peak memory at most, in every draw."""
@@ -66,11 +66,10 @@ def read(folder: Path, arm: str = AUTO) -> Draw | str:
     """Of a folder of `compare`; or why there is none to count. arm: ours."""
     runs = earlier(folder)
     summaries = summarize(runs)
-    peers = [each for name, each in summaries.items() if name.startswith(BASE)]
-    if arm not in summaries or not peers:
+    peer = best_peer(summaries)
+    if arm not in summaries or peer is None:
         said = "; ".join(f"{run.arm} {run.status} {run.why}" for run in runs if not run.steps)
         return f"{folder.name}: no figures of both systems ({said})"
-    peer = max(peers, key=lambda each: each.tokens_s)
     starts = {run.arm: run.start_s for run in runs if run.steps}
     return Draw(
         workload=json.loads((folder / "results.json").read_text())["workload"],

@@ -54,7 +54,7 @@ def gpu_reader() -> Callable[[], float] | None:
     try:
         import pynvml  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return _nvidia_smi if _nvidia_smi() else None
+        return _used if _used() else None
     nvml: Any = pynvml
     try:
         nvml.nvmlInit()
@@ -91,14 +91,27 @@ def first_gpu() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
 
 
-def _nvidia_smi() -> float:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def gpu_name() -> str:
+    """Of the first GPU, with its driver's version; empty without one."""
+    return _nvidia_smi("name,driver_version")
+
+
+def _used() -> float:
+    try:
+        return float(_nvidia_smi("memory.used")) * 2**20
+    except ValueError:
+        return 0.0
+
+
+def _nvidia_smi(query: str) -> str:
+    """One line about the first GPU; empty where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     command += ["-i", first_gpu()]
     try:
-        made = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return float(made.stdout.split()[0]) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return 0.0
+        made = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return made.stdout.strip()
 
 
 def tree_reader(pid: Callable[[], int | None]) -> Callable[[], float]:

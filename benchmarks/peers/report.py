@@ -91,6 +91,18 @@ def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
     return summaries
 
 
+def best_peer(summaries: Mapping[str, Summary]) -> Summary | None:
+    """Of the arms of `BASE`, the fastest."""
+    peers = [each for name, each in summaries.items() if name.startswith(BASE)]
+    return max(peers, key=lambda each: each.tokens_s, default=None)
+
+
+def allowed_gib(runs: Sequence[ArmRun]) -> float:
+    """The goal's share of the fastest peer's memory; 0 before one has run."""
+    peer = best_peer(summarize(runs))
+    return round(GOALS[1] * peer.peak_gib, 1) if peer else 0.0
+
+
 def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
     """Speed and memory of each arm, and both relative to arms of the peers."""
     peers = [name for name in (BASE, "trl-lean", "verl") if name in summaries]

@@ -15,7 +15,7 @@ from benchmarks.peers import keel_grpo
 from benchmarks.peers.compare import earlier
 from benchmarks.peers.draws import Draw, read
 from benchmarks.peers.draws import report as over_draws
-from benchmarks.peers.report import ArmRun, report, summarize, verdict
+from benchmarks.peers.report import ArmRun, allowed_gib, report, summarize, verdict
 from benchmarks.peers.shape import MARKS, write
 from benchmarks.peers.workload import QWEN3_06B, SMALL, Workload, drawn
 from keel.configs.load import load_config
@@ -183,6 +183,12 @@ def test_completions_end_as_soon_as_the_workload_says(tmp_path: Path) -> None:
     lengths = (sampled[:, 16:] != model.config.pad_token_id).sum(1).float()
     assert 6 < float(lengths.mean()) < 24
     assert 0 < float((lengths == 32).float().mean()) < 0.4
+
+
+def test_memory_is_measured_by_the_fastest_arm_of_the_peer() -> None:
+    runs = [arm("trl", [12.0], 80.0), arm("trl-liger", [10.0], 70.0), arm("keel", [5.0], 10.0)]
+    assert allowed_gib(runs) == 28.0
+    assert allowed_gib([arm("keel", [5.0], 10.0), arm("trl", [], 80.0)]) == 0.0
 
 
 def test_the_verdict_over_draws_counts_the_best_arm_of_the_peer(tmp_path: Path) -> None:
