@@ -1,11 +1,11 @@
 """Attention of a decoding step: vLLM's, and Keel's that reads a group's prompt once.
 
-    python -m benchmarks.rollout.attention --out DIR [--sweep]
+    python -m benchmarks.rollout.attention --out DIR [--sweep tiles]
 
 bfloat16, CUDA graphs; each row is halfway through its completion. A line for each shape:
 milliseconds a layer of both, the keys and values that the rows have (and those that are left when a
 group's prompt counts once) over that time in GB/s, and how far Keel's is from vLLM's. `--sweep`:
-with other tile sizes, too.
+with other tiles, or other ways to slice rows, too.
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ PAGE = 16
 CALLS, ROUNDS = 8, 5
 SPLITS = 32
 """Of vLLM's kernel in a CUDA graph, at most: its default."""
-SWEEP = tuple(itertools.product((16, 32, 64), (2, 3), (2, 4), (512, 1024), (16, 32)))
-"""Tokens, stages, warps, parts, queries."""
+TILES = tuple(itertools.product((16, 32, 64), (2, 3), (2, 4), (16, 32)))
+SLICES = tuple(itertools.product((256, 512, 1024), (1, 2, 4), (512, 1024, 2048)))
+WHERE = {
+    "TOKENS": cascade_kernels,
+    "STAGES": cascade_kernels,
+    "WARPS": cascade_kernels,
+    "QUERIES": cascade_plan,
+    "PARTS": cascade_plan,
+    "LONGER": cascade_plan,
+    "SLICE": cascade_kernels,
+}
+"""What can be swept: first a tile, then how rows are sliced."""
 
 
 @dataclass(frozen=True)
@@ -182,17 +192,15 @@ def measure(case: Case, sweep: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     row["theirs_gb_s"] = case.bytes(case.rows) / row["theirs_ms"] / 1e6
     row["ours_gb_s"] = case.bytes(case.groups) / row["ours_ms"] / 1e6
     swept: dict[str, float] = {}
-    where = {"TOKENS": cascade_kernels, "STAGES": cascade_kernels, "WARPS": cascade_kernels}
-    where |= {"PARTS": cascade_plan, "QUERIES": cascade_plan}
-    before = [getattr(module, name) for name, module in where.items()]
+    before = [getattr(module, name) for name, module in WHERE.items()]
     for values in sweep:
-        for (name, module), value in zip(where.items(), values, strict=True):
+        for (name, module), value in zip(WHERE.items(), values, strict=True):
             setattr(module, name, value)
         try:
             swept[" ".join(map(str, values))] = timed(step.ours())
         except Exception as error:  # too much shared memory, for one
             print(f"  {values}: {type(error).__name__}", flush=True)
-    for (name, module), value in zip(where.items(), before, strict=True):
+    for (name, module), value in zip(WHERE.items(), before, strict=True):
         setattr(module, name, value)
     return {**asdict(case), **row, "sweep": dict(sorted(swept.items(), key=lambda it: it[1])[:8])}
 
@@ -201,12 +209,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
-    parser.add_argument("--sweep", action="store_true", help="with other tile sizes, too")
-    parser.add_argument("--tokens", type=int, nargs="*", help="of a tile, in the sweep")
+    parser.add_argument("--sweep", choices=("tiles", "slices"), help="with other ones, too")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    sweep = [it for it in SWEEP if options.sweep and it[0] in (options.tokens or [it[0]])]
+    now = tuple(getattr(module, name) for name, module in WHERE.items())
+    sweep: list[tuple[int, ...]] = []
+    if options.sweep == "tiles":
+        sweep = [(*tile, *now[4:]) for tile in TILES]
+    elif options.sweep == "slices":
+        sweep = [(*now[:4], *slices) for slices in SLICES]
     for case in CASES:
         if case.name not in options.cases:
             continue

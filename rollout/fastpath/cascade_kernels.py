@@ -27,6 +27,8 @@ LOG2_E = math.log2(math.e)
 """Kernels have powers of two."""
 SHORT = 4
 """Slices of a row that are joined in one go by a single warp."""
+SLICE = 1024
+"""Tokens that are worth a slice beyond the fewest."""
 TOKENS, STAGES, WARPS = 64, 2, 4
 """Of keys and values that are read at once, and how far ahead."""
 
@@ -45,7 +47,7 @@ def attend(
     keys, values [blocks, page, key heads, size]; table, lengths as in `plan`; scale of the
     logits."""
     heads, rows = scratch.heads, len(lengths)
-    splits = heads.splits(rows)
+    fewest, splits = heads.splits(rows)
     pairs = triton.cdiv(rows, 2)
     launch(
         _parts,
@@ -71,6 +73,7 @@ def attend(
         scale * LOG2_E,
         rows,
         pairs,
+        fewest,
         splits,
         PAGE=heads.page,
         EACH=heads.each,
@@ -79,6 +82,7 @@ def attend(
         SIZE=heads.size,
         QUERIES=heads.tile,
         TOKENS=TOKENS,
+        SLICE=SLICE,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -92,23 +96,26 @@ def attend(
         out,
         out.stride(0),
         out.stride(1),
+        fewest,
         splits,
         HEADS=heads.queries,
         SIZE=heads.size,
         SPLITS=MOST_SPLITS if splits > SHORT else SHORT,
         TOKENS=TOKENS,
+        SLICE=SLICE,
         num_warps=4 if splits > SHORT else 1,
     )
 
 
 @triton.jit
-def _slice(length, split, splits, TOKENS: tl.constexpr):
-    """Beginning and end of one of the slices of so many tokens."""
-    size = tl.cdiv(tl.cdiv(length, splits), TOKENS) * TOKENS
+def _slice(length, split, fewest, splits, TOKENS: tl.constexpr, SLICE: tl.constexpr):
+    """Beginning and end of one of the slices of so many tokens; one that is not needed is empty."""
+    count = tl.maximum(tl.minimum(length // SLICE, splits), fewest)
+    size = tl.cdiv(tl.cdiv(length, count), TOKENS) * TOKENS
     return split * size, tl.minimum((split + 1) * size, length)
 
 
-@triton.jit(do_not_specialize=["rows", "pairs", "splits", "table_row", "query_row"])
+@triton.jit(do_not_specialize=["rows", "pairs", "fewest", "splits", "table_row", "query_row"])
 def _parts(
     query_ptr,
     query_row,
@@ -131,6 +138,7 @@ def _parts(
     scale,
     rows,
     pairs,
+    fewest,
     splits,
     PAGE: tl.constexpr,
     EACH: tl.constexpr,
@@ -139,6 +147,7 @@ def _parts(
     SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
     """One key head and one slice: of what a segment shares (of two rows side by side one leads a
     segment at the most), or of what a row has for itself. Weighted values, and log2 of their sum of
@@ -157,7 +166,7 @@ def _parts(
     else:
         first = shared
         length = tl.load(lengths_ptr + row) - shared
-    begin, end = _slice(length, split, splits, TOKENS)
+    begin, end = _slice(length, split, fewest, splits, TOKENS, SLICE)
     begin += first
     end += first
     if begin < end:
@@ -212,7 +221,7 @@ def _parts(
         tl.store(found_ptr + place, found / total[:, None], mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["splits", "out_row"])
+@triton.jit(do_not_specialize=["fewest", "splits", "out_row"])
 def _join(
     sums_ptr,
     found_ptr,
@@ -221,11 +230,13 @@ def _join(
     out_ptr,
     out_row,
     out_head,
+    fewest,
     splits,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
     """One row and query head, from its parts."""
     row = tl.program_id(0)
@@ -234,7 +245,8 @@ def _join(
     own = tl.load(lengths_ptr + row) - shared
     part, numbers = tl.arange(0, 2 * SPLITS), tl.arange(0, SIZE)
     split = tl.where(part < splits, part, part - splits)
-    begin, end = _slice(tl.where(part < splits, own, shared), split, splits, TOKENS)
+    length = tl.where(part < splits, own, shared)
+    begin, end = _slice(length, split, fewest, splits, TOKENS, SLICE)
     inside = (part < 2 * splits) & (begin < end)
     at = (row * HEADS + head) * (2 * splits) + part
     sums = tl.load(sums_ptr + at, mask=inside, other=-float("inf"))

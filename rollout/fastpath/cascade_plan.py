@@ -31,8 +31,12 @@ NONE = tl.constexpr(1 << 30)
 QUERIES = 16
 """Of a segment that are at hand at once, its rows times the query heads of a key head: the least
 that tensor cores take. More would cost registers, and so what is in flight from memory."""
-PARTS = 1024
-"""Parts (row, key head, slice of a row) that a step is cut into, if it can be."""
+PARTS = 512
+"""Parts (row, key head, slice of a row) that a step is cut into, if it can be: some for each of a
+GPU's processors."""
+LONGER = 2
+"""Times as many where slices stay long: one of thousands of tokens that a segment shares would keep
+a processor busy when all others are done."""
 MOST_SPLITS = 32
 """Slices of a row."""
 PAGE = 16
@@ -76,9 +80,10 @@ class Heads:
         """Of the batch that a segment may have: a power of two."""
         return 1 << ((self.tile // self.each).bit_length() - 1)
 
-    def splits(self, rows: int) -> int:
-        """Slices that each of so many rows is cut into."""
-        return max(1, min(MOST_SPLITS, PARTS // max(1, rows * self.keys)))
+    def splits(self, rows: int) -> tuple[int, int]:
+        """Slices that each of so many rows is cut into, at least and at most."""
+        fewest, most = (PARTS * times // max(1, rows * self.keys) for times in (1, LONGER))
+        return max(1, min(MOST_SPLITS, fewest)), max(1, min(MOST_SPLITS, most))
 
 
 def heads_of(text: PreTrainedConfig) -> Heads | None:
@@ -97,7 +102,7 @@ class Scratch:
     def __init__(self, heads: Heads, rows: int, device: torch.device) -> None:
         """`rows`: of a batch, at most."""
         self.heads = heads
-        parts = max(heads.splits(n) * n for n in range(1, rows + 1))
+        parts = max(heads.splits(n)[1] * n for n in range(1, rows + 1))
         self.alike = torch.zeros(rows, dtype=torch.int32, device=device)
         """[rows]: tokens that each has in common with the one before it."""
         self.leader = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -110,7 +110,9 @@ class Shell:
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
+            # The title that a process of Ray gives itself may lie where its HOME was.
             ours = process.environ().get("HOME") == str(self.home)
+            ours = ours or process.cwd() == str(self._work)
             return ours and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):  # it has ended, or is somebody else's
             return False

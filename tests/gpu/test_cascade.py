@@ -254,3 +254,16 @@ def test_long_rows_are_cut_into_many_shares() -> None:
     cache = groups(2, prompt=70 * PAGE)
     cache.width = 100
     check(cache)
+
+
+def test_rows_are_cut_by_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keel.rollout.fastpath import cascade_kernels, cascade_plan
+
+    monkeypatch.setattr(cascade_plan, "PARTS", 8)
+    monkeypatch.setattr(cascade_plan, "LONGER", 8)
+    monkeypatch.setattr(cascade_kernels, "SLICE", 64)
+    assert cascade_plan.Heads(4, 2, 64, PAGE).splits(8) == (1, 4)
+    cache = groups(4, 1, 3, prompt=14 * PAGE)
+    cache.add(7 * PAGE)
+    cache.width = 40
+    check(cache)

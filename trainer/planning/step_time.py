@@ -27,8 +27,9 @@ from keel.trainer.planning.memory import (
 )
 
 MIB = 2**20
-COMPILE_S = 30.0
-"""What `trainer.compile` takes longer in the first step, of the 30 to 40 s of that (H200)."""
+COMPILE_S = 20.0
+"""What `trainer.compile` takes longer in the first step, once for a machine and shape: 13 to 20 s
+in six runs on one host of H200s (75561d7), up to 30 on slow ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

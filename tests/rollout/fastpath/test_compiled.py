@@ -23,7 +23,8 @@ POINTERS = {
     **dict.fromkeys(["sums_ptr", "found_ptr"], FLOATS),
     "scale": "fp32",
 }
-SHAPE = {"PAGE": 16, "EACH": 2, "HEADS": 16, "SIZE": 128, "TOKENS": cascade_kernels.TOKENS}
+SLICED = {"TOKENS": cascade_kernels.TOKENS, "SLICE": cascade_kernels.SLICE}
+SHAPE = {"PAGE": 16, "EACH": 2, "HEADS": 16, "SIZE": 128, **SLICED}
 
 
 def binary(kernel: Any, **constants: int) -> bytes:
@@ -46,7 +47,7 @@ def binary(kernel: Any, **constants: int) -> bytes:
             (cascade_kernels, "_parts", {**SHAPE, "SIZE": size, "ROWS": 8, "QUERIES": 16})
             for size in cascade_plan.SIZES
         ),
-        (cascade_kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, "TOKENS": 64}),
+        (cascade_kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, **SLICED}),
     ],
 )
 def test_it_compiles(
