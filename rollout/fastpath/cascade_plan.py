@@ -34,7 +34,7 @@ that tensor cores take. More would cost registers, and so what is in flight from
 PARTS = 512
 """Parts (row, key head, slice of a row) that a step is cut into, if it can be: some for each of a
 GPU's processors."""
-LONGER = 2
+LONGER = 4
 """Times as many where slices stay long: one of thousands of tokens that a segment shares would keep
 a processor busy when all others are done."""
 MOST_SPLITS = 32
