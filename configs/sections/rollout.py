@@ -85,8 +85,9 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are sampled in training; evaluations have `eval`."""
     max_num_seqs: int = 128
-    """Most sequences that an engine works on at once. auto: all that a step needs of it, and
-    128 for evaluations where their keys and values are small; 128 on a CPU."""
+    """Most sequences that an engine works on at once. auto: all that a step needs of it, or
+    an equal part where all have no room in the KV cache, and 128 for evaluations where their keys
+    and values are small; 128 on a CPU."""
     max_num_batched_tokens: int = 4096
     """Most tokens that an engine computes in one step; longer prompts are prefilled in chunks."""
     enable_prefix_caching: bool = True

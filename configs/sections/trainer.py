@@ -77,7 +77,7 @@ class TrainerConfig:
     auto: where a context may have 4,096 tokens, it saves 2 % of a step and fits; never on a CPU."""
     compile: bool = False
     """torch.compile of the decoder layers, all but attention and experts (`zero_stage` 0 to 2).
-    auto: where it saves more in the run's steps than the 30 s that it takes at their start, of
+    auto: where it saves more in the run's steps than the 20 s that it takes at their start, of
     models whose norms are Keel's kernels; never on a CPU."""
     offload_optimizer: bool = False
     """Keep master weights and optimizer state in host memory, and update them there (ZeRO-Offload;

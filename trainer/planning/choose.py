@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,9 +164,16 @@ class Reasons:
         )
 
     def _max_num_seqs(self) -> str:
+        a, rollout = self._config.algorithm, self._config.rollout
         wanted = engine_sequences(self._config)
-        if wanted >= self._config.rollout.max_num_seqs:
-            return "as many as an engine has to sample in a step, as far as they fit"
+        share = math.ceil(a.prompts_per_step * a.group_size / rollout.engines)
+        if share > wanted:
+            return (
+                f"an engine has {share} to sample in a step, in {math.ceil(share / wanted)} waves: "
+                "all at once have no room, or are no faster"
+            )
+        if wanted >= rollout.max_num_seqs:
+            return "as many as an engine has to sample in a step"
         return f"all {wanted} that an engine has to sample in a step, and room for evaluations"
 
     def _sleep(self) -> str:

@@ -144,18 +144,23 @@ class Search:
                         break
 
     def _seated(self, values: Values) -> Iterator[Layout]:
-        """In which ways an engine goes with such a trainer: each with as many sequences at once as
-        fit, and no turns taken where nothing would be gained."""
+        """In which ways an engine goes with such a trainer: with as many sequences at once as fit,
+        fewer where the cache does not hold these at full length, and no turns taken where nothing
+        would be gained."""
         for turns in self.options.turns:
             if self._placed({**values, **turns}) is None:
                 continue
+            found = False
             for sampling in self.options.sampling(values, fewer=self.way.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
+                    found = True
                     yield layout
-                    roomy = (layout.plan.cached or 0) >= engine_sequences(layout.config)
-                    if roomy and not layout.config.rollout.sleep:
-                        return
-                    break
+                    if (layout.plan.cached or 0) >= engine_sequences(layout.config):
+                        if not layout.config.rollout.sleep:
+                            return
+                        break
+                elif not found and not self.way.fewer:
+                    break  # all of a step at once do not fit
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
         """On a GPU without an engine, or by turns with one where that may be."""

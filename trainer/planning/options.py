@@ -26,6 +26,8 @@ PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 FEW, MANY = 128, 1024
 """Sequences at once: no fewer than evaluations make use of, where their keys and values are small;
 no more than steps are captured for."""
+WAVES = (1, 2, 3, 4)
+"""In which a step's completions may be sampled, one after the other."""
 SMALL_CACHE = 0.1
 """Of a GPU."""
 STAYING_GIB = 2.0
@@ -111,7 +113,8 @@ class Options:
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
     def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Sequences of an engine at once, the most first."""
+        """Sequences of an engine at once, the most first: all of a step, or as many in each of two
+        waves and more. fewer: also so few that they take next to no room."""
         knob, config = "rollout.max_num_seqs", self.config
         if knob not in self.left or not config.data.sources:
             return [{}]
@@ -119,12 +122,14 @@ class Options:
         at_once = config.algorithm.prompts_per_step * config.algorithm.group_size
         if config.with_agents:
             at_once = max(at_once, config.agents.max_open)
-        wanted = min(MANY, 8 * math.ceil(at_once / engines / 8))
+        waves = [min(MANY, 8 * math.ceil(at_once / engines / count / 8)) for count in WAVES]
+        wanted = waves[0]
         one = kv_token_bytes(config, self.facts) * context_tokens(config)
         if FEW * one <= SMALL_CACHE * self.hardware.gpu_gib * GIB:
             wanted = max(wanted, FEW)
         less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
-        return [{knob: n} for n in (wanted, *less) if n <= wanted]
+        counts = {wanted, *waves, *(n for n in less if n <= wanted)}
+        return [{knob: n} for n in sorted(counts, reverse=True)]
 
     @cached_property
     def turns(self) -> list[Values]:

@@ -209,10 +209,18 @@ def step_time(
     rollout, algorithm = config.rollout, config.algorithm
     completions = algorithm.prompts_per_step * algorithm.group_size
     at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
-    rounds = -(-completions // (rollout.engines * at_once))
+    # Completions of full length end together, and so the next ones begin: in waves.
+    waves, last = divmod(-(-completions // rollout.engines), at_once)
     slower = rates.invariant_step if config.model.batch_invariant else 1.0
-    host = slower * rates.host_seconds(config, facts, at_once)
-    device = slower * decode_device_seconds(config, facts, at_once, machine, rates)
+
+    def of_host(rows: int) -> float:
+        return slower * rates.host_seconds(config, facts, rows)
+
+    def of_gpu(rows: int) -> float:
+        return slower * decode_device_seconds(config, facts, rows, machine, rates)
+
+    host, device = of_host(at_once), of_gpu(at_once)
+    steps = waves * max(host, device) + (max(of_host(last), of_gpu(last)) if last else 0.0)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
     if not rollout.enable_prefix_caching:
         prefilled *= algorithm.group_size
@@ -223,7 +231,7 @@ def step_time(
     launch = rates.launch_seconds(config, facts, micro_batches)
     sent = facts.parameters * BYTES[config.engine_dtype]
     return StepTime(
-        decode=rounds * rollout.sampling.max_tokens * max(host, device),
+        decode=rollout.sampling.max_tokens * steps,
         prefill=2 * body_parameters(facts) * prefilled / (gpus * machine.flops * rates.prefill_mfu),
         compute=max(compute, launch),
         traffic=traffic_seconds(config, facts, micro_batches, machine),

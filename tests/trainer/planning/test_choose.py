@@ -214,6 +214,26 @@ def test_nothing_is_offloaded_without_need(shapes: dict[str, ModelFacts]) -> Non
     assert seen == {True, False}
 
 
+def test_what_does_not_fit_at_once_is_sampled_in_equal_waves(
+    shapes: dict[str, ModelFacts],
+) -> None:
+    large, facts = recipe(prompts_per_step=32), shapes["0.6b"]
+    whole = choose(large, KNOBS, facts, machine(1, 79.0))
+    assert whole.config.rollout.max_num_seqs == 256
+    assert "in a step" in whole.reasons["rollout.max_num_seqs"]
+    halves = choose(large, KNOBS, facts, machine(1, 26.0))
+    assert halves.config.rollout.max_num_seqs == 128 <= (halves.plan.cached or 0)
+    assert "256 to sample in a step, in 2 waves" in halves.reasons["rollout.max_num_seqs"]
+    said = choose(
+        with_values(large, {"rollout.max_num_seqs": 256}),
+        KNOBS - {"rollout.max_num_seqs"},
+        facts,
+        machine(1, 26.0),
+    )
+    assert said.plan.time and halves.plan.time
+    assert said.plan.time.total > halves.plan.time.total
+
+
 def test_engines_that_sample_ahead_do_not_sleep(shapes: dict[str, ModelFacts]) -> None:
     for gpus in COUNTS:
         choice = choose(recipe(max_lag=1), KNOBS, shapes["8b"], machine(gpus, 139.0))

@@ -204,6 +204,9 @@ def test_a_small_cache_means_more_rounds(moe: ModelFacts) -> None:
     assert in_four.sequences == 64
     assert in_four.decode == pytest.approx(4 * 896 * (2.0e-3 + 64 * 37e-6))
     assert in_four.decode > all_at_once.decode
+    last = estimate(recipe(answers=16), moe)
+    in_three = estimate(recipe(answers=256), moe, sequences=120)
+    assert in_three.decode == pytest.approx(896 * 2 * in_three.decode_step + last.decode)
 
 
 def test_traffic_grows_with_zero_3_and_over_the_network(moe: ModelFacts) -> None:
