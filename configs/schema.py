@@ -115,7 +115,8 @@ class Config:
         if self.model.batch_invariant:
             self._check_invariant()
         longest = self.rollout.deadline_s + 2 * CUT_S
-        if self.rollout.weight_updates == "drain" and self.algorithm.max_lag:
+        ahead = self.algorithm.max_lag or self.algorithm.publish_every > 1
+        if self.rollout.weight_updates == "drain" and ahead:
             require(
                 self.rollout.update_deadline_s >= longest,
                 "rollout.update_deadline_s",

@@ -81,7 +81,7 @@ class Stream(Generic[T]):
         """What is drawn from the sources between two positions (as in `drawn`), whatever has become
         of it. Stays where it is."""
         other = copy(self)
-        other._drawn, other._again, other._orders = dict(since), deque(), {}
+        other._drawn, other._again, other._orders = dict(since), deque(), dict(self._orders)
         return other.take(sum(until.values()) - sum(since.values()))
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:

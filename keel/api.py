@@ -42,7 +42,7 @@ from keel.rewards.passed import named, passing
 from keel.trainer import main
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Preempted, asked, preempted, watching
-from keel.trainer.run.journal import metric_lines
+from keel.trainer.run.journal import steps_of
 from keel.trainer.run.view import View
 from keel.trainer.system import System
 
@@ -139,10 +139,9 @@ def train(
             raise told.error
     config = load_config(path, overrides)
     run = RunFolder(config)
-    lines = metric_lines(run.path / "metrics.jsonl")
     return Run(
         folder=run.path,
-        metrics=tuple(json.loads(text) for _, text in lines),
+        metrics=tuple(steps_of(run.path / "metrics.jsonl").values()),
         model=run.model if run.model.exists() else None,
     )
 

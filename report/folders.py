@@ -113,7 +113,7 @@ def read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
     kept: dict[int, Mapping[str, Any]] = {}
     for line in lines:
         if isinstance(step := line.get("step"), int):
-            kept[step] = line
+            kept[step] = {**line, **kept.get(step, {})}  # two, of an evaluation that came late
     run.steps = sorted(kept)
     records = [kept[step] for step in run.steps]
     run.times = [float(record.get("time") or 0) for record in records]

@@ -228,7 +228,9 @@ def balance(tokens: Sequence[int], *, ranks: int, capacity: int) -> list[list[li
     ranks, dealt back and forth so that the sums match too.
     """
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    rows = max(1, -(-sum(min(size, capacity) for size in tokens) // (ranks * capacity)))
+    whole = sum(min(size, capacity) for size in tokens)
+    alone = sum(2 * size > capacity for size in tokens)  # no two of them in a bin
+    rows = max(1, -(-whole // (ranks * capacity)), -(-alone // ranks))
     while (bins := _fill(tokens, order, rows * ranks, capacity)) is None:
         rows += 1
     bins.sort(key=lambda chosen: (-sum(tokens[i] for i in chosen), chosen))

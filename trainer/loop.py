@@ -84,8 +84,18 @@ class Journal(Protocol):
         ...
 
     def record(
-        self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
-    ) -> None: ...
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        sample: Sequence[ScoredGroup],
+        discarded: Sequence[ScoredGroup] = (),
+    ) -> None:
+        """sample: what the step trained on; discarded: what was sampled for it besides."""
+        ...
+
+    def evaluated(self, step: int) -> bool:
+        """Whether what an evaluation came to is recorded of a step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +134,14 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             parts.journal.record(0, evaluate(parts, hurry), [])
         else:  # the engines started from the base model
             wait_for(parts.rollouts.update(learner.version, learner.publish()), hurry)
+            if parts.heldout and evaluation_due(run, start) and not parts.journal.evaluated(start):
+                parts.journal.begin("evaluating")  # which was cut off
+                parts.journal.record(start, evaluate(parts, hurry), [])
+                if parts.stop():
+                    return start
     except Abandoned:
+        return start
+    if start >= run.steps:
         return start
     feed = Feed(
         config,
@@ -155,8 +172,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 parts.keep(step, batch.groups, result.findings)
             if result.gave_up:
                 raise RuntimeError(f"step {step}: {result.gave_up}")
-            last = step == run.steps
-            evaluating = last or (run.eval_every > 0 and step % run.eval_every == 0)
+            last, evaluating = step == run.steps, evaluation_due(run, step)
             if not hurry() and (evaluating or step % algorithm.publish_every == 0):
                 parts.journal.begin("publishing weights")
                 with clock.time("sync"), suppress(Abandoned):
@@ -174,7 +190,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 parts.journal.begin("evaluating")
                 with suppress(Abandoned):
                     metrics |= evaluate(parts, hurry)
-            parts.journal.record(step, metrics, batch.groups)
+            parts.journal.record(step, metrics, batch.groups, batch.discarded)
             due = checkpoint_due(run, step, time.monotonic() - saved_at)
             if last or due or parts.stop():
                 parts.journal.begin("saving a checkpoint")
@@ -185,7 +201,11 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 unwritten += failed
                 if parts.stop() and not failed:  # or was asked to meanwhile
                     return step
-    return max(start, run.steps)
+    return run.steps
+
+
+def evaluation_due(run: RunConfig, step: int) -> bool:
+    return step == run.steps or (run.eval_every > 0 and step % run.eval_every == 0)
 
 
 def checkpoint_due(run: RunConfig, step: int, since_s: float) -> bool:

@@ -75,8 +75,15 @@ class Curves:
     def reach(self, done: int, total: int, unit: str) -> None:
         pass
 
+    def evaluated(self, step: int) -> bool:
+        return step in self.values["heldout"]
+
     def record(
-        self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        sample: Sequence[ScoredGroup],
+        discarded: Sequence[ScoredGroup] = (),
     ) -> None:
         for name, value in values(metrics).items():
             self.values[name][step] = value

@@ -180,6 +180,11 @@ def test_draining_needs_the_time_of_a_completion() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.update_deadline_s = 300.*at least .* 720"):
         Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
     Config(rollout=RolloutConfig(**rollout, update_deadline_s=720.0), **options)  # type: ignore[arg-type]
+    options["algorithm"] = AlgorithmConfig(publish_every=2)  # the next step is sampled meanwhile
+    with pytest.raises(ConfigError, match=r"rollout\.update_deadline_s = 300"):
+        Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
+    options["algorithm"] = AlgorithmConfig()
+    Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

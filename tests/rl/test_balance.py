@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.rl import packing
 from keel.rl.packing import balance
 
 
@@ -42,3 +46,18 @@ def test_a_micro_batch_may_be_full_to_the_last_token() -> None:
 
 def test_a_long_trajectory_sits_alone() -> None:
     assert balance([3, 100, 3, 3], ranks=1, capacity=10) == [[[1], [0, 2, 3]]]
+
+
+def test_long_items_are_not_tried_in_bin_after_bin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of which takes two of them: with thousands, that was seconds of each step."""
+    tried: list[int] = []
+    fill = packing._fill
+
+    def counting(tokens: Any, order: Any, count: int, capacity: int) -> Any:
+        tried.append(count)
+        return fill(tokens, order, count, capacity)
+
+    monkeypatch.setattr(packing, "_fill", counting)
+    tokens = [4200 + 37 * i % 3800 for i in range(400)]
+    (bins,) = balance(tokens, ranks=1, capacity=8192)
+    assert len(bins) == 400 and tried == [400]

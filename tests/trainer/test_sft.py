@@ -82,8 +82,17 @@ class Run:
     def begin(self, activity: str) -> None: ...
     def reach(self, done: int, total: int, unit: str) -> None: ...
 
-    def record(self, step: int, metrics: Mapping[str, Metric], sample: object) -> None:
-        self.steps[step] = values(metrics)
+    def record(
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        sample: object,
+        discarded: object = (),
+    ) -> None:
+        self.steps[step] = {**self.steps.get(step, {}), **values(metrics)}
+
+    def evaluated(self, step: int) -> bool:
+        return any(name.startswith("eval/") for name in self.steps.get(step, {}))
 
     def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
         if step not in self.failing:
@@ -152,6 +161,9 @@ def test_a_signal_leaves_time_for_a_checkpoint_alone() -> None:
     run.hurry_after = 2
     assert run.fit(lessons(5)) == 2 and list(run.saved) == [2]
     assert [step for step, found in run.steps.items() if "eval/loss" in found] == [0, 1]
+    run.hurry_after = 99  # and what there was no time for is measured when the run goes on
+    assert run.fit(lessons(5), start=2) == 6
+    assert [step for step, found in run.steps.items() if "eval/loss" in found] == [*range(7)]
     run = Run(lessons(*range(3, 13)), config_of())
     run.hurry_after = 0
     assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps

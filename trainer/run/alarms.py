@@ -72,7 +72,7 @@ class Alarms:
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> tuple[int, list[str]]:
         """How many alarms ring, and lines for people, of each at most one in `alarms.every` steps.
-        numbers: a step's metrics; groups: what it trained on."""
+        numbers: a step's metrics; groups: all that were sampled for it."""
         ringing = {
             alarm.knob: f"{alarm.metric} {numbers[alarm.metric]:.3g}: {alarm.words}"
             for alarm in ALARMS

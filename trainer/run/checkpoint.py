@@ -68,14 +68,20 @@ class State:
 
 
 def save(
-    root: Path, state: State, write: Callable[[Path], Mapping[str, Entry]], *, keep: int
+    root: Path,
+    state: State,
+    write: Callable[[Path], Mapping[str, Entry]],
+    *,
+    keep: int,
+    say: Callable[[str], object] = print,
 ) -> Path:
     """Write the checkpoint of `state.step` under `root` and drop all but the newest `keep`.
 
     `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
     any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
     same step is replaced. Raises `Unwritten` naming the folder where it cannot be written, and
-    `RuntimeError` where a rank failed at it in another way, `Lost` where it is gone.
+    `RuntimeError` where a rank failed at it in another way, `Lost` where it is gone. `say`: told of
+    older ones that cannot be deleted.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
@@ -102,8 +108,8 @@ def save(
         raise
     try:
         prune(root, keep=keep)
-    except OSError as error:
-        raise Unwritten(f"{root}: older checkpoints cannot be deleted: {error}") from error
+    except OSError as error:  # this one is there all the same
+        say(f"warning: {root}: older checkpoints cannot be deleted: {error}")
     return final
 
 

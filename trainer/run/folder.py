@@ -271,6 +271,14 @@ class RunFolder:
                     points.append((step, value))
         return found
 
+    def unmeasured(self, step: int) -> bool:
+        """Whether held-out sets are measured in this run, and were not at this step, which it has
+        done: it was ended meanwhile."""
+        if not self._metrics.exists():
+            return False
+        points = [point for found in self.evaluations().values() for point in found]
+        return bool(points) and all(at != step for at, _ in points)
+
     def check_heldout(self, step: int) -> None:
         """Raises ConfigError where a held-out set had fallen below `alarms.stop_below` when it was
         measured last, up to this step: the run has ended for that."""
@@ -285,9 +293,17 @@ class RunFolder:
                     "same, or take away the later checkpoints"
                 )
 
-    def save(self, state: State, write: Callable[[Path], Mapping[str, Entry]]) -> Path:
+    def save(
+        self,
+        state: State,
+        write: Callable[[Path], Mapping[str, Entry]],
+        say: Callable[[str], object] = print,
+    ) -> Path:
+        """As `checkpoint.save`."""
         keep = self._config.run.keep_checkpoints
-        return checkpoint.save(self._checkpoints, state, write, keep=keep)
+        saved = checkpoint.save(self._checkpoints, state, write, keep=keep, say=say)
+        self._problems.pop(saved, None)  # of another that was there
+        return saved
 
 
 def check_exported(folder: Path, cure: str) -> None:

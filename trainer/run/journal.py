@@ -102,13 +102,17 @@ class Journal:
         self.written()
 
     def record(
-        self, step: int, metrics: Mapping[str, Metric], sample: Sequence[ScoredGroup]
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        sample: Sequence[ScoredGroup],
+        discarded: Sequence[ScoredGroup] = (),
     ) -> None:
         """Raises `OSError` naming the folder if it cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
         if self._alarms is not None and step > 0:
-            numbers["alarms"], lines = self._alarms.look(step, numbers, sample)
+            numbers["alarms"], lines = self._alarms.look(step, numbers, [*sample, *discarded])
         try:
             self._write(step, numbers, sample)
         except OSError as error:
@@ -121,6 +125,11 @@ class Journal:
         for line in lines:
             self.say("alarm", line)
         self._view.record(step, numbers)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether anything of held-out sets is written of a step."""
+        found = steps_of(self._metrics) if self._metrics.exists() else {}
+        return any(name.startswith("eval/") for name in found.get(step, {}))
 
     def _write(
         self, step: int, numbers: Mapping[str, float], sample: Sequence[ScoredGroup]
@@ -210,6 +219,15 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
         if not isinstance(step, int):
             raise ValueError(f"{path}:{number}: not an object with a whole number `step`; {REPAIR}")
         found.append((step, text))
+    return found
+
+
+def steps_of(path: Path) -> dict[int, dict[str, Any]]:
+    """Step → its line of `metrics.jsonl`, together with that of an evaluation which was made when
+    the run went on. Raises as `metric_lines` does."""
+    found: dict[int, dict[str, Any]] = {}
+    for step, text in metric_lines(path):
+        found[step] = {**json.loads(text), **found.get(step, {})}
     return found
 
 

@@ -128,7 +128,7 @@ def once(
         with waiting(f"loading {folder.latest.name}", f"loading {config.model.path}"):
             system.learner.load(folder.latest)
     restarts.begun = True
-    if start < steps:
+    if start < steps or folder.unmeasured(steps):
         folder.begin(start)
         with open_view(str(folder.path), steps) as view:
             reached = drive(system, folder, view, start)
@@ -214,7 +214,7 @@ def save_checkpoint(
     written, which is said; raises `Unwritten` where none would follow it."""
     state = State(step=step, version=learner.version, cursor=cursor, config=config_digest(config))
     try:
-        folder.save(state, learner.save)
+        folder.save(state, learner.save, say)
     except Unwritten as error:
         if step >= config.run.steps or stop():
             raise

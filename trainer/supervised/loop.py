@@ -16,7 +16,7 @@ from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons
 from keel.rl.types import StepResult
 from keel.trainer.feed import never
-from keel.trainer.loop import Clock, Journal, checkpoint_due
+from keel.trainer.loop import Clock, Journal, checkpoint_due, evaluation_due
 from keel.trainer.nonfinite import SAID
 
 MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
@@ -127,6 +127,9 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
         parts.journal.record(0, measured(learner.score(heldout)), [])
     if parts.hurry():  # nothing is there to be saved
         return start
+    if start and heldout and evaluation_due(run, start) and not parts.journal.evaluated(start):
+        parts.journal.begin("measuring")  # for which there was no time
+        parts.journal.record(start, measured(learner.score(heldout)), [])
     saved, unwritten = time.monotonic(), 0
     for step in range(start + 1, run.steps + 1):
         clock = Clock(seconds={})
@@ -148,8 +151,7 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
             metrics["checkpoint/unwritten"] = Sum(unwritten)
         metrics |= clock.metrics(sum(lesson.learned_tokens for lesson in lessons))
         last = step == run.steps
-        measuring = last or (run.eval_every > 0 and step % run.eval_every == 0)
-        if heldout and measuring and not parts.hurry():
+        if heldout and evaluation_due(run, step) and not parts.hurry():
             parts.journal.begin("measuring")
             metrics |= measured(learner.score(heldout))
         parts.journal.record(step, metrics, [])

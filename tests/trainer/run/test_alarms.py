@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from keel.configs.schema import AlarmsConfig, ConfigError
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.trainer.run.alarms import ALARMS, Alarms
-from keel.trainer.run.journal import Journal
+from keel.trainer.run.journal import EVENTS, Journal
+from keel.trainer.run.view import PlainView
+from tests.rl.rollouts import finished
 
 FINE = {alarm.metric: 1.0 if alarm.below else 0.0 for alarm in ALARMS}
 
@@ -94,6 +97,22 @@ def test_what_is_missing_is_said_with_its_reasons() -> None:
         "step 3: 4 completions are missing from the batch: 3 late: a; 1 late: b (alarms.missing"
     )
     assert Alarms(AlarmsConfig(missing=0)).look(3, numbers, groups) == (0, [])
+
+
+def test_completions_of_groups_that_were_filtered_out_count_in_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(
+        tmp_path, PlainView(9), trajectories=0, alarms=Alarms(AlarmsConfig(missing=0.2))
+    )
+    metrics = {"rollout/dropped_completions": Sum(1.0)}
+    whole, short = finished("p", (1.0,) * 4), lost("late")
+    for step, (trained, discarded) in enumerate([([whole], [short]), ([], [short])], start=1):
+        journal.record(step, metrics, trained, discarded)
+    journal.close()
+    said = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert [(one["step"], one["kind"]) for one in said] == [(2, "alarm")]
+    assert "1 completions are missing from the batch: 1 late" in said[0]["text"]
 
 
 def test_the_journal_says_and_counts_them(tmp_path: Path) -> None:

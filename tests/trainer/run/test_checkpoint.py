@@ -218,6 +218,22 @@ def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
         read_state(tmp_path)
 
 
+def test_an_older_one_that_cannot_be_deleted_is_said_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    save(tmp_path, state(1), content, keep=1)
+    said: list[str] = []
+    monkeypatch.setattr("keel.trainer.run.checkpoint.prune", busy)
+    newest = save(tmp_path, state(2), content, keep=1, say=said.append)
+    assert problems(newest) == [] and names(tmp_path) == ["step_000001", "step_000002"]
+    assert said == [
+        f"warning: {tmp_path}: older checkpoints cannot be deleted: [Errno 39] Directory not empty"
+    ]
+
+
 def test_at_least_one_checkpoint_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep = 0"):
         prune(tmp_path, keep=0)

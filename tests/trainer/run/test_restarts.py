@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,12 +61,15 @@ class World:
         self.starts: list[int] = []
         self.loaded: list[str] = []
         self.open = 0
+        self.export: Any = None
 
     @contextmanager
     def started(self, _: RunFolder) -> Iterator[Any]:
         assert not self.open, "the one before has to be gone, with its memory"
         self.open += 1
-        learner = SimpleNamespace(load=lambda path: self.loaded.append(path.name), export=None)
+        learner = SimpleNamespace(
+            load=lambda path: self.loaded.append(path.name), export=self.export
+        )
         try:
             yield SimpleNamespace(learner=learner)
         finally:
@@ -114,6 +118,55 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(
     assert "rank 0 died (process 7 on here)\nThe run starts again from its beginning" in said
     assert "trainer rank 0 is gone\nThe run starts again from step 4" in said
     assert (tmp_path / EVENTS).read_text().count('"kind": "restart"') == 2
+
+
+def test_a_checkpoint_in_the_place_of_a_damaged_one_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path)
+    with RunFolder(world.config) as folder:
+        for step in (3, 4):
+            world.save(folder, step)
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints/step_000004/more").touch()
+
+    def drive(folder: RunFolder, start: int) -> int:
+        if len(world.starts) == 1:
+            world.save(folder, 4)
+            raise Lost("trainer rank 0 is gone")
+        return 5
+
+    world.run(drive)
+    assert world.starts == [3, 4]
+    assert "it is kept as damaged_step_000004" in capsys.readouterr().out
+
+
+def test_a_run_whose_last_evaluation_was_cut_off_makes_it_before_it_exports(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, "run.steps=4")
+    exported: list[list[int]] = []
+    with RunFolder(world.config) as folder:
+        world.save(folder, 4)
+    lines = [{"step": 0, "eval/h/pass@1": 0.5}, {"step": 4, "loss": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def export(folder: Path) -> dict[str, Any]:
+        folder.mkdir()
+        exported.append(world.starts.copy())
+        return {}
+
+    def drive(folder: RunFolder, start: int) -> int:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "eval/h/pass@1": 0.7}) + "\n")
+        return start
+
+    world.export = export
+    world.run(drive)
+    assert world.starts == [4] and exported == [[4]]
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    world.run(drive)
+    assert world.starts == [4] and len(exported) == 2, "it is measured, and only exported again"
 
 
 def test_a_run_that_keeps_losing_them_ends(tmp_path: Path) -> None:
