@@ -48,8 +48,9 @@ made when the run goes on, and is a second line of its step): `step`, `time` (se
 epoch) and these, as far as they apply; a number that is not finite is left out. TensorBoard and
 `keel report` have them by the same names. `<set>`, `<domain>` and `<part>` stand for names of a
 recipe. **Healthy** is what a run looks like when all is well; where it says nothing, that depends
-on the task. **Otherwise** is what to look at and to change first; [troubleshooting](troubleshooting.md)
-begins with what one sees. The thresholds at which a run says so itself are in [alarms](alarms.md).
+on the task. **Otherwise** is what to look at and to change first;
+[troubleshooting](troubleshooting.md) begins with what one sees. The thresholds at which a run says
+so itself are in [alarms](alarms.md).
 """
 COMING_FROM = """# Coming from another framework
 
