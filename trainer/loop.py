@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -119,13 +119,17 @@ class Parts:
     hurry: Callable[[], bool] = never
     """Whether to stop at once: what is sampled and not trained on is given up. Raises what makes
     it idle to wait any longer."""
+    whole: Callable[[Exception], bool] = lambda _: True
+    """Whether the learner is, after what has gone wrong elsewhere: if so, the run ends with a
+    checkpoint."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1 … config.run.steps`; returns the last step done.
 
-    Stops early, with a checkpoint, when `parts.stop()` says so. Raises `RuntimeError` when a whole
-    batch of rollouts comes back empty, and when the learner gives up.
+    Stops early, with a checkpoint, when `parts.stop()` says so. Raises what engines or rewards end
+    with, and `RuntimeError` when a whole batch of rollouts comes back empty, both after a
+    checkpoint; and when the learner gives up.
     """
     run, algorithm, learner, hurry = config.run, config.algorithm, parts.learner, parts.hurry
     try:
@@ -159,12 +163,16 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             parts.journal.begin("sampling")
             try:
                 batch = feed.take(clock.time, hurry)
+                require_some(batch.groups, step)
             except Abandoned:
                 feed.close()  # or engines that are to make room would be waited for
                 if saved < step - 1:
                     parts.save(step - 1, feed.position())
                 return step - 1
-            require_some(batch.groups, step)
+            except Exception as error:
+                if saved < step - 1 and parts.whole(error):
+                    save_at_last(parts, feed, step - 1, error)
+                raise
             parts.journal.begin("training")
             with clock.time("train"):
                 result = learner.step(batch.groups)
@@ -173,9 +181,10 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             if result.gave_up:
                 raise RuntimeError(f"step {step}: {result.gave_up}")
             last, evaluating = step == run.steps, evaluation_due(run, step)
+            ends: list[Exception] = []
             if not hurry() and (evaluating or step % algorithm.publish_every == 0):
                 parts.journal.begin("publishing weights")
-                with clock.time("sync"), suppress(Abandoned):
+                with clock.time("sync"), put_off(parts, ends):
                     feed.wait_for_adoption(hurry)
                     feed.adopting(step, parts.rollouts.update(result.version, learner.publish()))
                     if evaluating or algorithm.max_lag == 0:
@@ -186,11 +195,14 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             metrics |= clock.metrics(sampled_tokens(batch.groups))
             if unwritten:
                 metrics["checkpoint/unwritten"] = Sum(unwritten)
-            if evaluating and not hurry():
+            if evaluating and not ends and not hurry():
                 parts.journal.begin("evaluating")
-                with suppress(Abandoned):
+                with put_off(parts, ends):
                     metrics |= evaluate(parts, hurry)
             parts.journal.record(step, metrics, batch.groups, batch.discarded)
+            for error in ends:
+                save_at_last(parts, feed, step, error)
+                raise error
             due = checkpoint_due(run, step, time.monotonic() - saved_at)
             if last or due or parts.stop():
                 parts.journal.begin("saving a checkpoint")
@@ -202,6 +214,31 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 if parts.stop() and not failed:  # or was asked to meanwhile
                     return step
     return run.steps
+
+
+@contextmanager
+def put_off(parts: Parts, ends: list[Exception]) -> Iterator[None]:
+    """What engines or rewards end with is put off until the step is recorded and saved, if the
+    learner can do that."""
+    try:
+        yield
+    except Abandoned:
+        pass
+    except Exception as error:
+        if not parts.whole(error):
+            raise
+        ends.append(error)
+
+
+def save_at_last(parts: Parts, feed: Feed, step: int, error: Exception) -> None:
+    """A checkpoint before a run ends with this error, which is told what came of it."""
+    feed.close()
+    parts.journal.begin("saving a checkpoint")
+    try:
+        parts.save(step, feed.position())
+        error.add_note(f"The same command goes on from step {step}, of which there is a checkpoint")
+    except Exception as second:
+        error.add_note(f"No checkpoint could be written: {second}")
 
 
 def evaluation_due(run: RunConfig, step: int) -> bool:

@@ -237,7 +237,8 @@ def run(command: str, *arguments: Any) -> int:
     except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
             raise
-        text = f"{error}\n(KEEL_TRACEBACK=1 shows where)"
+        notes = getattr(error, "__notes__", [])
+        text = "\n".join([str(error), *notes, "(KEEL_TRACEBACK=1 shows where)"])
         # What takes the machine away takes other processes of the run first.
         if preempted() and isinstance(error, Lost | RayLost | RayError | TimeoutError):
             return said(f"stopped by {preempted()}; {KEPT}. Lost meanwhile: {text}", PREEMPTED)
@@ -277,13 +278,21 @@ def run_loop(
     """The loop of `keel.trainer.loop` on the real parts; returns the last step done. enough: ends
     it after a step, with a checkpoint."""
     config, dataset, learner = system.task.config, system.task.dataset, system.learner
+    ends: list[Exception] = []
 
     def stop() -> bool:
-        return interrupt() or bool(journal.ends) or enough()
+        return interrupt() or bool(journal.ends) or enough() or bool(ends)
+
+    def whole(error: Exception) -> bool:
+        if isinstance(error, Lost | RayLost | RayError) or lost():
+            return False
+        ends.append(error)
+        journal.note("end", str(error))
+        return True
 
     def save(step: int, cursor: Mapping[str, Any]) -> bool:
         failed = save_checkpoint(folder, config, learner, step, cursor, stop=stop, say=view.say)
-        if config.rollout.sleep and not interrupt.hurry():
+        if config.rollout.sleep and not interrupt.hurry() and not ends:
             system.wake()
         return failed
 
@@ -323,6 +332,7 @@ def run_loop(
             keep=partial(keep_skipped, folder.path, view.say),
             account=ledger.account,
             hurry=system.attended(interrupt.hurry),
+            whole=whole,
         )
         reached = loop.train(parts, config, start=start)
         journal.note("ledger", ledger.words())

@@ -148,6 +148,9 @@ class FakeRun:
     def hurry(self) -> bool:
         return False
 
+    def whole(self, error: Exception) -> bool:
+        return True
+
     def run(self, config: Config, start: int = 0) -> int:
         parts = Parts(
             prompts=self,
@@ -160,6 +163,7 @@ class FakeRun:
             stop=self.stop,
             hurry=self.hurry,
             keep=self.keep,
+            whole=self.whole,
         )
         return train(parts, config, start=start)
 

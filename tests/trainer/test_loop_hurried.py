@@ -1,4 +1,5 @@
-"""The loop where there is no time: what is given up, what is saved, what is made up for later."""
+"""The loop where there is no time, or no engine or reward any more: what is given up, what is
+saved, what is made up for later."""
 
 from __future__ import annotations
 
@@ -84,3 +85,71 @@ def test_an_evaluation_made_late_can_end_the_run() -> None:
     world = FakeRun(version=2, stop_after=2)
     assert world.run(config(steps=3, eval_every=2), start=2) == 2
     assert world.events == ["update@2", "eval@2"] and world.evaluated(2)
+
+
+class Failing(FakeRun):
+    """One whose engines or rewards fail once `when` has happened."""
+
+    def __init__(self, when: str, *, whole: bool = True) -> None:
+        super().__init__()
+        self.when, self.is_whole = when, whole
+
+    def whole(self, error: Exception) -> bool:
+        self.events.append(f"asked about {error}")
+        return self.is_whole
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = super().submit(what, purpose)
+        return failed() if self.when in self.events else answer
+
+    def update(self, version: int, weights: Any) -> Future[None]:
+        update = super().update(version, weights)
+        return failed() if self.when in self.events else update
+
+
+def failed() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(RuntimeError("all is over"))
+    return future
+
+
+@pytest.mark.parametrize(
+    ("when", "saved", "recorded"),
+    [
+        ("train@0", [], 0),  # there is nothing to save
+        ("step@1", ["save@1"], 1),  # its weights reach nobody
+        ("train@1", ["save@1"], 1),
+        ("eval@2", ["save@2"], 2),
+        ("train@2", ["save@2"], 2),  # before step 2 is evaluated
+        ("train@3", ["save@2", "save@3"], 3),
+    ],
+)
+def test_a_run_whose_engines_or_rewards_end_it_leaves_a_checkpoint(
+    when: str, saved: list[str], recorded: int
+) -> None:
+    world = Failing(when)
+    with pytest.raises(RuntimeError, match="all is over") as raised:
+        world.run(config(steps=9, eval_every=2, checkpoint_every=2))
+    assert [event for event in world.events if event.startswith("save")] == saved
+    assert sorted(world.records) == list(range(recorded + 1))
+    told = f"The same command goes on from step {recorded}, of which there is a checkpoint"
+    assert getattr(raised.value, "__notes__", []) == [told] * len(saved[-1:])
+
+
+def test_a_run_that_has_lost_its_learner_saves_nothing() -> None:
+    world = Failing("step@1", whole=False)
+    with pytest.raises(RuntimeError, match="all is over"):
+        world.run(config(steps=9))
+    assert "asked about all is over" in world.events and sorted(world.records) == [0]
+    assert not any(event.startswith("save") for event in world.events)
+
+
+def test_that_there_is_no_checkpoint_either_is_said_with_the_rest() -> None:
+    def full(*_: Any) -> bool:
+        raise RuntimeError("the disk is full")
+
+    world = Failing("train@1")
+    world.save = full  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="all is over") as raised:
+        world.run(config(steps=9))
+    assert raised.value.__notes__ == ["No checkpoint could be written: the disk is full"]

@@ -27,8 +27,8 @@ EVENTS = "events.jsonl"
 """What happened besides steps: `resume`, `alarm`, `engine` (one was started again), `frozen` (a
 process stands still, or was ended for it), `restart` (of all, from a checkpoint), `fewer` (with
 less than all ranks), `ledger` (what became of the prompts), `tracker` (where the curves are, and
-what became of sending them). Nothing is taken out of it: what a resumed run does again has happened
-twice."""
+what became of sending them), `end` (what engines or rewards ended the run with). Nothing is taken
+out of it: what a resumed run does again has happened twice."""
 Hook = Callable[[threading.ExceptHookArgs], object]
 REPAIR = "repair the line or take it out"
 
