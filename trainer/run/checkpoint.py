@@ -47,6 +47,9 @@ _FINISHED = re.compile(r"step_(\d{6,})")
 class Unwritten(RuntimeError):
     """A checkpoint could not be written. The run is as it was before, and can go on."""
 
+    done = False
+    """It would have been that of the last step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
@@ -211,9 +214,10 @@ def _left(root: Path) -> str:
     """What there is at `root` after a checkpoint failed."""
     if not root.is_dir():
         return ""
-    last, free = latest(root), shutil.disk_usage(root).free / 2**30
+    last, free = latest(root), shutil.disk_usage(root).free
     there = f"{last.name} is there to resume from" if last else "there is no earlier checkpoint"
-    return f"\n{there}; {free:.1f} GiB are free"
+    room = f"{free / 2**30:.1f} GiB" if free >= 2**30 else f"{free / 2**20:.1f} MiB"
+    return f"\n{there}; {room} are free"
 
 
 def _content(path: Path) -> dict[str, Any]:

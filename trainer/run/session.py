@@ -130,12 +130,28 @@ def once(
     restarts.begun = True
     if start < steps or folder.unmeasured(steps):
         folder.begin(start)
-        with open_view(str(folder.path), steps) as view:
-            reached = drive(system, folder, view, start)
+        try:
+            with open_view(str(folder.path), steps) as view:
+                reached = drive(system, folder, view, start)
+        except Unwritten as error:
+            if error.done and not preempted():
+                export_at_least(folder, system, error)
+            raise
     if reached >= steps and not preempted():
         with waiting("exporting the model", f"exporting {config.model.path}"):
             folder.export(system.learner.export)
     return reached
+
+
+def export_at_least(folder: RunFolder, system: Started, error: Unwritten) -> None:
+    """The model of a run that has done all its steps and has no room for their checkpoint, which is
+    many times as large. error: is told what came of it."""
+    try:
+        folder.export(system.learner.export)
+    except (OSError, RuntimeError) as second:
+        error.add_note(f"The trained model cannot be written either: {second}")
+    else:
+        error.add_note(f"The trained model is in {folder.model} all the same")
 
 
 def again_after(raised: Lost | RayError, restarts: Restarts) -> Lost:
@@ -216,7 +232,8 @@ def save_checkpoint(
     try:
         folder.save(state, learner.save, say)
     except Unwritten as error:
-        if step >= config.run.steps or stop():
+        error.done = step >= config.run.steps
+        if error.done or stop():
             raise
         say(f"warning: {error}\nThe run goes on, and saves when the next one is due")
         return True

@@ -15,7 +15,7 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from keel.configs.load import load_config
 from keel.model import ray_calls
 from keel.trainer.run import session
-from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.checkpoint import State, Unwritten, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import WINDOW_S, Lost, Restarts
@@ -167,6 +167,41 @@ def test_a_run_whose_last_evaluation_was_cut_off_makes_it_before_it_exports(
     (tmp_path / "model").rename(tmp_path / "elsewhere")
     world.run(drive)
     assert world.starts == [4] and len(exported) == 2, "it is measured, and only exported again"
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_without_room_for_the_last_checkpoint_the_model_is_exported_all_the_same(
+    tmp_path: Path, room: bool
+) -> None:
+    world = World(tmp_path, "run.steps=4")
+
+    def export(folder: Path) -> dict[str, Any]:
+        if not room:
+            raise OSError("no space is left")
+        folder.mkdir()
+        return {}
+
+    def full(*_: Any) -> dict[str, Any]:
+        raise OSError("No space left on device")
+
+    def drive(folder: RunFolder, start: int) -> int:
+        learner: Any = SimpleNamespace(version=4, save=full)
+        assert session.save_checkpoint(
+            folder, world.config, learner, 3, {}, stop=lambda: False, say=said.append
+        )
+        session.save_checkpoint(
+            folder, world.config, learner, 4, {}, stop=lambda: False, say=said.append
+        )
+        return 4
+
+    said: list[str] = []
+    world.export = export
+    with pytest.raises(Unwritten, match=r"step_000004: cannot be written: No space") as raised:
+        world.run(drive)
+    assert "The run goes on" in said[0] and (tmp_path / "model").exists() == room
+    (note,) = raised.value.__notes__
+    assert ("The trained model is in" in note) == room
+    assert ("no space is left" in note) != room
 
 
 def test_a_run_that_keeps_losing_them_ends(tmp_path: Path) -> None:
