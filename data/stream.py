@@ -105,12 +105,15 @@ class Stream(Generic[T]):
             )
         mine = self._identity()
         theirs: Mapping[str, Any] = state["dataset"]
-        changed = [key for key in mine | dict(theirs) if mine.get(key) != theirs.get(key)]
-        if changed:
+        both = mine | dict(theirs)
+        if changed := [key for key in both if mine.get(key) != theirs.get(key)]:
+            said = "; ".join(
+                f"{key}: {_count(theirs, key)} then, {_count(mine, key)} now" for key in changed
+            )
             raise ValueError(
-                f"prompt stream: the saved state belongs to other data ({', '.join(changed)} "
-                "changed), so its position means nothing here. Bring the data and seed back, or "
-                "start a new run"
+                f"the saved state belongs to other data ({said}), so its position means nothing "
+                "here. Bring the data and seed back, or begin another run (run.dir) from the model "
+                "of this one (model.path)"
             )
         self._drawn = {name: int(state["drawn"][name]) for name in self._sources}
         known = {p.prompt_id: p for prompts in self._sources.values() for p in prompts}
@@ -147,6 +150,12 @@ class Stream(Generic[T]):
             order = sorted(self._sources[name], key=lambda prompt: digest(key + prompt.prompt_id))
             cached = self._orders[name] = (epoch, tuple(order))
         return cached[1]
+
+
+def _count(identity: Mapping[str, Any], key: str) -> str:
+    """What a part of it says, for people."""
+    part = identity.get(key, "none")
+    return f"{part['prompts']} prompts" if isinstance(part, dict) else str(part)
 
 
 class PromptStream(Stream[Prompt]):

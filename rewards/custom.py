@@ -234,7 +234,7 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
         "messages": [dict(message) for message in prompt.messages],
         "tools": [dict(tool) for tool in prompt.tools],
         "thinking": prompt.thinking,
-        "reward": dict(prompt.reward),
+        "reward": {"columns": {}, **prompt.reward},
         "kl_coef": prompt.kl_coef,
     }
 

@@ -142,6 +142,9 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
     for line in folder.words():
         print(f"warning: {line}")
     chosen = folder.chosen(knob, checkpoint)
+    if chosen is None and checkpoint == "last":
+        there = "has no checkpoint" if folder.path.exists() else "does not exist"
+        print(f"warning: run.dir = {folder.path} {there}: this is the base model ({knob}=base)")
 
     @contextmanager
     def sampling(out: Path) -> Iterator[System]:

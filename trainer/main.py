@@ -40,7 +40,7 @@ from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
 from keel.trainer.run.restarts import KEPT, Lost
 from keel.trainer.run.saved import TokenFile, TokenTexts
-from keel.trainer.run.session import conduct, open_journal, save_checkpoint
+from keel.trainer.run.session import conduct, open_journal, restored, save_checkpoint
 from keel.trainer.run.view import View
 from keel.trainer.run.waits import waiting
 from keel.trainer.supervised.wiring import (
@@ -152,6 +152,8 @@ def folder_of(tasks: Sequence[Task | SftTask]) -> RunFolder:
         folder = RunFolder(task.config)
         try:
             folder.check()
+            stream = task.batches if isinstance(task, SftTask) else task.dataset.train
+            restored(folder, stream.restore)
             return folder
         except ConfigError as error:
             refused = refused or error
@@ -319,7 +321,7 @@ def run_loop(
         if (lowering := system.lowering) is not None:
             say = partial(journal.say, "out of memory")
             trained = Repeating(learner=learner, lowering=lowering, say=say)
-        ledger = Ledger(dataset.train, partial(journal.say, "ledger"))
+        ledger = Ledger(dataset.train, partial(journal.say, "ledger"), since=start)
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=system,

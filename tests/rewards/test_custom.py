@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def cached(prompt, trajectory):
 """
 
 PROMPT = prompt_fields(group("</think>3").prompt)
+
+
+def test_a_prompt_has_columns_whether_its_line_has_any_or_not() -> None:
+    assert PROMPT["reward"]["columns"] == {}
+    prompt = group("3").prompt
+    with_one = replace(prompt, reward={**prompt.reward, "columns": {"level": 2}})
+    assert prompt_fields(with_one)["reward"]["columns"] == {"level": 2}
 
 
 def said(answer: str) -> str:

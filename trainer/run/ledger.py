@@ -27,9 +27,10 @@ class Drawn(Protocol):
 class Ledger:
     """Of one stretch of a run, from a checkpoint on."""
 
-    def __init__(self, stream: Drawn, say: Callable[[str], Any]) -> None:
-        """stream: of prompts, where the stretch begins; say: told of what does not add up."""
-        self._stream, self._say = stream, say
+    def __init__(self, stream: Drawn, say: Callable[[str], Any], *, since: int = 0) -> None:
+        """stream: of prompts, where the stretch begins, after step `since`; say: told of what does
+        not add up."""
+        self._stream, self._say, self._since = stream, say, since
         self._at, self._discarding = stream.state(), list[str]()
         self.trained = self.discarded = self.lost = self.twice = 0
 
@@ -66,7 +67,8 @@ class Ledger:
     def words(self) -> str:
         """What it came to."""
         return (
-            f"{self.trained} prompts trained on, {self.discarded} discarded by the filter, "
+            f"since step {self._since}: {self.trained} prompts trained on, "
+            f"{self.discarded} discarded by the filter, "
             f"{len(self._at['unfinished'])} waiting, {self.lost} lost, {self.twice} twice"
         )
 

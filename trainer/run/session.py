@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
 
-from keel.configs.schema import Config
+from keel.configs.schema import Config, ConfigError
 from keel.model.ray_calls import RayLost, lost, of_a_loss
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import State, Unwritten, config_digest
@@ -92,7 +92,7 @@ def conduct(
             return
         beginning = position()
         if state:
-            restore(state.cursor)
+            restored(folder, restore)
         chosen(folder.path)
         print(text, flush=True)
         restarts = Restarts(config.run.max_restarts)
@@ -112,6 +112,17 @@ def conduct(
                 note(folder.path, state.step if state else 0, "restart", line)
                 tell(f"warning: {line}")
         tell(closing_words(folder, config, reached, command, again=again))
+
+
+def restored(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
+    """The data stands where the newest checkpoint, if there is one, says it stood. Raises
+    ConfigError where it is other data."""
+    if (state := folder.state()) is None:
+        return
+    try:
+        restore(state.cursor)
+    except ValueError as error:
+        raise ConfigError(f"run.dir = {folder.path}: step {state.step}: {error}") from error
 
 
 def once(

@@ -63,6 +63,7 @@ def test_a_run_and_its_sequel_account_for_every_prompt(lag: int, easy: tuple[str
     assert values(first.records[1])["ledger/waiting"] == 2 * (lag + 1), "sampled ahead"
     assert bool(easy) == bool(first.ledger.discarded)
     assert sequel.ledger.words().endswith("0 waiting, 0 lost, 0 twice")
+    assert sequel.ledger.words().startswith("since step 0: 10 prompts trained on, ")
 
 
 def test_what_does_not_add_up_is_named() -> None:
