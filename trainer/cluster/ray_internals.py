@@ -32,6 +32,7 @@ the dashboard, without its pages."""
 SERVICES, STARTS = "ray._private.services", "start_ray_process"
 """What starts each of Ray's own processes, by its command line."""
 NO_AGENT = Path(__file__).parent / "no_agent.py"
+BOUND, RUNTIME_AGENT = Path(__file__).parent / "bound.py", "--runtime_env_agent_command"
 STATE = "ray._private.state"
 WORKER = "ray._private.worker"
 _LOG = logging.getLogger(__name__)
@@ -190,7 +191,14 @@ def without_agent(command: Sequence[str]) -> list[str]:
     agent, session, node = "--dashboard_agent_command", "--session_dir", "--node_id"
     if not told.keys() >= {agent, session, node}:
         return list(command)
-    # Without `site`: it needs nothing but Python's own modules, and is there at once.
-    stays = [sys.executable, "-I", "-S", str(NO_AGENT), told[session], told[node]]
-    line = f"{agent}={subprocess.list2cmdline(stays)}"
-    return [line if word.startswith(f"{agent}=") else word for word in command]
+    # Without `site`: they need nothing but Python's own modules, and are there at once.
+    bare = [sys.executable, "-I", "-S"]
+    stays = [*bare, str(NO_AGENT), told[session], told[node]]
+    told |= {agent: subprocess.list2cmdline(stays)}
+    if other := told.get(RUNTIME_AGENT):  # which by itself lives on for a minute without its raylet
+        told |= {RUNTIME_AGENT: f"{subprocess.list2cmdline([*bare, str(BOUND)])} {other}"}
+    names = [word.partition("=")[0] for word in command]
+    return [
+        f"{name}={told[name]}" if name in (agent, RUNTIME_AGENT) else word
+        for name, word in zip(names, command, strict=True)
+    ]

@@ -23,7 +23,18 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
             if not low <= value <= high
         ),
         *_unseen(config),
+        *_upside_down(config),
     ]
+
+
+def _upside_down(config: Config) -> Iterator[str]:
+    """Rewards for what is wrong."""
+    for domain, weights in config.data.rewards_by_domain.items():
+        if weights.get("correct", 0.0) < 0:
+            yield (
+                f"the rewards of domain {domain!r} have correct: {weights['correct']:g}: the "
+                "policy learns to be wrong"
+            )
 
 
 def _unseen(config: Config) -> Iterator[str]:

@@ -34,7 +34,11 @@ ALARMS = (
         "rollout/uniform_group_fraction",
         "of the groups have no completion better than another: there is little to learn from",
     ),
-    Alarm("reward_errors", "reward/error", "of the completions could not be verified, and count 0"),
+    Alarm(
+        "reward_errors",
+        "reward/error",
+        "of the completions have a part of their reward that failed, and counts 0",
+    ),
     Alarm(
         "mismatch",
         "mismatch/logp_abs",

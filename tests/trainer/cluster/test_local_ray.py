@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from keel.trainer.cluster.no_agent import NONE, PORTS
-from keel.trainer.cluster.ray_internals import NO_AGENT
+from keel.trainer.cluster.ray_internals import BOUND, NO_AGENT
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -103,6 +103,23 @@ def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: 
     wait_for(lambda: {path.name for path in tmp_path.iterdir()} == told.keys(), "its ports")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == told
     assert agent.is_running() and not agent.net_connections()
+    raylet.kill()
+    raylet.communicate(timeout=PATIENCE_S)
+    wait_for(lambda: not agent.is_running(), "its end")
+
+
+def test_what_is_bound_ends_with_who_has_started_it() -> None:
+    waits = [str(BOUND), sys.executable, "-c", "import time; time.sleep(1000)"]
+    raylet = subprocess.Popen(
+        [sys.executable, "-c", RAYLET, *waits],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert raylet.stdin and raylet.stdout
+    agent = psutil.Process(int(raylet.stdout.readline()))
+    wait_for(lambda: str(BOUND) not in agent.cmdline(), "the command itself")
+    assert agent.is_running()
     raylet.kill()
     raylet.communicate(timeout=PATIENCE_S)
     wait_for(lambda: not agent.is_running(), "its end")

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,10 @@ from keel.model import ray_calls
 from keel.trainer.cluster import nodes, reservation
 from keel.trainer.cluster.nodes import hardware_here, hardware_said, seating, start_ray
 from keel.trainer.cluster.ray_internals import (
+    BOUND,
     NO_AGENT,
     NODE,
+    RUNTIME_AGENT,
     SERVICES,
     STARTS,
     UNUSED,
@@ -272,5 +275,9 @@ def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.Mo
     assert (program, session, node) == ("raylet", "--session_dir=/s", "--node_id=7")
     assert line.startswith("--dashboard_agent_command=")
     assert line.endswith(f"-I -S {NO_AGENT} /s 7") and NO_AGENT.is_file()
+    other = f"{RUNTIME_AGENT}='/a b/python' other.py"
+    bound = without_agent(["--session_dir=/s", agent, other, "--node_id=7"])[2]
+    assert bound.startswith(f"{RUNTIME_AGENT}={sys.executable} -I -S {BOUND} ")
+    assert bound.endswith(" '/a b/python' other.py") and BOUND.is_file()
     for other in (["gcs_server", "--session_dir=/s"], ["raylet", agent, "--node_id=7"]):
         assert without_agent(other) == other, "another process, or another release of Ray"

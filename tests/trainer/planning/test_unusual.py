@@ -66,3 +66,12 @@ def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() 
     assert unusual(replace(usual, algorithm=replace(old, kept_mass_coef=1.0)), DENSE) == []
     assert unusual(replace(usual, algorithm=replace(old, updates_per_batch=3)), DENSE) == []
     assert unusual(replace(recipe(), algorithm=old), DENSE) == [], "sampled from the whole"
+
+
+def test_rewards_for_what_is_wrong_are_warned_about() -> None:
+    config = load_config("quickstart", ["data.sources[spelling].rewards={correct: -1}"])
+    shape = facts_of(model_config(config.model.embedded, build_tokenizer()))
+    (line,) = unusual(config, shape)
+    assert (
+        line == "the rewards of domain 'spelling' have correct: -1: the policy learns to be wrong"
+    )
