@@ -170,8 +170,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                     parts.save(step - 1, feed.position())
                 return step - 1
             except Exception as error:
-                if saved < step - 1 and parts.whole(error):
-                    save_at_last(parts, feed, step - 1, error)
+                if parts.whole(error):
+                    save_at_last(parts, feed, step - 1, saved, error)
                 raise
             parts.journal.begin("training")
             with clock.time("train"):
@@ -201,7 +201,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                     metrics |= evaluate(parts, hurry)
             parts.journal.record(step, metrics, batch.groups, batch.discarded)
             for error in ends:
-                save_at_last(parts, feed, step, error)
+                save_at_last(parts, feed, step, saved, error)
                 raise error
             due = checkpoint_due(run, step, time.monotonic() - saved_at)
             if last or due or parts.stop():
@@ -230,13 +230,16 @@ def put_off(parts: Parts, ends: list[Exception]) -> Iterator[None]:
         ends.append(error)
 
 
-def save_at_last(parts: Parts, feed: Feed, step: int, error: Exception) -> None:
-    """A checkpoint before a run ends with this error, which is told what came of it."""
+def save_at_last(parts: Parts, feed: Feed, step: int, saved: int, error: Exception) -> None:
+    """A checkpoint of the last step, unless there is one, before a run ends with this error, which
+    is told what came of it."""
     feed.close()
-    parts.journal.begin("saving a checkpoint")
     try:
-        parts.save(step, feed.position())
-        error.add_note(f"The same command goes on from step {step}, of which there is a checkpoint")
+        if saved < step:
+            parts.journal.begin("saving a checkpoint")
+            parts.save(step, feed.position())
+        if step:
+            error.add_note(f"The same command goes on from step {step}, whose checkpoint is there")
     except Exception as second:
         error.add_note(f"No checkpoint could be written: {second}")
 
