@@ -72,7 +72,9 @@ def object_of(line: bytes, *, halves: bool = False) -> tuple[dict[str, Any], dic
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise BadLine(f"not JSON: {error.msg} (column {error.colno})") from error
+        # At a line's end, which the decoder counts as the next one's beginning.
+        column = min(error.pos, len(text.rstrip())) + 1
+        raise BadLine(f"not JSON: {error.msg} (column {column})") from error
     except ValueError as error:  # integers of thousands of digits
         raise BadLine(f"not JSON: {error}") from error
     except RecursionError as error:

@@ -260,7 +260,9 @@ def _string(fields: Mapping[str, Any], key: str, default: str | None = None) -> 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
