@@ -89,7 +89,8 @@ _popen = subprocess.Popen.__init__
 
 
 def _noted(self: Any, args: Any, *rest: Any, **named: Any) -> None:
-    STARTED.append(str(args))
+    if args != ["uname", "-p"]:  # Python's own, once in a process that asks what it runs on
+        STARTED.append(str(args))
     _popen(self, args, *rest, **named)
 
 
