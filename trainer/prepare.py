@@ -6,7 +6,8 @@ and rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,14 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import name_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.agents import check_chat, check_environments
-from keel.trainer.cluster.nodes import hardware_here
+from keel.trainer.cluster.nodes import hardware_here, memory_gib
 from keel.trainer.planning.choose import Choice, choose
 from keel.trainer.planning.families import (
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
 )
+from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import Plan, describe
 from keel.trainer.planning.remembered import Remembered, remembered
@@ -320,7 +322,19 @@ def warning_lines(config: Config, found: Found) -> list[str]:
         *([found.before.changed] if found.before.changed else []),
         *unusual(config, found.facts),
         *([where] if lacking else []),
+        *crowded(config, found.choice.plan, 0 if found.hardware.gpu else memory_gib()),
     ]
+
+
+def crowded(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
+    """Engines and ranks that together want more than a machine without a GPU has; 0: not known."""
+    engines, ranks = config.rollout.engines, config.trainer.ranks
+    wanted = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
+    if machine_gib and wanted > machine_gib and not os.environ.get("RAY_ADDRESS"):
+        yield (
+            f"rollout.engines = {engines}, trainer.ranks = {ranks}: together they want "
+            f"{wanted:.0f} GiB by the plan, and this machine has {machine_gib:.0f}; lower them"
+        )
 
 
 def unread_lines(config: Config, dataset: Dataset) -> list[str]:

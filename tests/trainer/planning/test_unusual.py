@@ -13,7 +13,10 @@ from keel.model.embedded.build import model_config
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of
 from keel.trainer.planning.cures import with_knob
+from keel.trainer.planning.memory import GIB
+from keel.trainer.planning.plan import make_plan
 from keel.trainer.planning.unusual import unusual
+from keel.trainer.prepare import crowded
 from tests.trainer.planning.test_memory import DENSE, recipe
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -75,3 +78,16 @@ def test_rewards_for_what_is_wrong_are_warned_about() -> None:
     assert (
         line == "the rewards of domain 'spelling' have correct: -1: the policy learns to be wrong"
     )
+
+
+def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config("quickstart", ["rollout.engines=12"])
+    facts = facts_of(model_config(config.model.embedded, build_tokenizer()))
+    plan = make_plan(config, facts, gpu=False)
+    wanted = (12 * plan.engine.total + config.trainer.ranks * plan.trainer.total) / GIB
+    (line,) = crowded(config, plan, wanted - 1)
+    assert line.startswith("rollout.engines = 12, trainer.ranks = 1: together they want ")
+    assert [*crowded(config, plan, wanted + 1)] == [*crowded(config, plan, 0)] == []
