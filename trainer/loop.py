@@ -200,9 +200,9 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 with put_off(parts, ends):
                     metrics |= evaluate(parts, hurry)
             parts.journal.record(step, metrics, batch.groups, batch.discarded)
-            for error in ends:
-                save_at_last(parts, feed, step, saved, error)
-                raise error
+            if ends:
+                save_at_last(parts, feed, step, saved, ends[0])
+                raise ends[0]
             due = checkpoint_due(run, step, time.monotonic() - saved_at)
             if last or due or parts.stop():
                 parts.journal.begin("saving a checkpoint")
