@@ -79,7 +79,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_pictures_lead_somewhere(page: str) -> None:
-    for picture, target in re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", prose(PAGES[page])):
+    for picture, target in re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", prose(PAGES[page])):
         if target.startswith(("https://", "http://")):
             continue
         path, _, anchor = target.partition("#")

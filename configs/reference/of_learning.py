@@ -262,7 +262,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "policy moves out of the masks changes no ratio, so that neither the clip nor "
             "`algorithm.mask_delta` sees it.",
             "above `rollout.sampling.top_p` (where `top_k` does not cut first), and steady",
-            "alarms, stability",
+            "stability",
         ),
         Metric(
             "sampling/mass_shortfall",
