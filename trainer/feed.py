@@ -152,10 +152,11 @@ class Feed:
         if self._update is not None:
             wait_for(self._update, hurry)
 
-    def position(self) -> Mapping[str, Any]:
-        """From where prompts come again after what has been trained on."""
+    def position(self, again: Sequence[Prompt] = ()) -> Mapping[str, Any]:
+        """From where prompts come again after what has been trained on. again: of a batch that was
+        taken, and is not trained on."""
         with self._changed:  # so that no prompt is taken meanwhile, and then in neither part
-            return self._position(self._buffer.unfinished())
+            return self._position([*again, *self._buffer.unfinished()])
 
     def standing(self) -> tuple[Mapping[str, Any], Sequence[Prompt]]:
         """`position`, and whose groups are to be discarded and in no batch yet."""

@@ -160,9 +160,11 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         feed.open()
         for step in range(start + 1, run.steps + 1):
             clock, version = Clock(), learner.version
+            taken: list[Prompt] = []
             parts.journal.begin("sampling")
             try:
                 batch = feed.take(clock.time, hurry)
+                taken += [scored.group.prompt for scored in batch.groups]
                 require_some(batch.groups, step)
             except Abandoned:
                 feed.close()  # or engines that are to make room would be waited for
@@ -171,7 +173,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 return step - 1
             except Exception as error:
                 if parts.whole(error):
-                    save_at_last(parts, feed, step - 1, saved, error)
+                    save_at_last(parts, feed, step - 1, saved, error, again=taken)
                 raise
             parts.journal.begin("training")
             with clock.time("train"):
@@ -230,14 +232,22 @@ def put_off(parts: Parts, ends: list[Exception]) -> Iterator[None]:
         ends.append(error)
 
 
-def save_at_last(parts: Parts, feed: Feed, step: int, saved: int, error: Exception) -> None:
+def save_at_last(
+    parts: Parts,
+    feed: Feed,
+    step: int,
+    saved: int,
+    error: Exception,
+    again: Sequence[Prompt] = (),
+) -> None:
     """A checkpoint of the last step, unless there is one, before a run ends with this error, which
-    is told what came of it."""
+    is told what came of it. again: as in `Feed.position`."""
     feed.close()
     try:
         if saved < step:
             parts.journal.begin("saving a checkpoint")
-            parts.save(step, feed.position())
+            if parts.save(step, feed.position(again)):
+                return
         if step:
             error.add_note(f"The same command goes on from step {step}, whose checkpoint is there")
     except Exception as second:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
-from keel.model.ray_calls import RayLost, lost
+from keel.model.ray_calls import RayLost, Unanswered, lost
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rl.types import ScoredGroup
 from keel.rollout.judge.server import JudgeServer
@@ -286,7 +286,7 @@ def run_loop(
         return interrupt() or bool(journal.ends) or enough() or bool(ends)
 
     def whole(error: Exception) -> bool:
-        if isinstance(error, Lost | RayLost | RayError) or lost():
+        if isinstance(error, Lost | RayLost | RayError | Unanswered) or lost():
             return False
         ends.append(error)
         journal.note("end", str(error))

@@ -115,6 +115,20 @@ def logp(output: Any) -> Any:
     return output.logprobs_tensors.tolists().logprobs[:, 0]
 
 
+def check(bench: Bench, graphs: Any, requests: list[int], size: int, *, at: int) -> None:
+    """A step by its graph is the step without one."""
+    batch = bench.step(requests, size, at)
+    expected = bench.eagerly(bench.fixed[:size], batch, None)
+    bench.eager = 0
+    found = graphs.sample(bench.fixed[:size], batch, None)
+    assert bench.eager == 0
+    assert lists(found[0]) == lists(expected[0])
+    # The head adds up in another order.
+    np.testing.assert_allclose(logp(found[0]), logp(expected[0]), atol=1e-4)
+    for mine, theirs in zip(found[1:], expected[1:], strict=True):
+        assert mine.tolist() == theirs.tolist()
+
+
 def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int]]]:
     """`SampleGraphs` whose graphs are plain calls, and what was captured."""
     from keel.rollout.fastpath import sample_graphs
@@ -150,13 +164,7 @@ def test_what_a_graph_holds_draws_what_is_drawn_without(
     steps = [([1, 3, 4], 4), ([0], 1), ([2, 0, 1], 4)]
     with torch.inference_mode():
         for place, (requests, size) in enumerate(steps):
-            batch = bench.step(requests, size, 8 + place)
-            expected = bench.eagerly(bench.fixed[:size], batch, None)
-            bench.eager = 0
-            found = graphs.sample(bench.fixed[:size], batch, None)
-            assert bench.eager == 0
-            assert lists(found[0]) == lists(expected[0])
-            np.testing.assert_allclose(logp(found[0]), logp(expected[0]), atol=1e-4)
+            check(bench, graphs, requests, size, at=8 + place)
     assert made == [(8, 300), (4, 300), (1, 8)]  # the largest first
 
 
@@ -171,16 +179,7 @@ def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
         for place, (requests, size) in enumerate(
             [([1, 0, 4], 4), ([1, 0, 4], 4), ([3, 2, 1], 4), ([2], 2), ([4, 3, 2, 1, 0], 8)] * 2
         ):
-            batch = bench.step(requests, size, 8 + place)
-            expected = bench.eagerly(bench.fixed[:size], batch, None)
-            bench.eager = 0
-            found = graphs.sample(bench.fixed[:size], batch, None)
-            assert bench.eager == 0
-            assert lists(found[0]) == lists(expected[0])
-            # The head adds up in another order.
-            np.testing.assert_allclose(logp(found[0]), logp(expected[0]), atol=1e-4)
-            for mine, theirs in zip(found[1:], expected[1:], strict=True):
-                assert mine.tolist() == theirs.tolist()
+            check(bench, graphs, requests, size, at=8 + place)
 
 
 @GRAPH

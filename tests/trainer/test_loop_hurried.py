@@ -137,6 +137,27 @@ def test_a_run_whose_engines_or_rewards_end_it_leaves_a_checkpoint(
     assert len([event for event in world.events if event.startswith("asked")]) == 1
 
 
+def test_the_prompts_of_a_batch_without_a_completion_come_again() -> None:
+    class Empty(FakeRun):
+        def step(self, groups: Any) -> Any:
+            self.empty = True
+            return super().step(groups)
+
+    world = Empty()
+    with pytest.raises(RuntimeError, match="none of 2 groups has a completion") as raised:
+        world.run(config(steps=9, eval_every=5))
+    assert world.events[-1] == "save@1" and world.unfinished == ["p2", "p3"]
+    assert "goes on from step 1" in raised.value.__notes__[0]
+
+
+def test_nothing_is_promised_where_the_last_checkpoint_could_not_be_written() -> None:
+    world = Failing("train@1")
+    world.unwritable = [1]
+    with pytest.raises(RuntimeError, match="all is over") as raised:
+        world.run(config(steps=9))
+    assert "save@1" in world.events and not getattr(raised.value, "__notes__", [])
+
+
 def test_a_run_that_has_lost_its_learner_saves_nothing() -> None:
     world = Failing("step@1", whole=False)
     with pytest.raises(RuntimeError, match="all is over"):
