@@ -13,7 +13,7 @@ Each part's own files are the only ones that touch these things (tests/test_vllm
 | kv_cache | engine/kv_cache.py | vLLM's own size of the cache |
 | start, warm_up (GPUs) | engine/quick_start.py | vLLM's own, slower start |
 | packed | fastpath/ | the native recorder, vLLM's scheduler and sampler |
-| cascade | fastpath/cascade.py | vLLM's own attention |
+| cascade | fastpath/cascade/backend.py | vLLM's own attention |
 | shims, v1 (CPUs) | engine/shims.py, recording/v1.py | an error |
 
 Importing this module does not import vLLM.

@@ -24,7 +24,7 @@ from torch import Tensor
 from vllm.v1.attention.backends import fa_utils
 
 from benchmarks.common.revision import commit
-from keel.rollout.fastpath import cascade_kernels, cascade_plan
+from keel.rollout.fastpath.cascade import kernels, plan
 
 FLASH: Any = fa_utils
 """Has what is wanted of it on GPUs alone."""
@@ -35,13 +35,13 @@ SPLITS = 32
 TILES = tuple(itertools.product((16, 32, 64), (2, 3), (2, 4), (16, 32)))
 SLICES = tuple(itertools.product((256, 512, 1024), (1, 2, 4), (512, 1024, 2048)))
 WHERE = {
-    "TOKENS": cascade_kernels,
-    "STAGES": cascade_kernels,
-    "WARPS": cascade_kernels,
-    "QUERIES": cascade_plan,
-    "PARTS": cascade_plan,
-    "LONGER": cascade_plan,
-    "SLICE": cascade_kernels,
+    "TOKENS": kernels,
+    "STAGES": kernels,
+    "WARPS": kernels,
+    "QUERIES": plan,
+    "PARTS": plan,
+    "LONGER": plan,
+    "SLICE": kernels,
 }
 """What can be swept: first a tile, then how rows are sliced."""
 
@@ -148,15 +148,15 @@ class Step:
 
     def ours(self) -> Callable[[int], None]:
         case = self.case
-        heads = cascade_plan.Heads(case.queries, case.keys, case.size, PAGE)
-        scratch = cascade_plan.Scratch(heads, case.rows, torch.device("cuda"))
+        heads = plan.Heads(case.queries, case.keys, case.size, PAGE)
+        scratch = plan.Scratch(heads, case.rows, torch.device("cuda"))
 
         def run(call: int) -> None:
             key, value = self.caches[call % 2].split(case.size, dim=-1)
             if call == 0:
-                cascade_plan.plan(scratch, self.table, self.lengths)
+                plan.plan(scratch, self.table, self.lengths)
             args = (self.table, self.lengths, case.size**-0.5, self.out)
-            cascade_kernels.attend(scratch, self.query, key, value, *args)
+            kernels.attend(scratch, self.query, key, value, *args)
 
         return run
 

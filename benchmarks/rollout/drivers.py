@@ -43,6 +43,8 @@ class Arm:
     """`rollout.cascade_attention`"""
     graph: bool = True
     """A step's sampling is a CUDA graph."""
+    steady: bool = True
+    """A step with the rows of the one before is not prepared anew."""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of vLLM's engine arguments."""
 
@@ -78,7 +80,8 @@ ARMS = {
         packed("packed-triton", attention_backend="TRITON_ATTN"),
         replace(packed("packed-no-cascade"), cascade=False),
         replace(packed("packed-no-graph"), graph=False),
-        replace(packed("packed-before"), cascade=False, graph=False),
+        replace(packed("packed-no-steady"), steady=False),
+        replace(packed("packed-before"), cascade=False, graph=False, steady=False),
         packed("packed-head-rounded", hf_overrides={"head_dtype": "model"}),
         packed("packed-page64", block_size=64),
         packed("packed-page256", block_size=256),
@@ -227,6 +230,10 @@ class Keel:
             from keel.rollout.fastpath import sample_graphs  # noqa: PLC0415
 
             sample_graphs.install = lambda runner: None
+        if arm.keel and arm.gpu_only and not arm.steady:
+            from keel.rollout.fastpath import steady_steps  # noqa: PLC0415
+
+            steady_steps.install = lambda runner: None
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.completion),

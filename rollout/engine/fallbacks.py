@@ -19,7 +19,7 @@ from keel.rollout.vllm_contract import WRITTEN_FOR, Part, changes
 
 _LOG = logging.getLogger(__name__)
 SWITCHED_OFF = "it is switched off"
-CASCADE = "keel.rollout.fastpath.cascade"
+CASCADE = "keel.rollout.fastpath.cascade.backend"
 
 
 def require(*parts: Part) -> None:

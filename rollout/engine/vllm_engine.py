@@ -85,7 +85,7 @@ class VllmEngine:
         self._no_copies = no_copies(spec.config)
         together = share_prompts(spec, name)
         if name == "packed":
-            from keel.rollout.fastpath.cascade_plan import heads_of  # noqa: PLC0415
+            from keel.rollout.fastpath.cascade.plan import heads_of  # noqa: PLC0415
             from keel.rollout.fastpath.compile_ahead import compile_ahead  # noqa: PLC0415
 
             compile_ahead(spec, text.vocab_size, heads_of(text) if together else None)

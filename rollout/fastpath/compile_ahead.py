@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from keel.rollout.fastpath.cascade_kernels import attend
-from keel.rollout.fastpath.cascade_plan import Heads, Scratch, plan
+from keel.rollout.fastpath.cascade.kernels import attend
+from keel.rollout.fastpath.cascade.plan import Heads, Scratch, plan
 from keel.rollout.fastpath.sample_kernels import Cuts, draw
 from keel.rollout.fastpath.truncate_kernels import WIDEST_TOP_K
 from keel.rollout.spec import EngineSpec

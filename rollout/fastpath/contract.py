@@ -164,6 +164,69 @@ PACKED: tuple[Need, ...] = (
         "num_tokens_after_padding positions query_start_loc_np seq_lens seq_lens_cpu_upper_bound",
     ),
     Has(f"{GPU}.sample.gumbel:gumbel_noised_argmax"),
+    # Steps with the rows of the one before.
+    Takes(
+        f"{GPU}.model_runner:GPUModelRunner.execute_model",
+        "self scheduler_output intermediate_tensors dummy_run skip_attn_for_dummy_run is_profile "
+        "context_len valid_dummy_state_slots randomize_inputs",
+    ),
+    Uses(
+        f"{GPU}.model_runner:GPUModelRunner.execute_model",
+        "prepare_inputs prepare_attn preprocess_state record_batch run_fullgraph "
+        "execute_model_state apply_staged_writes begin_step",
+    ),
+    Uses(
+        f"{GPU}.model_runner:GPUModelRunner.prepare_inputs",
+        "prepare_pos_seq_lens combine_sampled_and_draft_tokens last_sampled_tokens "
+        "num_computed_tokens num_computed_tokens_np",
+    ),
+    Uses(
+        f"{GPU}.model_runner:GPUModelRunner.prepare_attn",
+        "gather_block_tables compute_slot_mappings",
+    ),
+    Has(
+        f"{GPU}.model_runner:GPUModelRunner",
+        "attn_groups dcp_size encoder_cache execute_model execute_model_state fast_prefill "
+        "is_encoder_decoder kv_connector lora_config model_config model_state "
+        "num_speculative_steps observability_config pcp_manager pooling_runner req_states "
+        "ubatch_runner uses_inputs_embeds",
+    ),
+    Has(
+        f"{GPU}.model_runner:ExecuteModelState",
+        "_replace attn_metadata hidden_states input_batch slot_mappings_by_layer",
+    ),
+    Takes(
+        f"{GPU}.cudagraph_utils:ModelCudaGraphManager.dispatch",
+        "self num_reqs num_tokens uniform_token_count num_active_loras max_query_len num_ubatches",
+    ),
+    Takes(f"{GPU}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph", "self desc"),
+    Has("vllm.config.compilation:CUDAGraphMode", "FULL"),
+    Has(f"{GPU}.kv_connector:NO_OP_KV_CONNECTOR"),
+    Takes(
+        f"{GPU}.model_states.default:DefaultModelState.prepare_attn",
+        "self input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config "
+        "for_capture ubatch_idx model_specific_attn_metadata",
+    ),
+    Has(f"{GPU}.model_states.default:DefaultModelState", "prompt_embeds_state rope_state"),
+    Has(
+        f"{GPU}.states:RequestState",
+        "last_sampled_tokens num_computed_tokens num_computed_tokens_np",
+    ),
+    Has(f"{GPU}.input_batch:InputBuffers", "input_ids positions seq_lens"),
+    Has(
+        f"{GPU}.input_batch:InputBatch",
+        "num_computed_tokens_np num_reqs_after_padding req_ids",
+    ),
+    Has(
+        f"{GPU}.block_table:BlockTables",
+        "append_block_ids apply_staged_writes block_sizes block_tables gather_block_tables "
+        "input_block_tables slot_mappings",
+    ),
+    Has(
+        f"{SCHED}.output:SchedulerOutput",
+        "aux_output_connector_metadata has_structured_output_requests kv_cache_block_copies",
+    ),
+    Has("vllm.config:ParallelConfig", "data_parallel_size enable_eplb"),
     # Routes.
     Has(f"{GPU}.model_runner:GPUModelRunner", "aux_output_connector block_tables"),
     Has(
@@ -222,4 +285,4 @@ CASCADE: tuple[Need, ...] = (
     Has("vllm.config:ModelConfig", "is_mm_prefix_lm"),
     Has("vllm.config:SchedulerConfig", "max_num_seqs"),
 )
-"""Attention (cascade.py)."""
+"""Attention (cascade/)."""

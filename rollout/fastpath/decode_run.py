@@ -127,7 +127,7 @@ class DecodeRun:
 
     def settle(self) -> None:
         """The steps to come have the requests that there are now, those that begin alike side by
-        side: attention reads what they share once (`keel.rollout.fastpath.cascade_kernels`)."""
+        side: attention reads what they share once (`keel.rollout.fastpath.cascade.kernels`)."""
         there = {place: it for place, it in enumerate(self.requests) if it is not None}
         order = sorted(there, key=self.begins.__getitem__)
         self.places = np.array(order, int)

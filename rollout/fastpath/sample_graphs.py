@@ -112,6 +112,8 @@ class SampleGraphs:
         self._at = 0
         """Where vLLM's graphs left the hidden states that ours begin with."""
         self._turn = 0
+        self._last: tuple[Tensor, list[tuple[torch.cuda.CUDAGraph, Drawn]]] | None = None
+        """Whose rows the fixed places have, and their graphs."""
         self._failed = False
         self._rows = Rows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
@@ -124,27 +126,39 @@ class SampleGraphs:
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
         """As vLLM's: what was drawn, and how many tokens of each row were sampled and rejected."""
-        batch = input_batch
-        if grammar_output is None and self._covers(hidden_states, batch):
-            states, size = self._runner.sampler.sampling_states, batch.num_tokens_after_padding
-            width = int(states.top_k.np[batch.idx_mapping_np].max())
-            gather(  # before a graph is made, too: its first pass is over these rows
-                self._rows,
-                batch.idx_mapping,
-                self._most,
-                temperature=states.temperature.gpu,
-                top_k=states.top_k.gpu,
-                top_p=states.top_p.gpu,
-                seeds=states.seeds.gpu,
-            )
-            if graphs := self._of(size, width):
-                self._turn = (self._turn + 1) % TURNS
-                graph, drawn = graphs[self._turn]
-                graph.replay()
-                rows = batch.num_reqs
-                sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
-                return as_vllm(first(drawn, rows), sampled, rejected), sampled, rejected
+        if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
+            self._turn = (self._turn + 1) % TURNS
+            graph, drawn = graphs[self._turn]
+            graph.replay()
+            rows = input_batch.num_reqs
+            sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
+            return as_vllm(first(drawn, rows), sampled, rejected), sampled, rejected
         return self._theirs(hidden_states, input_batch, grammar_output)
+
+    def _for(
+        self, hidden_states: Tensor, batch: InputBatch
+    ) -> list[tuple[torch.cuda.CUDAGraph, Drawn]]:
+        """The graphs of a batch, whose rows are in their places then; none if it has none."""
+        last, self._last = self._last, None
+        if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
+            self._last = last  # the same requests, as `steady_steps` has them
+            return last[1]
+        if not self._covers(hidden_states, batch):
+            return []
+        states, size = self._runner.sampler.sampling_states, batch.num_tokens_after_padding
+        width = int(states.top_k.np[batch.idx_mapping_np].max())
+        gather(  # before a graph is made, too: its first pass is over these rows
+            self._rows,
+            batch.idx_mapping,
+            self._most,
+            temperature=states.temperature.gpu,
+            top_k=states.top_k.gpu,
+            top_p=states.top_p.gpu,
+            seeds=states.seeds.gpu,
+        )
+        graphs = self._of(size, width)
+        self._last = batch.idx_mapping, graphs
+        return graphs
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
         """Whether a step is one that decodes, from the fixed place of vLLM's graphs, and draws as

@@ -71,6 +71,7 @@ def test_preempted_twice_and_resumed(
     watch = engine.watch()
     assert watch.preempted > 8, "hardly anything was preempted"
     assert (watch.fast_steps > 0) == (recorder == "packed")
+    assert (watch.steady_steps > 0) == (recorder == "packed")
 
 
 class TestRecorder(RecorderContract):

@@ -168,6 +168,31 @@ def test_what_a_graph_holds_draws_what_is_drawn_without(
     assert made == [(8, 300), (4, 300), (1, 8)]  # the largest first
 
 
+def test_rows_of_the_step_before_are_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of another step are, in between as well."""
+    from keel.rollout.fastpath import sample_graphs
+
+    bench = Bench()
+    graphs, _ = without_graphs(bench, monkeypatch)
+    gathered: list[Any] = []
+    gather = sample_graphs.gather
+    monkeypatch.setattr(
+        sample_graphs, "gather", lambda *a, **k: (gathered.append(a[1].tolist()), gather(*a, **k))
+    )
+    with torch.inference_mode():
+        one, two = bench.step([1, 3, 4], 4, 8), bench.step([0, 2], 2, 8)
+        for batch in (one, one, two, two, one):
+            size = batch.num_tokens_after_padding
+            bench.fixed.copy_(torch.randn(bench.fixed.shape))
+            bench.positions[: batch.num_reqs] = batch.positions
+            expected = bench.eagerly(bench.fixed[:size], batch, None)
+            found = graphs.sample(bench.fixed[:size], batch, None)
+            assert lists(found[0]) == lists(expected[0])
+        graphs.sample(bench.fixed[:4].clone(), one, None)  # not where vLLM's graphs leave it
+    assert gathered == [[1, 3, 4], [0, 2], [1, 3, 4]]
+    assert bench.eager == 6
+
+
 @GRAPH
 @pytest.mark.parametrize("record", [True, False])
 def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:

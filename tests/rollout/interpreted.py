@@ -49,6 +49,8 @@ def install(recorder: str) -> None:
     from keel.rollout.fastpath.scheduler import FastScheduler  # noqa: PLC0415
     from keel.rollout.recording import packed as recorder_packed  # noqa: PLC0415
 
+    if recorder == "packed":
+        _steps_again_without_graphs()
     fallbacks.recorder_name = lambda *_, **__: recorder  # type: ignore[assignment]
     arguments = recorder_packed.PackedRecorder.engine_args
 
@@ -56,3 +58,32 @@ def install(recorder: str) -> None:
         return {**arguments(self), "scheduler_cls": FastScheduler, "async_scheduling": False}
 
     recorder_packed.PackedRecorder.engine_args = one_after_the_other  # type: ignore[method-assign]
+
+
+def _steps_again_without_graphs() -> None:
+    """Let steps with the rows of the one before go Keel's way, with the model called where a GPU
+    replays a graph."""
+    from vllm.config.compilation import CUDAGraphMode  # noqa: PLC0415
+    from vllm.forward_context import set_forward_context  # noqa: PLC0415
+
+    from keel.rollout.fastpath.steady_steps import SteadySteps  # noqa: PLC0415
+
+    def graph(_: Any, rows: int) -> Any:
+        return SimpleNamespace(cg_mode=CUDAGraphMode.FULL, num_tokens=rows)
+
+    def run(self: Any, _: Any, state: Any) -> Any:
+        runner, batch = self._runner, state.input_batch
+        with set_forward_context(
+            state.attn_metadata,
+            runner.vllm_config,
+            num_tokens=batch.num_tokens,
+            slot_mapping=state.slot_mappings_by_layer,
+        ):
+            return runner.model(
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+                inputs_embeds=None,
+                intermediate_tensors=None,
+            )
+
+    SteadySteps._graph, SteadySteps._run = graph, run  # type: ignore[method-assign]

@@ -114,6 +114,7 @@ def _start(
             super().__init__(spec)
             scheduler = scheduler_of(self._llm)
             preempt, step = scheduler._preempt_request, self._llm.step
+            worker = getattr(self._llm.model_executor, "driver_worker", None)  # if it is here
 
             def counted_preempt(*args: Any, **kwargs: Any) -> None:
                 _WATCH.preempted += 1
@@ -122,10 +123,10 @@ def _start(
             def counted_step() -> Any:
                 outputs = step()
                 _WATCH.steps += 1
-                _WATCH.fast_steps = getattr(scheduler, "fast_steps", 0)
+                _WATCH.look(scheduler, worker)
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
-                waiting = [r for r in scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
-                _WATCH.thrown_away += len(waiting)
+                lagging = (r.num_computed_tokens < r.num_tokens - 1 for r in scheduler.running)
+                _WATCH.thrown_away += sum(lagging)
                 if _WATCH.steps == _WATCH.stops_at:  # or all could be sampled meanwhile
                     wait_for(lambda: not _ENGINE._commands.empty(), "what it was stopped for")
                 return outputs
@@ -250,7 +251,7 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, Watch(fast_steps=_WATCH.fast_steps)
+    watch, _WATCH = _WATCH, Watch(fast_steps=_WATCH.fast_steps, steady_steps=_WATCH.steady_steps)
     return watch
 
 

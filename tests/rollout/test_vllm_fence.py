@@ -52,6 +52,16 @@ VARIABLES = {
         "batch": f"{GPU}.input_batch:InputBatch",
         "runner": f"{GPU}.model_runner:GPUModelRunner",
     },
+    "fastpath/steady_steps.py": {
+        "batch": f"{GPU}.input_batch:InputBatch",
+        "buffers": f"{GPU}.input_batch:InputBuffers",
+        "output": f"{SCHED}.output:SchedulerOutput",
+        "parallel": "vllm.config:ParallelConfig",
+        "runner": f"{GPU}.model_runner:GPUModelRunner",
+        "state": f"{GPU}.model_runner:ExecuteModelState",
+        "states": f"{GPU}.states:RequestState",
+        "tables": f"{GPU}.block_table:BlockTables",
+    },
 }
 """The classes of vLLM that variables of these files are of."""
 

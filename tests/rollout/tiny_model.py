@@ -17,7 +17,7 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path, *, seed: int = 0) -> Qwen3MoeForCausalLM:
+def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeForCausalLM:
     """Four layers, one of them dense, with a byte tokenizer; saved to `folder`.
 
     Wide initial weights and a scaled-up head make the distributions peaked, as trained ones are.
@@ -46,7 +46,7 @@ def make_model(folder: Path, *, seed: int = 0) -> Qwen3MoeForCausalLM:
             mlp_only_layers=[DENSE_LAYER],
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=32,
+            head_dim=head_dim,
             num_experts=8,
             num_experts_per_tok=2,
             norm_topk_prob=True,

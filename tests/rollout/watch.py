@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -18,3 +19,16 @@ class Watch:
     """The step after which the engine waits for a command."""
     fast_steps: int = 0
     """Steps that `keel.rollout.fastpath.scheduler` did by itself, since the engine was started."""
+    steady_steps: int = 0
+    """Those that `keel.rollout.fastpath.steady_steps` took, since then."""
+
+    def look(self, scheduler: Any, worker: Any) -> None:
+        """At the scheduler, and at vLLM's worker where it is in this process."""
+        self.fast_steps = getattr(scheduler, "fast_steps", 0)
+        if worker is not None:
+            steps = worker.worker.model_runner.execute_model.__self__
+            self.steady_steps = getattr(steps, "taken", 0)
+
+    def onwards(self) -> Watch:
+        """For what happens from now on."""
+        return Watch(fast_steps=self.fast_steps, steady_steps=self.steady_steps)

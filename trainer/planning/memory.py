@@ -128,7 +128,7 @@ def cached_tokens(config: Config, facts: ModelFacts) -> int:
 
 def read_together(config: Config, facts: ModelFacts) -> int:
     """Completions of a group for which attention reads their prompt once
-    (`rollout.cascade_attention`, keel.rollout.fastpath.cascade_plan)."""
+    (`rollout.cascade_attention`, keel.rollout.fastpath.cascade.plan)."""
     plain = not config.model.batch_invariant and config.engine_dtype != "float32"
     if not (
         plain and facts.head_size and config.rollout.cascades(full_attention=facts.full_attention)

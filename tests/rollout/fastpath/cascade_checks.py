@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from keel.configs.schema import RolloutConfig
 from keel.rollout.engine import fallbacks
-from keel.rollout.fastpath import cascade
+from keel.rollout.fastpath.cascade import backend
 from keel.rollout.spec import EngineSpec
 
 SPEC = EngineSpec(
@@ -35,7 +35,7 @@ SPEC = EngineSpec(
 
 
 def layer(**changes: Any) -> Any:
-    impl: Any = object.__new__(cascade.CascadeImpl)
+    impl: Any = object.__new__(backend.CascadeImpl)
     usual = {
         "attn_type": AttentionType.DECODER,
         "sliding_window": (-1, -1),
@@ -52,7 +52,7 @@ def layer(**changes: Any) -> Any:
 
 
 def builder(layers: dict[str, Any], **changes: Any) -> Any:
-    made: Any = object.__new__(cascade.CascadeBuilder)
+    made: Any = object.__new__(backend.CascadeBuilder)
     usual = {
         "layer_names": list(layers),
         "num_heads_q": 8,
@@ -89,10 +89,10 @@ def step(**changes: Any) -> Any:
 
 def built(patch: Any, layers: dict[str, Any], made: Any, **of: Any) -> bool:
     """Whether Keel's kernels are used for such a step."""
-    patch.setattr(cascade, "get_layers_from_vllm_config", lambda *_: layers)
+    patch.setattr(backend, "get_layers_from_vllm_config", lambda *_: layers)
     patch.setattr(FlashAttentionMetadataBuilder, "build", lambda *_: "vLLM's")
     found = made.build(0, step(**of))
-    assert found == "vLLM's" or isinstance(found.step, cascade.Step)
+    assert found == "vLLM's" or isinstance(found.step, backend.Step)
     return found != "vLLM's"
 
 
@@ -137,8 +137,8 @@ def layers_that_are_not_covered_stay_vllms(patch: Any) -> None:
 def the_first_layer_of_a_step_plans_for_all(patch: Any) -> None:
     """In a first pass and, as a graph is captured after it, in the next."""
     calls: list[Any] = []
-    patch.setattr(cascade, "plan", lambda *_: calls.append("plan"))
-    patch.setattr(cascade, "attend", lambda _, query, *rest: calls.append(query))
+    patch.setattr(backend, "plan", lambda *_: calls.append("plan"))
+    patch.setattr(backend, "attend", lambda _, query, *rest: calls.append(query))
     patch.setattr(FlashAttentionImpl, "forward", lambda *_: calls.append("vLLM's"))
     layers = {"a": layer(), "b": layer()}
     made = builder(layers)
@@ -176,9 +176,9 @@ def where_it_is_not_wanted_nothing_is_replaced(logged: list[logging.LogRecord]) 
     assert not logged
     try:
         assert fallbacks.share_prompts(SPEC, "packed")
-        assert AttentionBackendEnum.FLASH_ATTN.get_class() is cascade.CascadeBackend
-        assert cascade.CascadeBackend.get_impl_cls() is cascade.CascadeImpl
-        assert cascade.CascadeBackend.get_builder_cls() is cascade.CascadeBuilder
+        assert AttentionBackendEnum.FLASH_ATTN.get_class() is backend.CascadeBackend
+        assert backend.CascadeBackend.get_impl_cls() is backend.CascadeImpl
+        assert backend.CascadeBackend.get_builder_cls() is backend.CascadeBuilder
         assert not fallbacks.share_prompts(SPEC, "native")
         assert AttentionBackendEnum.FLASH_ATTN.get_class() is theirs
     finally:

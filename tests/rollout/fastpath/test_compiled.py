@@ -13,7 +13,7 @@ from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keel.rollout.fastpath import cascade_kernels, cascade_plan
+from keel.rollout.fastpath.cascade import kernels, plan
 
 pytestmark = pytest.mark.e2e
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -23,7 +23,7 @@ POINTERS = {
     **dict.fromkeys(["sums_ptr", "found_ptr"], FLOATS),
     "scale": "fp32",
 }
-SLICED = {"TOKENS": cascade_kernels.TOKENS, "SLICE": cascade_kernels.SLICE}
+SLICED = {"TOKENS": kernels.TOKENS, "SLICE": kernels.SLICE}
 SHAPE = {"PAGE": 16, "EACH": 2, "HEADS": 16, "SIZE": 128, **SLICED}
 
 
@@ -41,13 +41,13 @@ def binary(kernel: Any, **constants: int) -> bytes:
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
-        (cascade_plan, "_compare", {"PAGE": 16, "ROWS": cascade_plan.AT_ONCE}),
-        (cascade_plan, "_segment", {"ROWS": 8, "SIZE": 256}),
+        (plan, "_compare", {"PAGE": 16, "ROWS": plan.AT_ONCE}),
+        (plan, "_segment", {"ROWS": 8, "SIZE": 256}),
         *(
-            (cascade_kernels, "_parts", {**SHAPE, "SIZE": size, "ROWS": 8, "QUERIES": 16})
-            for size in cascade_plan.SIZES
+            (kernels, "_parts", {**SHAPE, "SIZE": size, "ROWS": 8, "QUERIES": 16})
+            for size in plan.SIZES
         ),
-        (cascade_kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, **SLICED}),
+        (kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, **SLICED}),
     ],
 )
 def test_it_compiles(

@@ -47,7 +47,9 @@ def reference(folder: Path) -> Reference:
 def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
     with running_engine(engine_spec(folder), gpu=False, kind="packed") as engine:
         yield engine
-        assert engine.watch().fast_steps > 10
+        watch = engine.watch()
+        assert watch.fast_steps > 10
+        assert watch.steady_steps > 10
 
 
 @pytest.fixture(scope="module")

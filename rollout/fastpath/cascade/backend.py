@@ -1,4 +1,4 @@
-"""vLLM's FlashAttention, and in steps that only decode `cascade_kernels`: a prompt's keys and
+"""vLLM's FlashAttention, and in steps that only decode `kernels`: a prompt's keys and
 values are read once for the rows of its group.
 
 It takes the place of vLLM's backend of that name by vLLM's own registry. Whatever the kernels do
@@ -24,8 +24,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
-from keel.rollout.fastpath.cascade_kernels import attend
-from keel.rollout.fastpath.cascade_plan import Heads, Scratch, plan
+from keel.rollout.fastpath.cascade.kernels import attend
+from keel.rollout.fastpath.cascade.plan import Heads, Scratch, plan
 
 
 class Step(Scratch):
@@ -37,7 +37,7 @@ class Step(Scratch):
 
 @dataclass
 class CascadeMetadata(FlashAttentionMetadata):
-    """Of a step that only decodes, in which `cascade_kernels` are used."""
+    """Of a step that only decodes, in which `kernels` are used."""
 
     step: Step | None = None
 

@@ -6,7 +6,7 @@ Here the rows of a batch that stand side by side and begin with the same blocks 
 what its rows share is read once, with all their queries at hand (cascade attention; Hydragen,
 arXiv:2402.05099), what each has for itself by itself, in one launch; a second one joins the parts
 by their sums of exponentials. Which rows share what is read from the block table on the GPU
-(`cascade_plan.py`), so that a CUDA graph holds all of it and the host has nothing to do.
+(`plan.py`), so that a CUDA graph holds all of it and the host has nothing to do.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keel.rollout.fastpath.cascade_plan import MOST_SPLITS, Scratch
+from keel.rollout.fastpath.cascade.plan import MOST_SPLITS, Scratch
 from keel.rollout.fastpath.truncate_kernels import launch
 
 LOG2_E = math.log2(math.e)

@@ -1,4 +1,4 @@
-"""Which rows of a decoding step have KV blocks in common, for `cascade_kernels.py`.
+"""Which rows of a decoding step have KV blocks in common, for `kernels.py`.
 
 Rows that stand side by side and begin with the same blocks are a *segment*: of as many rows as can
 be read together.

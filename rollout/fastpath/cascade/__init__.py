@@ -1,0 +1,1 @@
+"""Attention that reads what rows of a batch have in common once."""

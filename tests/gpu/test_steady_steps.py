@@ -1,0 +1,171 @@
+"""Steps that are prepared by one kernel, beside vLLM's preparing of them.
+
+The kernel runs on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1). Whole steps
+of a model are tests/rollout/recording/test_packed.py under the interpreter, and
+test_recorders_native.py on GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keel.configs.schema import SamplingConfig
+from keel.rl.types import Trajectory
+from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
+from tests.rollout import interpreted
+from tests.rollout.remote_engine import engine_spec, prompts, running_engine
+from tests.rollout.tiny_model import make_model
+
+# The functions load vLLM, which stays out of a run that skips them.
+# ruff: noqa: PLC0415
+pytestmark = KERNELS
+REQUESTS, PAGE, BLOCKS, MOST = 300, 16, 9, 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton() -> None:
+    if INTERPRETED:
+        interpreted.lend_triton()
+
+
+class Fields:
+    """What vLLM has of its requests, and its places for a step's inputs."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(3)
+        number = lambda most, *shape: torch.randint(0, most, shape, generator=draw)  # noqa: E731
+        self.computed = number(PAGE * BLOCKS - 1, REQUESTS).int().to(DEVICE)
+        self.sampled = number(50_000, REQUESTS, 1).to(DEVICE)
+        self.table = number(10_000, REQUESTS, BLOCKS).int().to(DEVICE)
+        self.positions = torch.full((MOST,), -7, dtype=torch.int64, device=DEVICE)
+        self.lengths = torch.full((MOST,), -7, dtype=torch.int32, device=DEVICE)
+        self.ids = torch.full((MOST,), -7, dtype=torch.int32, device=DEVICE)
+        self.slots = torch.full((MOST,), -7, dtype=torch.int64, device=DEVICE)
+
+    def places(self) -> list[list[int]]:
+        return [it.tolist() for it in (self.positions, self.lengths, self.ids, self.slots)]
+
+    def advance(self, requests: torch.Tensor) -> None:
+        from keel.rollout.fastpath.steady_steps import advance
+
+        advance(
+            requests,
+            computed=self.computed,
+            sampled=self.sampled,
+            table=self.table,
+            page=PAGE,
+            positions=self.positions,
+            lengths=self.lengths,
+            ids=self.ids,
+            slots=self.slots,
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 255, 257])
+def test_each_row_has_the_token_after_those_it_has_computed(rows: int) -> None:
+    made = Fields()
+    requests = torch.randperm(REQUESTS)[:rows]
+    made.advance(requests.to(DEVICE))
+    computed = made.computed.cpu()[requests]
+    block = made.table.cpu()[requests, (computed // PAGE).long()].long()
+    expected = [computed, computed + 1, made.sampled.cpu()[requests, 0]]
+    expected.append(block * PAGE + computed % PAGE)
+    for found, wanted in zip(made.places(), expected, strict=True):
+        assert found == wanted.tolist() + [-7] * (MOST - rows)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="vLLM's kernels turn numbers into pointers")
+def test_it_is_what_vllm_prepares() -> None:
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.input_batch import (
+        combine_sampled_and_draft_tokens,
+        prepare_pos_seq_lens,
+    )
+
+    mine, theirs, rows = Fields(), Fields(), 33
+    requests = torch.randperm(REQUESTS)[:rows].to(DEVICE)
+    begins = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
+    tables = BlockTables([PAGE], REQUESTS, MOST, [BLOCKS], DEVICE)
+    tables.block_tables[0].gpu.copy_(theirs.table)
+    prepare_pos_seq_lens(requests, begins, theirs.computed, theirs.positions, theirs.lengths[:rows])
+    combine_sampled_and_draft_tokens(
+        theirs.ids,
+        requests,
+        theirs.sampled,
+        begins,
+        theirs.lengths,
+        torch.zeros(REQUESTS, dtype=torch.int32, device=DEVICE),  # of prompts
+        torch.zeros(REQUESTS, 0, dtype=torch.int64, device=DEVICE),
+        begins,
+        rows,
+        1,
+    )
+    slots = tables.compute_slot_mappings(requests, begins, theirs.positions, rows)
+    theirs.slots[:rows] = slots[0]
+    mine.advance(requests)
+    assert mine.places() == theirs.places()
+
+
+def take_steps(take: bool) -> None:
+    """In the engine's process."""
+    from tests.rollout import remote_engine
+
+    def told(engine: Any) -> None:
+        runner = engine._llm.model_executor.driver_worker.worker.model_runner
+        STEPS.setdefault("", runner.execute_model.__self__)
+        runner.execute_model = STEPS[""].execute_model if take else STEPS[""]._theirs
+
+    remote_engine._ENGINE._ask(told).result(timeout=remote_engine.DEADLINE_S)
+
+
+STEPS: dict[str, Any] = {}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA graphs)")
+@pytest.mark.parametrize("cascade", [True, False])
+def test_an_engine_samples_the_same_with_and_without(cascade: bool, tmp_path: Path) -> None:
+    """Completions of many lengths, from the same seeds: tokens, log-probabilities, routes and
+    sampling masks, to the last bit."""
+    make_model(tmp_path, head_dim=64)
+    sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=90)
+    spec = engine_spec(
+        tmp_path,
+        gpu_memory_utilization=0.1,
+        recorder="packed",
+        cascade_attention=cascade,
+        sampling=sampling,
+    )
+    asked = prompts(1, shared=60, own=60)
+    with running_engine(replace(spec, dtype="bfloat16"), gpu=True) as engine:
+
+        def sampled() -> tuple[list[Trajectory], int]:
+            before = engine.watch().steady_steps
+            (group,) = engine.sample(asked, 16)
+            return list(group.trajectories), engine.watch().steady_steps - before
+
+        sampled()  # the prompt is in the cache from now on
+        engine.process.submit(take_steps, False).result()
+        without, none = sampled()
+        engine.process.submit(take_steps, True).result()
+        found, taken = sampled()
+    assert none == 0
+    assert taken > 40
+    assert len({it.sampled_tokens for it in found}) > 4
+    for mine, theirs in zip(found, without, strict=True):
+        (one,), (other,) = mine.segments, theirs.segments
+        assert one.token_ids_T.tolist() == other.token_ids_T.tolist()
+        assert one.logp_old_T.tolist() == other.logp_old_T.tolist()
+        for name in ("routes_TLK", "kept"):
+            assert lists(getattr(one, name)) == lists(getattr(other, name))
+
+
+def lists(recorded: Any) -> Any:
+    if isinstance(recorded, np.ndarray):
+        return recorded.tolist()
+    return recorded.ids.tolist(), recorded.offsets.tolist()
