@@ -299,7 +299,7 @@ def check_lines() -> Iterator[str]:
     host = recipe(replace(workload, prompts=32, completion_tokens=512), layout(1, 1, 1, 1, 1))
     for recorder, measured in (("native", 11.48), ("packed", 3.03)):
         config = replace(host, rollout=replace(host.rollout, recorder=recorder))
-        got = 1e3 * step_time(config, facts, micro_batches=1).decode_step
+        got = 1e3 * step_time(config, facts, micro_batches=1, rates=BEFORE).decode_step
         what = f"engine's step, 256 sequences, {recorder} recorder"
         rows.append((what, "benchmarks/rollout/__main__.py", measured, got, "ms", "fitted"))
     peer = Workload(prompts=16, group=8, prompt_tokens=128, completion_tokens=1024)
