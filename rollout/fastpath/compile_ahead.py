@@ -10,8 +10,10 @@ from collections.abc import Callable
 import torch
 
 from keel.rollout.fastpath.cascade.kernels import attend
-from keel.rollout.fastpath.cascade.plan import Heads, Scratch, plan
+from keel.rollout.fastpath.cascade.plan import PAGE, Heads, Scratch, plan
+from keel.rollout.fastpath.sample_graphs import Rows, gather
 from keel.rollout.fastpath.sample_kernels import Cuts, draw
+from keel.rollout.fastpath.steady_steps import advance
 from keel.rollout.fastpath.truncate_kernels import WIDEST_TOP_K
 from keel.rollout.spec import EngineSpec
 
@@ -32,6 +34,7 @@ def compile_ahead(
         parts.append(lambda: _attention(spec, heads))
     if 0 < sampling.top_k <= WIDEST_TOP_K and sampling.temperature > 0:
         parts.append(lambda: _sampling(spec, vocabulary))
+        parts.append(lambda: _between(spec))
     if not parts:
         return None
 
@@ -65,6 +68,33 @@ def _sampling(spec: EngineSpec, vocabulary: int) -> None:
         width=sampling.top_k,
         record=spec.keep_sampling_mask,
         cuts=Cuts(_on_meta(rows, dtype=torch.int32), _on_meta(rows, dtype=torch.float32)),
+    )
+
+
+def _between(spec: EngineSpec) -> None:
+    """What is done from one step to the next."""
+    rows, meta = spec.config.max_num_seqs, torch.device("meta")
+    number, small = (_on_meta(rows, dtype=kind) for kind in (torch.int64, torch.int32))
+    states = Rows.of(rows, meta)
+    gather(
+        states,
+        number,
+        rows,
+        temperature=states.temperature,
+        top_k=states.top_k,
+        top_p=states.top_p,
+        seeds=states.seeds,
+    )
+    advance(
+        number,
+        computed=small,
+        sampled=number[:, None],
+        table=_on_meta(rows, -(-spec.max_model_len // PAGE), dtype=torch.int32),
+        page=PAGE,
+        positions=number,
+        lengths=small,
+        ids=small,
+        slots=number,
     )
 
 

@@ -289,7 +289,9 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
 
     from keel.configs.schema import RolloutConfig, SamplingConfig
     from keel.rollout.fastpath.compile_ahead import compile_ahead
+    from keel.rollout.fastpath.sample_graphs import Rows, gather
     from keel.rollout.fastpath.sample_kernels import Cuts, draw
+    from keel.rollout.fastpath.steady_steps import advance
     from keel.rollout.spec import EngineSpec
 
     head = "float32" if dtype == "float32" else "model"
@@ -331,6 +333,28 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_a_step_runs(
                     torch.full((96,), 0.9, device=DEVICE),
                 ),
             )
+            states = Rows.of(96, DEVICE)
+            row = torch.arange(rows, device=DEVICE)
+            gather(
+                Rows.of(96, DEVICE),
+                row,
+                96,
+                temperature=states.temperature,
+                top_k=states.top_k,
+                top_p=states.top_p,
+                seeds=states.seeds,
+            )
+            advance(
+                row,
+                computed=states.top_k,
+                sampled=states.seeds[:, None],
+                table=torch.zeros(96, 4, dtype=torch.int32, device=DEVICE),
+                page=16,
+                positions=torch.zeros_like(states.seeds),
+                lengths=torch.zeros_like(states.top_k),
+                ids=torch.zeros_like(states.top_k),
+                slots=torch.zeros_like(states.seeds),
+            )
     finally:
         knobs.runtime.jit_post_compile_hook = before
-    assert len(ahead) >= 5 and compiled == ahead
+    assert len(ahead) >= 7 and compiled == ahead

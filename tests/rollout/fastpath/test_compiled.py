@@ -1,5 +1,5 @@
-"""Kernels of attention are compiled for Hopper, which needs no GPU: what only its compiler refuses
-is seen anywhere."""
+"""Kernels of attention, and of what is done between steps, are compiled for Hopper, which needs no
+GPU: what only its compiler refuses is seen anywhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from keel.rollout.fastpath import sample_graphs, steady_steps
 from keel.rollout.fastpath.cascade import kernels, plan
 
 pytestmark = pytest.mark.e2e
 HOPPER = GPUTarget("cuda", 90, 32)
-FLOATS, NUMBERS = "*fp32", "*i32"
+FLOATS, NUMBERS, LONG = "*fp32", "*i32", "*i64"
 POINTERS = {
     **dict.fromkeys(["query_ptr", "keys_ptr", "values_ptr", "out_ptr"], "*bf16"),
     **dict.fromkeys(["sums_ptr", "found_ptr"], FLOATS),
+    **{f"{to}{of}_ptr": FLOATS for to in ("", "to_") for of in ("temperature", "top_p")},
+    **dict.fromkeys(["requests_ptr", "seeds_ptr", "to_seeds_ptr"], LONG),
+    **dict.fromkeys(["sampled_ptr", "positions_ptr", "slots_ptr"], LONG),
     "scale": "fp32",
 }
 SLICED = {"TOKENS": kernels.TOKENS, "SLICE": kernels.SLICE}
@@ -48,6 +52,8 @@ def binary(kernel: Any, **constants: int) -> bytes:
             for size in plan.SIZES
         ),
         (kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, **SLICED}),
+        (sample_graphs, "_gather", {"BLOCK": sample_graphs.BLOCK}),
+        (steady_steps, "_advance", {"PAGE": 16, "BLOCK": steady_steps.BLOCK}),
     ],
 )
 def test_it_compiles(

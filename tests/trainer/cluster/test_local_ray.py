@@ -118,7 +118,7 @@ def test_what_is_bound_ends_with_who_has_started_it() -> None:
     )
     assert raylet.stdin and raylet.stdout
     agent = psutil.Process(int(raylet.stdout.readline()))
-    wait_for(lambda: str(BOUND) not in agent.cmdline(), "the command itself")
+    wait_for(lambda: agent.cmdline() == waits[1:], "the command itself")
     assert agent.is_running()
     raylet.kill()
     raylet.communicate(timeout=PATIENCE_S)
