@@ -6,8 +6,10 @@ Importing this module does not import vLLM.
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -59,7 +61,33 @@ class Uses:
             yield f"{self.where} does not use {', '.join(sorted(missing))}"
 
 
-Need = Has | Takes | Uses
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A function that looks up the names it did when Keel was written, and no others: what stands
+    in for all of it would leave out what vLLM adds."""
+
+    where: str
+    names: str
+    """Their digest."""
+
+    def broken(self, found: Any) -> Iterator[str]:
+        try:
+            names = digest(found)
+        except (OSError, TypeError):  # compiled
+            names = "not to be read"
+        if names != self.names:
+            yield f"{self.where} does something else (names: {names} instead of {self.names})"
+
+
+Need = Has | Takes | Uses | Same
+
+
+def digest(function: Any) -> str:
+    """Of the names that a function's source looks up."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return hashlib.sha256(" ".join(sorted(names)).encode()).hexdigest()[:12]
 
 
 def attributes(found: Any) -> set[str]:

@@ -14,6 +14,7 @@ Each part's own files are the only ones that touch these things (tests/test_vllm
 | start, warm_up (GPUs) | engine/quick_start.py | vLLM's own, slower start |
 | packed | fastpath/ | the native recorder, vLLM's scheduler and sampler |
 | cascade | fastpath/cascade/backend.py | vLLM's own attention |
+| steady | fastpath/steady_steps.py | vLLM's preparing of every step |
 | shims, v1 (CPUs) | engine/shims.py, recording/v1.py | an error |
 
 Importing this module does not import vLLM.
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Literal
 
-from keel.rollout.fastpath.contract import CACHE_LAYOUT, CASCADE, PACKED, PREEMPTION
+from keel.rollout.fastpath.contract import CACHE_LAYOUT, CASCADE, PACKED, PREEMPTION, STEADY
 from keel.rollout.vllm_checks import MODEL, SCHED, Has, Need, Takes, Uses
 
 Part = Literal[
@@ -38,6 +39,7 @@ Part = Literal[
     "warm_up",
     "packed",
     "cascade",
+    "steady",
     "shims",
     "v1",
 ]
@@ -147,6 +149,7 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
     ),
     "packed": PACKED,
     "cascade": CASCADE,
+    "steady": STEADY,
     "shims": (
         Takes(
             f"{MODEL}.layers.fused_moe.unquantized_fused_moe_method:"

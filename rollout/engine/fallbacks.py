@@ -71,6 +71,18 @@ def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
     return wanted
 
 
+def takes_over_rows() -> bool:
+    """Whether a decoding step with the rows of the one before is not prepared anew."""
+    if lost := changes("steady"):
+        _LOG.warning(
+            "%s. Every decoding step is prepared anew, which is slower where sequences are few. "
+            "Install %s to have it said no more",
+            _changed(lost),
+            _right(),
+        )
+    return not lost
+
+
 def no_copies(config: RolloutConfig) -> str:
     """Why weights are not to be copied past vLLM's loader; empty if they are."""
     if not config.copy_weights:

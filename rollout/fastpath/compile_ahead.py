@@ -13,7 +13,6 @@ from keel.rollout.fastpath.cascade.kernels import attend
 from keel.rollout.fastpath.cascade.plan import PAGE, Heads, Scratch, plan
 from keel.rollout.fastpath.sample_graphs import Rows, gather
 from keel.rollout.fastpath.sample_kernels import Cuts, draw
-from keel.rollout.fastpath.steady_steps import advance
 from keel.rollout.fastpath.truncate_kernels import WIDEST_TOP_K
 from keel.rollout.spec import EngineSpec
 
@@ -73,6 +72,8 @@ def _sampling(spec: EngineSpec, vocabulary: int) -> None:
 
 def _between(spec: EngineSpec) -> None:
     """What is done from one step to the next."""
+    from keel.rollout.fastpath.steady_steps import advance  # noqa: PLC0415  (vLLM may have changed)
+
     rows, meta = spec.config.max_num_seqs, torch.device("meta")
     number, small = (_on_meta(rows, dtype=kind) for kind in (torch.int64, torch.int32))
     states = Rows.of(rows, meta)

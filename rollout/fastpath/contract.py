@@ -5,7 +5,7 @@ Importing this module does not import vLLM.
 
 from __future__ import annotations
 
-from keel.rollout.vllm_checks import GPU, MODEL, SCHED, Has, Need, Takes, Uses
+from keel.rollout.vllm_checks import GPU, MODEL, SCHED, Has, Need, Same, Takes, Uses
 
 PREEMPTION: tuple[Need, ...] = (
     Takes(
@@ -164,69 +164,6 @@ PACKED: tuple[Need, ...] = (
         "num_tokens_after_padding positions query_start_loc_np seq_lens seq_lens_cpu_upper_bound",
     ),
     Has(f"{GPU}.sample.gumbel:gumbel_noised_argmax"),
-    # Steps with the rows of the one before.
-    Takes(
-        f"{GPU}.model_runner:GPUModelRunner.execute_model",
-        "self scheduler_output intermediate_tensors dummy_run skip_attn_for_dummy_run is_profile "
-        "context_len valid_dummy_state_slots randomize_inputs",
-    ),
-    Uses(
-        f"{GPU}.model_runner:GPUModelRunner.execute_model",
-        "prepare_inputs prepare_attn preprocess_state record_batch run_fullgraph "
-        "execute_model_state apply_staged_writes begin_step",
-    ),
-    Uses(
-        f"{GPU}.model_runner:GPUModelRunner.prepare_inputs",
-        "prepare_pos_seq_lens combine_sampled_and_draft_tokens last_sampled_tokens "
-        "num_computed_tokens num_computed_tokens_np",
-    ),
-    Uses(
-        f"{GPU}.model_runner:GPUModelRunner.prepare_attn",
-        "gather_block_tables compute_slot_mappings",
-    ),
-    Has(
-        f"{GPU}.model_runner:GPUModelRunner",
-        "attn_groups dcp_size encoder_cache execute_model execute_model_state fast_prefill "
-        "is_encoder_decoder kv_connector lora_config model_config model_state "
-        "num_speculative_steps observability_config pcp_manager pooling_runner req_states "
-        "ubatch_runner uses_inputs_embeds",
-    ),
-    Has(
-        f"{GPU}.model_runner:ExecuteModelState",
-        "_replace attn_metadata hidden_states input_batch slot_mappings_by_layer",
-    ),
-    Takes(
-        f"{GPU}.cudagraph_utils:ModelCudaGraphManager.dispatch",
-        "self num_reqs num_tokens uniform_token_count num_active_loras max_query_len num_ubatches",
-    ),
-    Takes(f"{GPU}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph", "self desc"),
-    Has("vllm.config.compilation:CUDAGraphMode", "FULL"),
-    Has(f"{GPU}.kv_connector:NO_OP_KV_CONNECTOR"),
-    Takes(
-        f"{GPU}.model_states.default:DefaultModelState.prepare_attn",
-        "self input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config "
-        "for_capture ubatch_idx model_specific_attn_metadata",
-    ),
-    Has(f"{GPU}.model_states.default:DefaultModelState", "prompt_embeds_state rope_state"),
-    Has(
-        f"{GPU}.states:RequestState",
-        "last_sampled_tokens num_computed_tokens num_computed_tokens_np",
-    ),
-    Has(f"{GPU}.input_batch:InputBuffers", "input_ids positions seq_lens"),
-    Has(
-        f"{GPU}.input_batch:InputBatch",
-        "num_computed_tokens_np num_reqs_after_padding req_ids",
-    ),
-    Has(
-        f"{GPU}.block_table:BlockTables",
-        "append_block_ids apply_staged_writes block_sizes block_tables gather_block_tables "
-        "input_block_tables slot_mappings",
-    ),
-    Has(
-        f"{SCHED}.output:SchedulerOutput",
-        "aux_output_connector_metadata has_structured_output_requests kv_cache_block_copies",
-    ),
-    Has("vllm.config:ParallelConfig", "data_parallel_size enable_eplb"),
     # Routes.
     Has(f"{GPU}.model_runner:GPUModelRunner", "aux_output_connector block_tables"),
     Has(
@@ -286,3 +223,82 @@ CASCADE: tuple[Need, ...] = (
     Has("vllm.config:SchedulerConfig", "max_num_seqs"),
 )
 """Attention (cascade/)."""
+
+RUNNER = f"{GPU}.model_runner:GPUModelRunner"
+STEADY: tuple[Need, ...] = (
+    *CACHE_LAYOUT,
+    # All that is done for a step, since it is left out; and all that a step may ask for.
+    Same(f"{RUNNER}.execute_model", "a2e18ad74dac"),
+    Same(f"{RUNNER}.finish_requests", "e89475fd34ef"),
+    Same(f"{RUNNER}.free_states", "d0f5644de77f"),
+    Same(f"{RUNNER}.add_requests", "ae331f383472"),
+    Same(f"{RUNNER}.update_requests", "2fd3b6e227fe"),
+    Same(f"{RUNNER}.gather_batch_req_state", "5ffd2d3fd8db"),
+    Same(f"{RUNNER}.prepare_inputs", "6e886388ff9c"),
+    Same(f"{RUNNER}.prepare_attn", "4153c33a30ea"),
+    Takes(
+        f"{SCHED}.output:SchedulerOutput",
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
+        "total_num_scheduled_tokens scheduled_spec_decode_tokens scheduled_encoder_inputs "
+        "finished_req_ids free_encoder_mm_hashes scheduled_encoder_input_stats "
+        "preempted_req_ids has_structured_output_requests "
+        "pending_structured_output_tokens num_invalid_spec_tokens kv_connector_metadata "
+        "has_sync_kv_loads aux_output_connector_metadata ec_connector_metadata "
+        "ec_manager_metadata new_block_ids_to_zero kv_cache_block_copies "
+        "kv_connector_block_state num_spec_tokens_to_schedule num_common_prefix_blocks",
+    ),
+    Has(
+        f"{SCHED}.output:SchedulerOutput",
+        "aux_output_connector_metadata finished_req_ids free_encoder_mm_hashes "
+        "has_structured_output_requests kv_cache_block_copies new_block_ids_to_zero "
+        "num_scheduled_tokens preempted_req_ids scheduled_cached_reqs scheduled_new_reqs",
+    ),
+    Has(f"{SCHED}.output:CachedRequestData", "new_block_ids num_computed_tokens req_ids"),
+    Has(
+        RUNNER,
+        "attn_groups aux_output_connector block_tables cudagraph_manager dcp_size encoder_cache "
+        "execute_model execute_model_state fast_prefill input_buffers is_encoder_decoder "
+        "kv_cache_config kv_connector lora_config model_config model_state "
+        "num_speculative_steps observability_config pcp_manager pooling_runner req_states "
+        "sampler ubatch_runner uses_inputs_embeds vllm_config",
+    ),
+    Has(f"{GPU}.sample.sampler:Sampler", "apply_staged_writes"),
+    Has(
+        f"{GPU}.model_runner:ExecuteModelState",
+        "_replace attn_metadata hidden_states input_batch slot_mappings_by_layer",
+    ),
+    Takes(
+        f"{GPU}.cudagraph_utils:ModelCudaGraphManager.dispatch",
+        "self num_reqs num_tokens uniform_token_count num_active_loras max_query_len num_ubatches",
+    ),
+    Takes(f"{GPU}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph", "self desc"),
+    Has("vllm.config.compilation:CUDAGraphMode", "FULL"),
+    Has(f"{GPU}.kv_connector:NO_OP_KV_CONNECTOR"),
+    Takes(
+        f"{GPU}.model_states.default:DefaultModelState.prepare_attn",
+        "self input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config "
+        "for_capture ubatch_idx model_specific_attn_metadata",
+    ),
+    Has(f"{GPU}.model_states.default:DefaultModelState", "prompt_embeds_state rope_state"),
+    Has(
+        f"{GPU}.states:RequestState",
+        "last_sampled_tokens num_computed_tokens num_computed_tokens_np",
+    ),
+    Has(f"{GPU}.input_batch:InputBuffers", "input_ids positions seq_lens"),
+    Has(
+        f"{GPU}.input_batch:InputBatch",
+        "has_prefill idx_mapping idx_mapping_np num_computed_tokens_np num_draft_tokens num_reqs "
+        "num_reqs_after_padding num_tokens num_tokens_after_padding req_ids "
+        "seq_lens_cpu_upper_bound",
+    ),
+    Has(
+        f"{GPU}.block_table:BlockTables",
+        "append_block_ids apply_staged_writes block_sizes block_tables gather_block_tables "
+        "input_block_tables slot_mappings",
+    ),
+    Has("vllm.config:VllmConfig", "parallel_config"),
+    Has("vllm.config:ParallelConfig", "data_parallel_size enable_eplb world_size"),
+    Has("vllm.config:ModelConfig", "rswa_window"),
+    Has("vllm.config:ObservabilityConfig", "cudagraph_metrics"),
+)
+"""Steps with the rows of the one before (steady_steps.py)."""

@@ -95,15 +95,17 @@ class RoutesExtension(WeightsExtension):
         )
 
     def keel_sampler(self) -> None:
-        """Take over the end of vLLM's sampler, and the steps that are like the last."""
-        from keel.rollout.fastpath import (  # noqa: PLC0415  (Triton: not every CPU machine has it)
-            sample_graphs,
-            steady_steps,
-        )
+        """Take over the end of vLLM's sampler."""
+        from keel.rollout.fastpath import sample_graphs  # noqa: PLC0415  (Triton: not every CPU machine has it)
         from keel.rollout.fastpath import sampler as kept_sampler  # noqa: PLC0415
 
         if kept_sampler.install(self.model_runner):
             sample_graphs.install(self.model_runner)
+
+    def keel_steps(self) -> None:
+        """Take over steps with the rows of the one before."""
+        from keel.rollout.fastpath import steady_steps  # noqa: PLC0415  (as above)
+
         steady_steps.install(self.model_runner)
 
     def keel_routes(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:

@@ -128,6 +128,8 @@ class SteadySteps:
             if blocks is not None:
                 tables.append_block_ids(request, blocks, overwrite=False)
                 grown = True
+        if runner.sampler is not None:
+            runner.sampler.apply_staged_writes()  # of processors that have some in every step
         if grown:
             tables.apply_staged_writes()
             tables.gather_block_tables(
@@ -166,7 +168,9 @@ class SteadySteps:
             )
             state = state._replace(attn_metadata=made)
         state = runner.execute_model_state = state._replace(
-            input_batch=batch, hidden_states=self._run(known.graph, state)
+            input_batch=batch,
+            hidden_states=self._run(known.graph, state),
+            finished_req_ids=output.finished_req_ids,
         )
         return known._replace(state=state)
 

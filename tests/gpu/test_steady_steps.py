@@ -112,20 +112,31 @@ def test_it_is_what_vllm_prepares() -> None:
     assert mine.places() == theirs.places()
 
 
-def take_steps(take: bool) -> int:
-    """In the engine's process. Returns how many were taken so far."""
+def take_steps(take: bool) -> tuple[int, list[str]]:
+    """In the engine's process. Returns how many were taken so far, and of what kinds."""
     from tests.rollout import remote_engine
 
-    def told(engine: Any) -> int:
+    def told(engine: Any) -> tuple[int, list[str]]:
         runner = engine._llm.model_executor.driver_worker.worker.model_runner
-        steps = STEPS.setdefault("", runner.execute_model.__self__)
-        runner.execute_model = steps.execute_model if take else steps._theirs
-        return steps.taken
+        if not STEPS:
+            STEPS[""] = runner.execute_model.__self__
+            again = STEPS[""]._again
+
+            def noted(known: Any, output: Any) -> Any:
+                batch, blocks = known.state.input_batch, output.scheduled_cached_reqs.new_block_ids
+                SEEN.add(f"padded {batch.num_reqs_after_padding > batch.num_reqs}")
+                SEEN.add(f"new blocks {any(it is not None for it in blocks)}")
+                return again(known, output)
+
+            STEPS[""]._again = noted
+        runner.execute_model = STEPS[""].execute_model if take else STEPS[""]._theirs
+        return STEPS[""].taken, sorted(SEEN)
 
     return remote_engine._ENGINE._ask(told).result(timeout=remote_engine.DEADLINE_S)
 
 
 STEPS: dict[str, Any] = {}
+SEEN: set[str] = set()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA graphs)")
@@ -146,16 +157,18 @@ def test_an_engine_samples_the_same_with_and_without(cascade: bool, tmp_path: Pa
     with running_engine(replace(spec, dtype="bfloat16"), gpu=True) as engine:
 
         def sampled(*, take: bool) -> tuple[list[Trajectory], int]:
-            before = engine.process.submit(take_steps, take).result()
-            (group,) = engine.sample(asked, 16)
-            after = engine.process.submit(take_steps, take).result()
+            before, _ = engine.process.submit(take_steps, take).result()
+            (group,) = engine.sample(asked, 13)
+            after, _ = engine.process.submit(take_steps, take).result()
             return list(group.trajectories), after - before
 
         sampled(take=True)  # the prompt is in the cache from now on
         without, none = sampled(take=False)
         found, taken = sampled(take=True)
+        _, kinds = engine.process.submit(take_steps, True).result()
     assert none == 0
     assert taken > 15
+    assert {"padded True", "new blocks False", "new blocks True"} <= set(kinds)
     assert len({it.sampled_tokens for it in found}) > 4
     for mine, theirs in zip(found, without, strict=True):
         (one,), (other,) = mine.segments, theirs.segments

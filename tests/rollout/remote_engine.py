@@ -251,7 +251,7 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, Watch(fast_steps=_WATCH.fast_steps, steady_steps=_WATCH.steady_steps)
+    watch, _WATCH = _WATCH, _WATCH.onwards()
     return watch
 
 

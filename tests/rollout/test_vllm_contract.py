@@ -74,6 +74,12 @@ def test_the_installed_vllm_has_what_is_needed(part: Part) -> None:
             "another signature",
             "for_sampler_warmup takes",
         ),
+        (
+            "steady",
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests",
+            "another signature",
+            "update_requests does something else",
+        ),
     ],
 )
 def test_what_has_changed_is_named(
@@ -168,6 +174,20 @@ def test_a_start_that_has_changed_is_vllms_own(
     with quick_start(["Qwen3ForCausalLM"], gpu=True):
         assert SamplingParams.for_sampler_warmup().logprobs
     assert "does not use for_sampler_warmup" in logged[0].getMessage()
+
+
+def test_steps_that_vllm_prepares_otherwise_are_all_prepared(
+    doctored: Any, logged: list[logging.LogRecord]
+) -> None:
+    from keel.rollout.engine.fallbacks import takes_over_rows  # noqa: PLC0415
+
+    assert takes_over_rows()
+    assert not logged
+    doctored("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs", "another signature")
+    assert not takes_over_rows()
+    (record,) = logged
+    assert "Every decoding step is prepared anew" in record.getMessage()
+    assert not changes("packed")
 
 
 def test_copies_that_are_switched_off_are_not_looked_at(

@@ -96,12 +96,11 @@ class Rates:
     memory's rate. From the same profile."""
     step_s: float = 2.0e-3
     sequence_s: float = 37e-6
-    """Host of an engine with the native recorder, a step and each sequence of it. Through two
-    measured points, 6.7 ms at 128 and 11.5 ms at 256."""
+    """Host of an engine with the native recorder, a step and each sequence. Through two points."""
     packed_step_s: tuple[float, float] = 1.2e-3, 2.2e-3
     packed_sequence_s: float = 3.2e-6
-    """The same with the packed recorder, for an engine of one GPU (1.0 and 1.25 ms at 32 sequences
-    of 8 and 22 layers) and of several (3.0 ms at 256)."""
+    """The same with the packed recorder: steps with the rows of the one before (1.0 to 1.3 ms at 32
+    sequences) and steps that are prepared anew (3.0 ms at 256)."""
 
     invariant_step: float = 1.35
     invariant_pass: float = 1.13
@@ -133,8 +132,8 @@ class Rates:
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         """One step of an engine's host."""
         if config.rollout.packs(full_attention=facts.full_attention):
-            step_s = self.packed_step_s[config.rollout.tensor_parallel > 1]
-            return step_s + self.packed_sequence_s * sequences
+            anew = config.rollout.tensor_parallel > 1 or config.rollout.enforce_eager
+            return self.packed_step_s[anew] + self.packed_sequence_s * sequences
         return self.step_s + self.sequence_s * sequences
 
 
@@ -173,6 +172,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """One part after the other."""
         return self.rollout + self.training + self.weights + self.turns
 
     def lines(self) -> list[str]:

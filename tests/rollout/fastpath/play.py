@@ -60,6 +60,24 @@ class Runner:
         """Tokens known of each request, prompt included."""
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
+        self.steady = 0
+        """Steps that `keel.rollout.fastpath.steady_steps` takes for those of the one before."""
+        self._last: tuple[Any, dict[str, int]] | None = None
+
+    def _check_steady(self, step: Any, computed: dict[str, int]) -> None:
+        """They are: each row has computed one token more, and nothing else is in it."""
+        last, self._last = self._last, (step, dict(computed))
+        if last is None:
+            return
+        before, cached = last[0], step.scheduled_cached_reqs
+        if (
+            step.num_scheduled_tokens is before.num_scheduled_tokens
+            and cached.req_ids is before.scheduled_cached_reqs.req_ids
+        ):
+            assert computed == {name: done + 1 for name, done in last[1].items()}
+            assert list(computed) == list(step.num_scheduled_tokens) == list(last[1])
+            assert not step.scheduled_new_reqs and not step.finished_req_ids
+            self.steady += 1
 
     def run(self, step: Any) -> ModelRunnerOutput:
         for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
@@ -76,6 +94,7 @@ class Runner:
         ):
             self.blocks[name] += len(blocks[0]) if blocks else 0
             computed[name] = done
+        self._check_steady(step, computed)
         names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # in any order
         ids: list[int] = []
         offsets, firsts = [0], [0]

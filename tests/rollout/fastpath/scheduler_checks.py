@@ -84,6 +84,7 @@ def most_steps_of_a_quiet_engine_are_fast(config: Any) -> None:
         steps += 1
     assert isinstance(play.scheduler, AsyncFastScheduler)
     assert play.scheduler.fast_steps > 0.5 * steps
+    assert play.runner.steady > 0.8 * play.scheduler.fast_steps
 
 
 def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
