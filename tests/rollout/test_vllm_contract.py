@@ -3,10 +3,11 @@ without. The tests load vLLM, not this module."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Iterator
+from functools import cached_property, wraps
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -99,12 +100,58 @@ def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_attribute_of_instances_that_is_renamed_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = inspect.getsource
-    monkeypatch.setattr(
-        inspect, "getsource", lambda it: read(it).replace("self.kv_holding_waiting", "self.held")
-    )
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+    was = Scheduler.__init__
+    code = was.__code__
+    names = ("held" if name == "kv_holding_waiting" else name for name in code.co_names)
+    renamed = FunctionType(code.replace(co_names=tuple(names)), was.__globals__)
+    monkeypatch.setattr(Scheduler, "__init__", renamed)
     vllm_checks.assigned.cache_clear()
     assert changes("packed") == [f"{SCHEDULER} has no kv_holding_waiting"]
+
+
+def test_what_a_class_gives_to_itself_is_found_in_methods_of_any_kind() -> None:
+    def decorated(function: Any) -> Any:
+        @wraps(function)
+        def around(*args: Any) -> Any:
+            return function(*args)
+
+        return around
+
+    class Example:
+        def plain(self, other: Any) -> None:
+            self.one = self.two = 1
+            (self.three, other.not_this), self.four = (1, 2), 3
+            other.nor_this = self.nor_that
+
+            def inside() -> None:
+                self.five = 1
+
+            inside()
+
+        @decorated
+        def wrapped(self) -> None:
+            with open("file") as self.six:
+                pass
+
+        @property
+        def computed(self) -> int:
+            self.seven: int = 1
+            return 1
+
+        @cached_property
+        def kept(self) -> int:
+            for self.eight in range(3):
+                pass
+            return 1
+
+        @staticmethod
+        def of_none(other: Any) -> None:
+            other.nor_here = 1
+
+    numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    assert vllm_checks.assigned(Example) == set(numbers)
 
 
 def test_without_the_fast_path_auto_is_native_and_says_so_once(
