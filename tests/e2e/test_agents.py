@@ -89,6 +89,8 @@ def recipe(folder: Path) -> list[str]:
         f"run.steps={STEPS}",
         f"model.embedded.cache_dir={folder / 'cache'}",
         "model.embedded.cold_start.steps=120",  # enough for calls that can be read
+        "model.embedded.cold_start.batch_size=40",
+        "model.embedded.cold_start.questions=1024",
         f"model.embedded.cold_start.max_seconds={DEADLINE_S}",
         "agents.tools_in_thinking=true",
         "run.checkpoint_every=1",
