@@ -291,11 +291,15 @@ def run_rank(
     """All scenarios of this number of ranks; rank 0 writes down what came of them."""
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed collects garbage many times an engine; the libraries are none
     patience = timedelta(seconds=2 * PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=patience)
     ranks = Ranks(rank, world_size, store, folder)
-    results = {name: scenario(ranks) for name, scenario in scenarios[world_size].items()}
+    results: Result = {}
+    for name, scenario in scenarios[world_size].items():
+        # DeepSpeed collects garbage many times an engine; what is there before it is none.
+        gc.collect()
+        gc.freeze()
+        results[name] = scenario(ranks)
     if rank == 0:
         torch.save(results, folder / f"results-{world_size}.pt")
 
