@@ -8,9 +8,8 @@ from typing import Any
 from benchmarks.training.cases import Case
 from keel.trainer.planning.step_time import Rates
 
-BEFORE = replace(
-    Rates(), summed_bytes=Rates().gradient_bytes, packed_step_s=Rates().packed_step_s[1:] * 2
-)
+NOW = Rates()
+BEFORE = replace(NOW, summed_bytes=NOW.gradient_bytes, packed_step_s=NOW.prepared_step_s)
 """Where all gradients went through float32 copies, and engines prepared every step anew."""
 USUAL = Case(shape="", length=1024, micro_batch_tokens=16_384, step_tokens=65_536)
 

@@ -175,7 +175,8 @@ class SteadySteps:
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
-        """The model, on what is in its buffers; the last hidden states."""
+        """The model, on what is in its buffers; the last hidden states. `state` is for a stand-in
+        that has no graph, and has to call the model."""
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 

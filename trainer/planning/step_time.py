@@ -97,10 +97,11 @@ class Rates:
     step_s: float = 2.0e-3
     sequence_s: float = 37e-6
     """Host of an engine with the native recorder, a step and each sequence. Through two points."""
-    packed_step_s: tuple[float, float] = 1.2e-3, 2.2e-3
+    packed_step_s: float = 1.2e-3
+    prepared_step_s: float = 2.2e-3
     packed_sequence_s: float = 3.2e-6
-    """The same with the packed recorder: steps with the rows of the one before (1.0 to 1.3 ms at 32
-    sequences) and steps that are prepared anew (3.0 ms at 256)."""
+    """The same with the packed recorder: a step with the rows of the one before (1.0 to 1.3 ms at
+    32 sequences), one that is prepared anew (3.0 ms at 256), and each sequence."""
 
     invariant_step: float = 1.35
     invariant_pass: float = 1.13
@@ -133,7 +134,8 @@ class Rates:
         """One step of an engine's host."""
         if config.rollout.packs(full_attention=facts.full_attention):
             anew = config.rollout.tensor_parallel > 1 or config.rollout.enforce_eager
-            return self.packed_step_s[anew] + self.packed_sequence_s * sequences
+            step_s = self.prepared_step_s if anew else self.packed_step_s
+            return step_s + self.packed_sequence_s * sequences
         return self.step_s + self.sequence_s * sequences
 
 
@@ -213,14 +215,12 @@ def step_time(
     waves, last = divmod(-(-completions // rollout.engines), at_once)
     slower = rates.invariant_step if config.model.batch_invariant else 1.0
 
-    def of_host(rows: int) -> float:
-        return slower * rates.host_seconds(config, facts, rows)
+    def bounds(rows: int) -> tuple[float, float]:
+        on_gpu = decode_device_seconds(config, facts, rows, machine, rates)
+        return slower * rates.host_seconds(config, facts, rows), slower * on_gpu
 
-    def of_gpu(rows: int) -> float:
-        return slower * decode_device_seconds(config, facts, rows, machine, rates)
-
-    host, device = of_host(at_once), of_gpu(at_once)
-    steps = waves * max(host, device) + (max(of_host(last), of_gpu(last)) if last else 0.0)
+    host, device = bounds(at_once)
+    steps = waves * max(host, device) + (max(bounds(last)) if last else 0.0)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
     if not rollout.enable_prefix_caching:
         prefilled *= algorithm.group_size
