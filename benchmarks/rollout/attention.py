@@ -73,6 +73,8 @@ CASES = (
     Case("draw 2", 16, 8, 800, 224),
     Case("draw 3", 4, 16, 544, 704),
     Case("draw 4", 16, 16, 256, 256),
+    Case("draw 10", 4, 8, 512, 960),
+    Case("draw 12", 8, 4, 576, 768),
     Case("30b-a3b", 8, 8, 128, 960, queries=32, keys=4),
     Case("agents", 8, 8, 6000, 2000, queries=32, keys=8),
     Case("no group", 64, 1, 544, 704),
