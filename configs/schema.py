@@ -183,6 +183,7 @@ class Config:
             ("rollout.tensor_parallel", self.rollout.tensor_parallel, 1),
             ("trainer.sequence_parallel", self.trainer.sequence_parallel, 1),
             ("trainer.compile", self.trainer.compile, False),
+            ("trainer.share_prompts", self.trainer.share_prompts, False),
             ("trainer.attention_kernels", kernels, kernels.replace("flash4", "torch")),
             ("trainer.zero_stage", self.trainer.zero_stage, min(2, self.trainer.zero_stage)),
         ):

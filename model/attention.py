@@ -1,4 +1,5 @@
-"""Attention over packed segments: a token attends to the earlier tokens of its own segment only.
+"""Attention over packed segments: a token attends to the earlier tokens of its own segment only,
+and to the segment that its own one follows.
 
 The network sees one row of N tokens, so embeddings, experts and routes need no padding and no
 second layout. Only the attention operator knows where segments end. It is registered with
@@ -12,6 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.device import to_device
+from keel.model.layers.contexts import Contexts
 from keel.model.layers.flash4 import attend4, operator4
 from keel.model.torch_internals import varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
@@ -58,14 +61,18 @@ class Segments:
     """[S]"""
     group: ProcessGroup | None = None
     """Ranks that each hold an equal part of the row's tokens (`keel.model.ulysses`)."""
+    contexts: Contexts | None = None
+    """What the segments attend to, where some follow others; None: each to itself alone."""
 
     @staticmethod
     def of(
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
         group: ProcessGroup | None = None,
+        follows: Sequence[int] | None = None,
     ) -> Segments:
-        """Segments of these lengths, laid end to end. Similar lengths share a padded block."""
+        """Segments of these lengths, laid end to end. Similar lengths share a padded block.
+        follows: as in `keel.rl.packing.MicroBatch`."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed segments: lengths must be at least 1, got {list(lengths)}")
         sizes = torch.as_tensor(lengths)
@@ -91,6 +98,7 @@ class Segments:
             to_device(row_of_token, device),
             tuple(lengths),
             group,
+            None if follows is None else Contexts.of(lengths, follows, device),
         )
 
 
@@ -203,7 +211,17 @@ def _attend4(
     window: int | None,
 ) -> Tensor:
     """The same by FlashAttention-4."""
-    return attend4(query, key, value, segments.offsets, segments.longest, scaling, window)
+    key, value, offsets, longest = _keys(key, value, segments)
+    own = segments.offsets, segments.longest
+    return attend4(query, key, value, *own, scaling, window, offsets, longest)
+
+
+def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
+    """What each segment attends to, side by side: keys, values, offsets, tokens of the longest. A
+    segment's queries are the last of them, as flash attention takes it of fewer queries."""
+    if (contexts := segments.contexts) is None:
+        return key, value, segments.offsets, segments.longest
+    return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:
@@ -224,16 +242,16 @@ def _varlen(
     # Older ones take fewer heads of keys and values without being told.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
-    offsets, longest = segments.offsets, segments.longest
+    key, value, offsets, longest = _keys(key, value, segments)
     # A window of w tokens, the token itself included, reaches w − 1 back.
     reach = (-1 if window is None else window - 1, 0)
     output = varlen_attn(
         query,
         key,
         value,
+        segments.offsets,
         offsets,
-        offsets,
-        longest,
+        segments.longest,
         longest,
         scale=scaling,
         window_size=reach,
@@ -254,6 +272,10 @@ def _padded(
 ) -> Tensor:
     """Plain attention over right-padded blocks: padding is later than every real token of its
     segment, so under the causal mask no real token sees it."""
+    if (contexts := segments.contexts) is not None:
+        query, key, value = (contexts.spread(x) for x in (query, key, value))
+        whole = _laid_out(contexts.lengths, query.device)
+        return _padded(query, key, value, whole, scaling, window).index_select(0, contexts.places)
     rows = segments.token_of_row
     padded = [x.index_select(0, rows) for x in (query, key, value)]
     outputs, start = [], 0
@@ -277,6 +299,12 @@ def _padded(
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(outputs).index_select(0, segments.row_of_token)
+
+
+@lru_cache(maxsize=8)
+def _laid_out(lengths: tuple[int, ...], device: torch.device) -> Segments:
+    """Whole contexts, for all layers of a micro-batch."""
+    return Segments.of(lengths, device)
 
 
 def _spread(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:

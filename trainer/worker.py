@@ -98,6 +98,7 @@ def shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatc
             micro_batch_tokens=trainer.micro_batch_tokens,
             skip_uniform_groups=algorithm.skip_uniform_groups,
             sequence_mask=algorithm.mask_delta is not None,
+            share_prompts=trainer.share_prompts,
             watched=watched,
         )
         for share, batch in zip(shares, packed, strict=True):

@@ -154,7 +154,11 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "rises until the warm-up is done",
             "pretrain",
         ),
-        Metric("train/tokens", "tokens", "Computed by the trainer, contexts included."),
+        Metric(
+            "train/tokens",
+            "tokens",
+            "Computed by the trainer, contexts included; shared prompts count once.",
+        ),
         Metric(
             "train/skipped_steps",
             "optimizer steps",

@@ -76,12 +76,19 @@ def attend4(
     longest: int,
     scaling: float | None,
     window: int | None,
+    key_offsets: Tensor | None = None,
+    key_longest: int = 0,
 ) -> Tensor:
     """Causal attention inside segments: query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv], such
-    as `fits` → [N, Hq, Dv]. offsets: [S+1] int32; window: tokens, the token itself included."""
+    as `fits` → [N, Hq, Dv]. offsets: [S+1] int32; window: tokens, the token itself included.
+    key_offsets and key_longest: of keys and values, where a segment has more of them than queries,
+    which are then its last."""
+    if key_offsets is None:
+        key_offsets, key_longest = offsets, longest
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = -1 if window is None else window - 1
-    return _attend(query, key, value, offsets, longest, scale, reach)[0]
+    ends = (offsets, key_offsets, longest, key_longest)
+    return _attend(query, key, value, *ends, scale, reach)[0]
 
 
 def operator4() -> Any:
@@ -95,21 +102,21 @@ def _attend(
     key: Tensor,
     value: Tensor,
     offsets: Tensor,
+    key_offsets: Tensor,
     longest: int,
+    key_longest: int,
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor]:
     """And the logarithm of each softmax's sum, [Hq, N] float32. reach: tokens back; −1: all."""
     out, lse = _made(query, value)
-    where = _where(offsets, longest, scale, reach)
+    where = _where((offsets, key_offsets, longest, key_longest), scale, reach)
     _kernels()._flash_attn_fwd(query, key, value, **where, out=out, lse=lse, return_lse=True)
     return out, lse
 
 
 @_attend.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _made(query, value)
 
 
@@ -122,13 +129,15 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     offsets: Tensor,
+    key_offsets: Tensor,
     longest: int,
+    key_longest: int,
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of query, key and value. slope: [N, Hq, Dv]."""
     found = {f"d{name}": _whole(x) for name, x in zip("qkv", (query, key, value), strict=True)}
-    where = _where(offsets, longest, scale, reach)
+    where = _where((offsets, key_offsets, longest, key_longest), scale, reach)
     _kernels()._flash_attn_bwd(query, key, value, out, slope.contiguous(), lse, **where, **found)
     return found["dq"], found["dk"], found["dv"]
 
@@ -141,14 +150,14 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, offsets, *ctx.rest = inputs
-    ctx.save_for_backward(query, key, value, *output, offsets)
+    query, key, value, offsets, key_offsets, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, offsets, key_offsets)
 
 
 def _slopes(ctx: Any, slope: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, offsets = ctx.saved_tensors
-    found = _backward(slope, query, key, value, out, lse, offsets, *ctx.rest)
-    return *found, None, None, None, None
+    query, key, value, out, lse, *offsets = ctx.saved_tensors
+    found = _backward(slope, query, key, value, out, lse, *offsets, *ctx.rest)
+    return *found, None, None, None, None, None, None
 
 
 _attend.register_autograd(_slopes, setup_context=_keep)
@@ -165,13 +174,13 @@ def _whole(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _where(offsets: Tensor, longest: int, scale: float, reach: int) -> dict[str, Any]:
+def _where(ends: tuple[Tensor, Tensor, int, int], scale: float, reach: int) -> dict[str, Any]:
     window = {} if reach < 0 else {"window_size_left": reach, "window_size_right": 0}
     return {
-        "cu_seqlens_q": offsets,
-        "cu_seqlens_k": offsets,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": ends[0],
+        "cu_seqlens_k": ends[1],
+        "max_seqlen_q": ends[2],
+        "max_seqlen_k": ends[3],
         "softmax_scale": scale,
         "causal": not window,
         **window,

@@ -110,10 +110,12 @@ def _forward(
     """hidden_states [1, N, D] of packed segments → ([1, N, D], None)."""
     if segments is None:
         raise UnsupportedAttention("sparse attention needs the keyword `segments`")
-    if attention_mask is not None or segments.group is not None or self.attention_dropout:
+    alone = segments.group is None and segments.contexts is None
+    if attention_mask is not None or not alone or self.attention_dropout:
         raise UnsupportedAttention(
-            "sparse attention knows no mask but packed segments, no dropout and no sequence "
-            "parallelism (trainer.sequence_parallel = 1)"
+            "sparse attention knows no mask but packed segments, no dropout, no sequence "
+            "parallelism and no shared prompts (trainer.sequence_parallel: 1, "
+            "trainer.share_prompts: false)"
         )
     (hidden,), (cos, sin) = hidden_states, (x[0] for x in position_embeddings)
     nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank

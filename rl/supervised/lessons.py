@@ -9,7 +9,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.packing import Layout, TrainBatch, Work, deal, split_long
+from keel.rl.packing.batch import TrainBatch
+from keel.rl.packing.bundles import singly
+from keel.rl.packing.pack import Layout, deal
+from keel.rl.packing.work import Work, split_long
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
@@ -74,20 +77,18 @@ def pack_lessons(
     if not lessons:
         raise ValueError("lessons: there is none to learn from")
     tokens = sum(lesson.learned_tokens for lesson in lessons)
-    work, split = split_long(
-        [
-            Work(
-                lesson.segments,
-                lesson.learned_tokens,
-                advantage=0.0,
-                kl_coef=0.0,
-                weight=lesson.learned_tokens * len(lessons) / tokens if mean == "tokens" else 1.0,
-            )
-            for lesson in lessons
-        ],
-        micro_batch_tokens,
-    )
-    dealt = deal(work, _LAYOUT, ranks=ranks, capacity=micro_batch_tokens)
+    whole = [
+        Work(
+            lesson.segments,
+            lesson.learned_tokens,
+            advantage=0.0,
+            kl_coef=0.0,
+            weight=lesson.learned_tokens * len(lessons) / tokens if mean == "tokens" else 1.0,
+        )
+        for lesson in lessons
+    ]
+    (work,), split = split_long([whole], micro_batch_tokens)
+    dealt = deal(singly(work), _LAYOUT, ranks=ranks, capacity=micro_batch_tokens)
     return [
         TrainBatch(
             micro_batches=micro_batches,

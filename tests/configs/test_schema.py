@@ -199,6 +199,7 @@ def test_draining_needs_the_time_of_a_completion() -> None:
         ),
         ({"trainer": TrainerConfig(compile=True)}, "trainer.compile"),
         ({"trainer": TrainerConfig(zero_stage=3)}, "trainer.zero_stage"),
+        ({"trainer": TrainerConfig(share_prompts=True)}, "trainer.share_prompts"),
         ({"trainer": TrainerConfig(attention_kernels="flash4")}, "trainer.attention_kernels"),
     ],
 )

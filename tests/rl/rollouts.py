@@ -4,9 +4,11 @@ from its id, so that any slip of alignment shows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keel.rl.types import NO_ROUTE, Group, KeptSets, Prompt, ScoredGroup, Segment, Trajectory
 
@@ -150,3 +152,43 @@ def random_groups(
         kl_coef = 0.25 * float(random.random() > 0.5)
         made.append(scored(answers, rewards.tolist(), kl_coef=kl_coef))
     return made
+
+
+def prompted_groups(
+    seed: int, *, groups: int = 3, size: int = 5, routes: bool = True, kept: bool = True
+) -> list[ScoredGroup]:
+    """Groups whose answers begin with up to 60 tokens alike; about one in six has a second segment.
+    Ids beside those of the prompts are all different."""
+    random = np.random.default_rng(seed)
+    made: list[ScoredGroup] = []
+    first = 0
+    for index in range(groups):
+        begun = np.arange(first, first := first + int(random.integers(1, 60)), dtype=np.int32)
+        answers: list[Trajectory] = []
+        for sibling in range(size):
+            segments: list[Segment] = []
+            for _ in range(1 + (random.random() < 1 / 6)):
+                own = int(random.integers(1, 30))
+                made_alone = segment(
+                    *(first - len(begun), len(begun) + own),
+                    name=f"p{index}",
+                    context=len(begun),
+                    routes=routes,
+                    kept=kept,
+                )
+                first += own
+                segments.append(begun_with(made_alone, begun))
+            answers.append(trajectory(*segments, sibling=sibling))
+        rewards = random.integers(0, 2, size).tolist()
+        made.append(scored(answers, rewards, kl_coef=0.25 * float(random.random() > 0.5)))
+    return made
+
+
+def begun_with(whole: Segment, begun: NDArray[np.int32]) -> Segment:
+    """Other ids, and their routes, at its beginning."""
+    ids = np.concatenate([begun, whole.token_ids_T[len(begun) :]])
+    routes_TLK = whole.routes_TLK
+    if routes_TLK is not None:
+        rows = np.broadcast_to(ids[:, None, None] % 8, routes_TLK.shape).astype(np.int16)
+        routes_TLK = np.where(routes_TLK == NO_ROUTE, routes_TLK, rows)
+    return replace(whole, token_ids_T=ids, routes_TLK=routes_TLK)

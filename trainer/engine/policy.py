@@ -130,10 +130,14 @@ class Inputs:
             return to_device(torch.tensor(array, dtype=dtype), device)
 
         count = len(batch.token_ids_N)
-        first_N = batch.position_N == 0
-        lengths = np.diff(np.flatnonzero(first_N), append=count).tolist()
+        last_N = np.append(np.diff(batch.segment_N) != 0, True)
+        lengths = np.diff(np.flatnonzero(last_N), prepend=-1).tolist()
+        follows = None if batch.follows is None else batch.follows.tolist()
+        if follows is not None:  # the end of a beginning goes on
+            last_N[last_N] = ~np.isin(np.arange(len(follows)), follows)
         if filled := part.filled(count):
             lengths.append(filled)  # a segment of its own
+            follows = follows and [*follows, -1]
         rows = trainable_rows(batch)
         start, stop = part.bounds(count)
         head = head_inputs(batch, start, stop, probes=probes)
@@ -142,11 +146,11 @@ class Inputs:
         return Inputs(
             token_ids=moved(part.cut(batch.token_ids_N, 0), torch.long)[None],
             positions=moved(part.cut(batch.position_N, 0), torch.long)[None],
-            segments=Segments.of(lengths, device, part.group),
+            segments=Segments.of(lengths, device, part.group, follows),
             loss=batch.loss,
             part=part,
             mine=slice(before, before + len(head.rows)),
-            ends=int(part.cut(np.append(first_N[1:], True), True).sum()),
+            ends=int(part.cut(last_N, True).sum()),
             filled=stop - max(start, min(stop, count)),
             head=head,
             logp_old_R=moved(batch.logp_old_N[rows], torch.float32),
@@ -352,16 +356,18 @@ def seen_tokens(
         start, stop = part.bounds(count)
         here = max(0, min(stop, count) - start)
         overlap_N[start : start + here] = overlap[:here].float().cpu().numpy()
-    # Routes are about inputs: a token was predicted where the one before it went.
-    overlap_N = np.where(batch.position_N > 0, np.roll(overlap_N, 1), np.float32(np.nan))
-    return {
-        int(number): TokenNumbers(
-            logp_T=logp_N[batch.segment_N == segment],
-            overlap_T=overlap_N[batch.segment_N == segment],
-        )
-        for segment, number in enumerate(batch.watched)
-        if number >= 0
-    }
+    found: dict[int, TokenNumbers] = {}
+    for segment, number in enumerate(batch.watched):
+        if number < 0:
+            continue
+        rows = np.flatnonzero(batch.segment_N == segment)
+        if batch.follows is not None and batch.follows[segment] >= 0:
+            begun = np.flatnonzero(batch.segment_N == batch.follows[segment])
+            rows = np.concatenate([begun, rows])
+        # Routes are about inputs: a token was predicted where the one before it went.
+        overlap = np.append(np.float32(np.nan), overlap_N[rows[:-1]])
+        found[int(number)] = TokenNumbers(logp_T=logp_N[rows], overlap_T=overlap)
+    return found
 
 
 def whole_sequences(

@@ -135,6 +135,16 @@ def check_attention_kernels(config: Config, *, gpu: bool, flash4: bool, machine:
     )
 
 
+def check_share_prompts(config: Config, *, architecture: str, head_size: int) -> None:
+    """Raise `ConfigError` for a model whose layers cannot share a beginning. head_size: 0 of
+    keys and values that are kept as a latent."""
+    if config.trainer.share_prompts and not head_size:
+        raise ConfigError(
+            f"trainer.share_prompts = true: the attention of {architecture} keeps a latent, whose "
+            "keys and values are too wide to be copied into every context. Leave it out"
+        )
+
+
 def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None:
     """Raise `ConfigError` unless the experts can be spread over `size` ranks (1: always).
 

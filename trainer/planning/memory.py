@@ -78,6 +78,16 @@ def engine_sequences(config: Config) -> int:
     return min(config.rollout.max_num_seqs, -(-sequences // config.rollout.engines))
 
 
+def trained_tokens(config: Config) -> int:
+    """Of a step, every context at its limit, as the trainer computes them."""
+    a = config.algorithm
+    completions = a.prompts_per_step * a.group_size
+    tokens = completions * context_tokens(config)
+    if config.trainer.share_prompts:
+        tokens -= (completions - a.prompts_per_step) * config.data.max_prompt_tokens
+    return tokens
+
+
 def rank_tokens(config: Config) -> float:
     """Of a micro-batch, those that a rank holds; a trajectory that is longer is one by itself."""
     longest = max(config.trainer.micro_batch_tokens, context_tokens(config))

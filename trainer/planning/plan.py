@@ -12,6 +12,7 @@ from keel.trainer.planning.cures import cures
 from keel.trainer.planning.families import (
     check_attention_kernels,
     check_parallel,
+    check_share_prompts,
     check_warm_up,
 )
 from keel.trainer.planning.gpus import Machine
@@ -149,6 +150,7 @@ def make_plan(
     here = machine or Machine()
     check_attention_kernels(config, gpu=gpu, flash4=here.flash4, machine=here.name)
     check_warm_up(config, architecture=facts.architecture, top_k=facts.index_top_k)
+    check_share_prompts(config, architecture=facts.architecture, head_size=facts.head_size)
     algorithm, trainer = config.algorithm, config.trainer
     sequences = algorithm.prompts_per_step * algorithm.group_size
     per_update = -(-sequences // algorithm.updates_per_batch)

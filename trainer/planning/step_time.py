@@ -24,6 +24,7 @@ from keel.trainer.planning.memory import (
     normed_elements,
     read_together,
     summed_apart,
+    trained_tokens,
 )
 
 MIB = 2**20
@@ -226,8 +227,7 @@ def step_time(
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
     spread = gpus + config.trainer.ranks > machine.node_gpus
-    tokens = completions * context_tokens(config)
-    compute = compute_seconds(config, facts, tokens, micro_batches, machine, rates)
+    compute = compute_seconds(config, facts, trained_tokens(config), micro_batches, machine, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
     sent = facts.parameters * BYTES[config.engine_dtype]
     return StepTime(

@@ -48,16 +48,16 @@ def weights_of(
 ) -> tuple[Tensor, Tensor]:
     """Scores of one segment in float64, and where they count: [H, N, N]."""
     scores = torch.einsum("ihd,jhd->hij", query, key) * scale
-    step = torch.arange(len(query))
-    back = step[:, None] - step
+    step = torch.arange(len(key))
+    back = step[len(key) - len(query) :, None] - step  # queries are the last, as the package has it
     far = (back < 0) if causal else (back < 0) | (back > (reach or 0))
     return scores.masked_fill(far, -torch.inf), far
 
 
-def pieces(offsets: Tensor, *given: Tensor, heads: int) -> Iterator[list[Tensor]]:
-    """Of each segment: float64, every tensor with as many heads."""
-    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        cut = [x[start:stop].double() for x in given]
+def pieces(*given: tuple[Tensor, Tensor], heads: int) -> Iterator[list[Tensor]]:
+    """Of each segment: float64, every tensor, cut at its offsets, with as many heads."""
+    parts = [x.double().tensor_split(offsets[1:-1].long()) for x, offsets in given]
+    for cut in zip(*parts, strict=True):
         yield [x.repeat_interleave(heads // x.shape[1], 1) for x in cut]
 
 
@@ -87,7 +87,8 @@ class Plain:
     ) -> None:
         self.calls.append("forward")
         found: list[tuple[Tensor, Tensor]] = []
-        for query, key, value in pieces(cu_seqlens_q, q, k, v, heads=q.shape[1]):
+        of_keys = [(x, cu_seqlens_k) for x in (k, v)]
+        for query, key, value in pieces((q, cu_seqlens_q), *of_keys, heads=q.shape[1]):
             scores, _ = weights_of(query, key, causal, softmax_scale, window_size_left)
             found.append(
                 (torch.einsum("hij,jhd->ihd", scores.softmax(-1), value), scores.logsumexp(-1))
@@ -117,21 +118,23 @@ class Plain:
         dv: Tensor,
     ) -> None:
         self.calls.append("backward")
-        start, heads = 0, q.shape[1]
-        for piece in pieces(cu_seqlens_q, q, k, v, out, dout, heads=heads):
-            query, key, value, given, slope = piece
-            part = slice(start, start + len(query))
-            start += len(query)
+        start, begun, heads = 0, 0, q.shape[1]
+        of_queries = [(x, cu_seqlens_q) for x in (q, out, dout)]
+        of_keys = [(x, cu_seqlens_k) for x in (k, v)]
+        for piece in pieces(*of_queries, *of_keys, heads=heads):
+            query, given, slope, key, value = piece
+            part, of_context = slice(start, start + len(query)), slice(begun, begun + len(key))
+            start, begun = start + len(query), begun + len(key)
             scores, far = weights_of(query, key, causal, softmax_scale, window_size_left)
             weights = (scores - lse[:, part, None].double()).exp().masked_fill(far, 0)
             of_weights = torch.einsum("ihd,jhd->hij", slope, value)
             of_scores = weights * (of_weights - (slope * given).sum(-1).T[:, :, None])
-            of_keys = torch.einsum("hij,ihd->jhd", of_scores, query) * softmax_scale
-            of_values = torch.einsum("hij,ihd->jhd", weights, slope)
+            for_keys = torch.einsum("hij,ihd->jhd", of_scores, query) * softmax_scale
+            for_values = torch.einsum("hij,ihd->jhd", weights, slope)
             shared = (-1, heads // k.shape[1])
             dq[part] = (torch.einsum("hij,jhd->ihd", of_scores, key) * softmax_scale).to(q.dtype)
-            dk[part] = of_keys.unflatten(1, shared).sum(2).to(k.dtype)
-            dv[part] = of_values.unflatten(1, shared).sum(2).to(v.dtype)
+            dk[of_context] = for_keys.unflatten(1, shared).sum(2).to(k.dtype)
+            dv[of_context] = for_values.unflatten(1, shared).sum(2).to(v.dtype)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from keel.model.attention import UnsupportedAttention
+from keel.model.attention import Segments, UnsupportedAttention
 from keel.model.sparse import contract
 from keel.model.sparse.attention import Chunk, SparsePass, use_sparse_attention
 from keel.model.sparse.contract import check_sparse_attention
@@ -79,8 +79,12 @@ def test_a_family_that_is_not_known_is_refused() -> None:
     model.add_module("extra", other)
     with pytest.raises(ValueError, match="OtherAttention"):
         use_sparse_attention(model)
+    decoder = ours(build("deepseek_v32")).get_decoder()
     with pytest.raises(UnsupportedAttention, match="segments"):
-        ours(build("deepseek_v32")).get_decoder()(torch.zeros(1, 3, dtype=torch.long))
+        decoder(torch.zeros(1, 3, dtype=torch.long))
+    shared = Segments.of([1, 1, 1], follows=[-1, 0, 0])
+    with pytest.raises(UnsupportedAttention, match=r"trainer\.share_prompts: false"):
+        decoder(torch.zeros(1, 3, dtype=torch.long), segments=shared)
 
 
 def test_another_computation_in_transformers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

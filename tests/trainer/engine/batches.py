@@ -107,7 +107,8 @@ def write_tokenizer(folder: Path) -> None:
 
 class Rollouts:
     """Seeded scored groups of trajectories of up to `windows` segments. `live_routes`: record what
-    the model's own routers choose."""
+    the model's own routers choose. `prompt`: so many tokens, with their routes, each segment of a
+    group begins with."""
 
     def __init__(
         self,
@@ -117,9 +118,10 @@ class Rollouts:
         live_routes: bool = False,
         experts: int = EXPERTS,
         windows: int = 2,
+        prompt: int = 0,
     ) -> None:
         self._random = np.random.default_rng(seed)
-        self._experts, self._windows = experts, windows
+        self._experts, self._windows, self._prompt = experts, windows, prompt
         self._model = None
         if live_routes:
             from transformers import Qwen3MoeForCausalLM  # noqa: PLC0415
@@ -130,6 +132,8 @@ class Rollouts:
         return [self._group(f"p{index}", size, kl_coef) for index in range(prompts)]
 
     def _group(self, prompt_id: str, size: int, kl_coef: float) -> ScoredGroup:
+        begun = self._random.integers(0, VOCABULARY, self._prompt).astype(np.int32)
+        routes = self._routes(begun) if self._prompt else None
         rewards = self._random.permutation(np.linspace(0, 1, size)).astype(np.float32)
         message = {"role": "user", "content": "?"}
         return ScoredGroup(
@@ -142,7 +146,7 @@ class Rollouts:
                         prompt_id=prompt_id,
                         sibling=sibling,
                         segments=tuple(
-                            self._segment(prompt_id)
+                            self._segment(prompt_id, begun, routes)
                             for _ in range(self._random.integers(1, self._windows + 1))
                         ),
                         finish_reason="stop",
@@ -156,22 +160,28 @@ class Rollouts:
             advantages_G=rewards - rewards.mean(),
         )
 
-    def _segment(self, prompt_id: str) -> Segment:
+    def _segment(
+        self, prompt_id: str, begun: NDArray[np.int32], routes: NDArray[np.int16] | None
+    ) -> Segment:
         random = self._random
-        prompt, answer = random.integers(2, 6), random.integers(3, 12)
+        prompt, answer = len(begun) + random.integers(2, 6), random.integers(3, 12)
         length = prompt + answer
         tokens = random.integers(0, VOCABULARY, length).astype(np.int32)
+        tokens[: len(begun)] = begun
         sampled = np.arange(length) >= prompt
         spans = [self._kept(token) if on else [] for token, on in zip(tokens, sampled, strict=True)]
         sizes = np.array([len(span) or VOCABULARY for span in spans])
         logp = np.minimum(-np.log(sizes) + random.normal(0, 0.3, length), -0.01)
+        own = self._routes(tokens)
+        if routes is not None:
+            own[: len(begun)] = routes
         return Segment(
             prompt_id=prompt_id,
             token_ids_T=tokens,
             trainable_T=sampled,
             logp_old_T=np.where(sampled, logp, 0).astype(np.float32),
             version_T=np.where(sampled, 0, -1).astype(np.int32),
-            routes_TLK=self._routes(tokens),
+            routes_TLK=own,
             kept=KeptSets.from_lists(spans),
         )
 

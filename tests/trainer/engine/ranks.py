@@ -112,7 +112,12 @@ class Ranks:
 
     def batch(self, groups: Sequence[ScoredGroup], config: Config) -> TrainBatch:
         trainer = config.trainer
-        packed = pack(groups, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens)
+        packed = pack(
+            groups,
+            ranks=trainer.groups,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            share_prompts=trainer.share_prompts,
+        )
         return packed[self.rank // trainer.sequence_parallel]
 
     def train(self, engine: TrainerEngine, config: Config, steps: range) -> list[Any]:

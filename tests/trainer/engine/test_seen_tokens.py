@@ -15,7 +15,7 @@ from keel.rl.packing import MicroBatch, pack
 from keel.rl.types import TokenNumbers
 from keel.trainer.engine.policy import seen_tokens
 from keel.trainer.worker import joined_tokens
-from tests.rl.rollouts import random_groups
+from tests.rl.rollouts import prompted_groups, random_groups
 
 
 def logp_of(token: int) -> float:
@@ -36,10 +36,12 @@ def seen_by(batch: MicroBatch, part: Slice) -> dict[int, TokenNumbers]:
     return seen_tokens(batch, inputs.part, logp, replay)
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("size", [1, 3], ids=["whole rows", "parts of rows"])
-def test_the_numbers_of_a_watched_segment_are_its_own(size: int) -> None:
+def test_the_numbers_of_a_watched_segment_are_its_own(size: int, share_prompts: bool) -> None:
     for seed in range(20):
-        groups, random = random_groups(seed), Random(seed)
+        groups = prompted_groups(seed) if share_prompts else random_groups(seed)
+        random = Random(seed)
         all_segments = [
             segment
             for group in groups
@@ -48,7 +50,11 @@ def test_the_numbers_of_a_watched_segment_are_its_own(size: int) -> None:
         ]
         watched = random.sample(all_segments, 4)
         batches = pack(
-            groups, ranks=2, micro_batch_tokens=random.choice([7, 40, 400]), watched=watched
+            groups,
+            ranks=2,
+            micro_batch_tokens=random.choice([7, 40, 400]),
+            share_prompts=share_prompts,
+            watched=watched,
         )
         found = joined_tokens(
             [

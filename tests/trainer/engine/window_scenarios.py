@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from keel.rl.buffer import split_updates
+from keel.rl.packing import TrainBatch
 from tests.trainer.engine import lesson_scenarios
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.scenarios import (
@@ -24,33 +25,60 @@ from tests.trainer.engine.scenarios import (
 
 STEPS = 3
 WINDOWS = 9
+PROMPT, HALF = 24, 96
+"""Tokens of a prompt that is shared, and of micro-batches that hold a group of three that share it,
+or two trajectories that do not."""
 MASK_DELTA = 0.01
 """In the middle of what these trajectories are away from the policy."""
 
 
 def training(
-    stage: int, *, updates: int = 1, model: str = "untied", kl_coef: float = 0.0, **changes: Any
+    stage: int,
+    *,
+    updates: int = 1,
+    model: str = "untied",
+    kl_coef: float = 0.0,
+    windows: int = WINDOWS,
+    prompt: int = 0,
+    **changes: Any,
 ) -> Scenario:
     def run(ranks: Ranks) -> Result:
         config = make_config(
             ranks.world_size, stage, mask_delta=MASK_DELTA, kl_coef=kl_coef, **changes
         )
         engine = ranks.engine(config, model)
-        metrics, scored, split = [], [], []
+        metrics, scored, split, shared = [], [], [], []
         for step in range(STEPS):
             # In step 1 there is not enough for all ranks: some only keep the others company.
-            rollouts = Rollouts(step, ranks.folder / "untied", windows=WINDOWS)
+            rollouts = Rollouts(step, ranks.folder / "untied", windows=windows, prompt=prompt)
             groups = rollouts.groups(1 if step == 1 else 2, 3, kl_coef=kl_coef)
             batches = [ranks.batch(part, config) for part in split_updates(groups, updates)]
             passes: list[Any] = [None] * ranks.world_size
             dist.all_gather_object(passes, [len(batch.scored_first) for batch in batches])
             scored.append(passes)
+            shared.append([any_shared(batch) for batch in batches])
             split.append([batch.split_sequences for batch in batches])
             metrics.append(ranks.merged(engine.step(batches)))
         after = ranks.published(engine)
-        return {"after": after, "metrics": metrics, "scored": scored, "split": split}
+        return {
+            "after": after,
+            "metrics": metrics,
+            "scored": scored,
+            "split": split,
+            "shared": shared,
+        }
 
     return run
+
+
+def any_shared(batch: TrainBatch) -> bool:
+    return any(one.follows is not None for one in batch.micro_batches)
+
+
+def prompted(stage: int, *, share_prompts: bool = True, **changes: Any) -> Scenario:
+    """One window each, and a long prompt that all of a group begin with."""
+    changes |= {"windows": 1, "prompt": PROMPT, "share_prompts": share_prompts}
+    return training(stage, tokens=HALF, **changes)
 
 
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
@@ -61,6 +89,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "whole, dense": training(0, model="dense"),
         "whole, tight": training(0, tokens=TIGHT),
         "whole, compiled": training(0, tokens=TIGHT, compile=True),
+        "whole, prompted": prompted(0, share_prompts=False, kl_coef=0.1),
+        "prompted, compiled": prompted(0, kl_coef=0.1, compile=True),
     },
     2: {
         **{f"whole, stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
@@ -75,6 +105,9 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
             )
             for stage in (1, 3)
         },
+        "prompted, stage 1, sequence": prompted(1, kl_coef=0.1, sequence_parallel=2),
+        "prompted, stage 3, recomputed": prompted(3, kl_coef=0.1, activation_checkpointing=True),
+        "prompted, stage 1, experts": prompted(1, kl_coef=0.1, expert_parallel=2),
         "whole, stage 1, sequence": training(1, tokens=TIGHT, sequence_parallel=2),
         "whole, stage 2, asleep, recomputed": training(
             2, tokens=TIGHT, sleep=True, activation_checkpointing=True

@@ -27,6 +27,7 @@ from keel.trainer.planning.families import (
     check_engine_dtype,
     check_engine_heads,
     check_sequence_parallel,
+    check_share_prompts,
 )
 from keel.trainer.prepare import prepare
 from tests.trainer.planning.test_memory import SUMS
@@ -111,6 +112,13 @@ def test_flash_attention_4_is_refused_where_it_has_no_kernels() -> None:
         check("flash4", gpu=True, flash4=False)
     with pytest.raises(ConfigError, match=r"trainer\.attention_kernels = 'flash4': .*no GPU is he"):
         check("flash4", gpu=False, flash4=True)
+
+
+def test_prompts_are_shared_by_models_that_cache_keys_and_values() -> None:
+    config = Config(data=DataConfig(sources=(SUMS,)), trainer=TrainerConfig(share_prompts=True))
+    check_share_prompts(config, architecture="Qwen3ForCausalLM", head_size=128)
+    with pytest.raises(ConfigError, match=r"share_prompts = true: the attention of DeepseekV3For"):
+        check_share_prompts(config, architecture="DeepseekV3ForCausalLM", head_size=0)
 
 
 def test_sparse_attention_is_refused_where_vllm_has_no_kernels_for_it() -> None:

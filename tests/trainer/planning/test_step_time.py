@@ -21,7 +21,14 @@ from keel.configs.schema import (
 from keel.configs.sections.algorithm import PROBES
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.planning.gpus import Machine, machine_of
-from keel.trainer.planning.memory import BYTES, kv_token_bytes, mlp_width, read_together
+from keel.trainer.planning.memory import (
+    BYTES,
+    context_tokens,
+    kv_token_bytes,
+    mlp_width,
+    read_together,
+    trained_tokens,
+)
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.planning.plan import describe, make_plan
 from keel.trainer.planning.step_time import (
@@ -101,6 +108,16 @@ def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
     at_experts = compute_seconds(config, moe, 1000, 7, machine, replace(rates, expert_moves=1.0))
     moved = 3 * 1000 * 16 * 4 * (2 * 1024 + 3 * 768) * BYTES[config.model.dtype]
     assert at_experts - got - more == pytest.approx(moved / machine.memory_bytes)
+
+
+def test_a_prompt_that_is_shared_is_computed_once_a_group(moe: ModelFacts) -> None:
+    """64 completions in groups of 8 to prompts of as many tokens as they have themselves."""
+    plain, shared = (recipe(prompt=512, share_prompts=on) for on in (False, True))
+    each = context_tokens(plain)
+    assert trained_tokens(plain) == 64 * each
+    assert trained_tokens(shared) == 8 * 512 + 64 * (each - 512)
+    times = [step_time(one, moe, micro_batches=4).compute for one in (plain, shared)]
+    assert times[1] < times[0]
 
 
 def test_layers_that_are_not_fused_take_longer(moe: ModelFacts) -> None:

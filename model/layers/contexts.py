@@ -1,0 +1,116 @@
+"""Keys and values of contexts that begin alike, each in its place.
+
+Segments that share a beginning (`keel.rl.packing.bundles`) have it in the packed row once.
+Attention wants the keys and values of a context side by side: here they are copied to where each
+context has them, and their gradients added up again, in float32 and in one order, so that the same
+row gives the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keel.model.device import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """What each of S segments attends to: the segment that it follows, if any, and then itself."""
+
+    rows: Tensor
+    """[M] packed token at each place, contexts laid end to end."""
+    offsets: Tensor
+    """[S+1] int32: context s is places offsets[s] … offsets[s+1]−1."""
+    longest: int
+    lengths: tuple[int, ...]
+    """[S]"""
+    places: Tensor
+    """[N] of each packed token in the context of its own segment."""
+    shared: Tensor
+    """[Q] packed tokens that are in other contexts, too."""
+    others: Tensor
+    """Their places there, one token's after the other's."""
+    counts: Tensor
+    """[Q] how many."""
+
+    @staticmethod
+    def of(
+        lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
+    ) -> Contexts:
+        """Of segments of these lengths, laid end to end; follows: the earlier one that each
+        continues, −1: none."""
+        own, before = np.asarray(lengths), np.asarray(follows)
+        started = np.where(before >= 0, own[before], 0)
+        whole = started + own
+        starts, offsets = (np.concatenate([[0], each.cumsum()]) for each in (own, whole))
+        rows, places, shared, others, counts = [], [], [], [], []
+        for s, first in enumerate(before):
+            if first >= 0:
+                rows.append(np.arange(starts[first], starts[first + 1]))
+            rows.append(np.arange(starts[s], starts[s + 1]))
+            places.append(np.arange(offsets[s] + started[s], offsets[s + 1]))
+            if len(followers := np.flatnonzero(before == s)):
+                shared.append(np.arange(starts[s], starts[s + 1]))
+                others.append(np.add.outer(np.arange(own[s]), offsets[followers]).ravel())
+                counts.append(np.full(own[s], len(followers)))
+        none = np.zeros(0, np.int64)
+        index = [np.concatenate(each or [none]) for each in (rows, places, shared, others, counts)]
+        moved = [to_device(torch.from_numpy(each.astype(np.int64)), device) for each in index]
+        return Contexts(
+            moved[0],
+            to_device(torch.from_numpy(offsets.astype(np.int32)), device),
+            int(whole.max()),
+            tuple(whole.tolist()),
+            *moved[1:],
+        )
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[N, …] → [M, …]"""
+        return _spread(x, self.rows, self.places, self.shared, self.others, self.counts)
+
+
+@torch.library.custom_op("keel::spread_contexts", mutates_args=())
+def _spread(
+    x: Tensor, rows: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
+) -> Tensor:
+    return x.index_select(0, rows)
+
+
+@_spread.register_fake
+def _(x: Tensor, rows: Tensor, *rest: Tensor) -> Tensor:
+    return x.new_empty((rows.shape[0], *x.shape[1:]))
+
+
+@torch.library.custom_op("keel::gather_contexts", mutates_args=())
+def _gather(
+    slope: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
+) -> Tensor:
+    """Gradients [M, …] of all places → [N, …] of packed tokens."""
+    found = slope.index_select(0, places)
+    exact = torch.promote_types(slope.dtype, torch.float32)
+    copies = slope.index_select(0, others).to(exact).flatten(1)
+    added = torch.segment_reduce(copies, "sum", lengths=counts, unsafe=True)
+    total = found.index_select(0, shared).to(exact) + added.unflatten(1, slope.shape[1:])
+    return found.index_copy_(0, shared, total.to(slope.dtype))
+
+
+@_gather.register_fake
+def _(slope: Tensor, places: Tensor, *rest: Tensor) -> Tensor:
+    return slope.new_empty((places.shape[0], *slope.shape[1:]))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _slope(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    return _gather(slope.contiguous(), *ctx.saved_tensors), None, None, None, None, None
+
+
+_spread.register_autograd(_slope, setup_context=_keep)

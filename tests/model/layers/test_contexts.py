@@ -1,0 +1,136 @@
+"""Contexts that share a beginning, which the packed row has once: hidden states and gradients are
+those of contexts that each have their own, by every kind of attention kernel."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from keel.model import attention
+from keel.model.attention import Segments, use_packed_attention
+from keel.model.layers import flash4
+from keel.model.layers.contexts import Contexts
+from tests.model.layers.test_flash4 import FAMILIES, Plain
+
+LENGTHS, FOLLOWS = (7, 3, 9, 1, 12, 4, 2, 5), (-1, 0, 0, -1, 0, -1, 5, 5)
+"""Two beginnings, of three contexts and of two, and a context that shares nothing."""
+BEGINNINGS = {first for first in FOLLOWS if first >= 0}
+
+
+def expanded() -> tuple[list[int], list[int]]:
+    """Packed rows of contexts that each have their own, and where tokens that are there once are in
+    them, those of beginnings in that of their first follower."""
+    starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
+    own = [range(start, start + length) for start, length in zip(starts, LENGTHS, strict=True)]
+    rows: list[int] = []
+    for segment, first in enumerate(FOLLOWS):
+        if segment not in BEGINNINGS:
+            rows += [*(own[first] if first >= 0 else ()), *own[segment]]
+    return rows, [rows.index(token) for token in range(sum(LENGTHS))]
+
+
+def positions() -> Tensor:
+    begun = [LENGTHS[first] if first >= 0 else 0 for first in FOLLOWS]
+    counted = zip(begun, LENGTHS, strict=True)
+    return torch.cat([torch.arange(start, start + length) for start, length in counted])
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    **_: Any,
+) -> Tensor:
+    """PyTorch's, of which there is none for a CPU: queries are the last of their segment's keys."""
+    assert longest_q == int(cu_q.diff().max()) and longest_k == int(cu_k.diff().max())
+    left, right = window_size
+    assert right == 0
+    found: list[Tensor] = []
+    keys = zip(*(x.tensor_split(cu_k[1:-1].long()) for x in (key, value)), strict=True)
+    for q, (k, v) in zip(query.tensor_split(cu_q[1:-1].long()), keys, strict=True):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        step = torch.arange(len(k))
+        back = step[len(k) - len(q) :, None] - step
+        far = (back < 0) | ((back > left) if left >= 0 else False)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or q.shape[-1] ** -0.5)
+        weights = scores.masked_fill(far, -torch.inf).softmax(-1)
+        found.append(torch.einsum("hij,jhd->ihd", weights, v))
+    return torch.cat(found)
+
+
+def states(model: PreTrainedModel, ids: Tensor, where: Tensor, segments: Segments) -> Tensor:
+    output = model.base_model(
+        ids[None], position_ids=where[None], use_cache=False, segments=segments
+    )
+    return output.last_hidden_state[0]
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernels", ["padded", "varlen", "flash4"])
+def test_contexts_are_those_that_each_have_their_own(
+    family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash4, "_kernels", Plain)
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: kernels == "varlen")
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(FAMILIES[family])
+    shared = deepcopy(whole)
+    for model in (whole, shared):
+        use_packed_attention(model, flash4=kernels == "flash4")
+    ids, weights = torch.randint(0, 31, (sum(LENGTHS),)), torch.randn(sum(LENGTHS), 32)
+    taught = torch.tensor([s not in BEGINNINGS for s in range(len(LENGTHS))])
+    weights *= taught.repeat_interleave(torch.tensor(LENGTHS))[:, None]
+    rows, places = expanded()
+    contexts = Contexts.of(LENGTHS, FOLLOWS)
+    apart = Segments.of([n for s, n in enumerate(contexts.lengths) if s not in BEGINNINGS])
+
+    alone = states(whole, ids[rows], positions()[rows], apart)[places]
+    (alone * weights).sum().backward()
+    together = states(shared, ids, positions(), Segments.of(LENGTHS, follows=FOLLOWS))
+    (together * weights).sum().backward()
+
+    torch.testing.assert_close(together, alone, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients(shared), gradients(whole), atol=2e-5, rtol=1e-4)
+
+
+def test_copies_and_their_gradients_are_exact() -> None:
+    """In half precision, too: added up in float32, and rounded once."""
+    contexts = Contexts.of(LENGTHS, FOLLOWS)
+    x = torch.randn(sum(LENGTHS), 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    copies = contexts.spread(x)
+    assert torch.equal(copies, x[contexts.rows])
+    slope = torch.randn(copies.shape, dtype=torch.bfloat16)
+    (gradient,) = torch.autograd.grad(copies, x, slope)
+    exact = torch.zeros(x.shape).index_add_(0, contexts.rows, slope.float())
+    torch.testing.assert_close(gradient, exact.to(torch.bfloat16), rtol=0.008, atol=1e-6)
+    x64 = x.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(contexts.spread, x64)
+
+
+def test_a_compiled_layer_holds_them_in_its_graph() -> None:
+    contexts = Contexts.of(LENGTHS, FOLLOWS)
+    x = torch.randn(sum(LENGTHS), 2, 4, requires_grad=True)
+
+    def twice(x: Tensor) -> Tensor:
+        return contexts.spread(2 * x).square().sum()
+
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    (found,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, twice))
+    torch.testing.assert_close(found, expected)
