@@ -18,6 +18,8 @@ from tests.gpu.marks import GPU
 pytestmark = GPU
 
 LENGTHS = [1, 130, 64, 7, 300, 65]
+FOLLOWS = [-1, -1, 1, 1, -1, 4]
+"""Beginnings of 130 and 300 tokens, which two and one of the others follow."""
 
 
 def kernels(name: str) -> Callable[..., Any]:
@@ -36,10 +38,14 @@ def inputs(heads: int, kv_heads: int, width: int, of_values: int) -> list[Tensor
 
 
 def trained(
-    attend: Callable[..., Any], given: list[Tensor], dtype: torch.dtype, window: int | None
+    attend: Callable[..., Any],
+    given: list[Tensor],
+    dtype: torch.dtype,
+    window: int | None,
+    follows: list[int] | None = None,
 ) -> list[Tensor]:
     """Output and gradients, in float32."""
-    segments = Segments.of(LENGTHS, "cuda")
+    segments = Segments.of(LENGTHS, "cuda", follows=follows)
     leaves = [x.detach().to(dtype).requires_grad_() for x in given]
     output, _ = attend(
         torch.nn.Identity(), *leaves, None, segments=segments, scaling=0.125, sliding_window=window
@@ -50,13 +56,16 @@ def trained(
     return [x.float() for x in (output, *grads) if x is not None]
 
 
+@pytest.mark.parametrize("follows", [None, FOLLOWS], ids=["apart", "shared prompts"])
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("name", ["torch", "flash4"])
-def test_packed_equals_padded(name: str, kv_heads: int, window: int | None) -> None:
+def test_packed_equals_padded(
+    name: str, kv_heads: int, window: int | None, follows: list[int] | None
+) -> None:
     attend, given = kernels(name), inputs(8, kv_heads, 64, 64)
-    fused = trained(attend, given, torch.bfloat16, window)
-    plain = trained(packed_attention, given, torch.float32, window)
+    fused = trained(attend, given, torch.bfloat16, window, follows)
+    plain = trained(packed_attention, given, torch.float32, window, follows)
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 

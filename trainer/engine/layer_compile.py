@@ -26,10 +26,10 @@ from keel.trainer.planning.memory import rank_tokens, summed_apart
 _LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
 """torch.compile's; on a CPU it needs a C++ compiler, and minutes."""
-SEGMENTS, TOKENS, PROMPT, KEPT = 3, 61, 16, 4
-"""Of the dummy batch: trajectories, tokens of each and of its prompt, and ids of a sampling mask.
-Their products are no sizes of a model: torch.compile takes equal sizes for one, and would compile
-again for others."""
+SEGMENTS, TOKENS, PROMPT, KEPT, SHARED = 3, 61, 16, 4, 37
+"""Of the dummy batch: trajectories, tokens of each and of its prompt, ids of a sampling mask, and
+tokens of a beginning that all share. Their products are no sizes of a model: torch.compile takes
+equal sizes for one, and would compile again for others."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -75,16 +75,19 @@ def segments_of(tokens: int) -> int:
 
 
 def dummy_batch(
-    network: PolicyNetwork, *, routed: bool, truncated: bool, tokens: int = 0
+    network: PolicyNetwork, *, routed: bool, truncated: bool, tokens: int = 0, shared: bool = False
 ) -> MicroBatch:
-    """Of `segments_of` so many tokens. Its routes are left to the routers."""
-    segments = segments_of(tokens)
-    count = segments * TOKENS
+    """Of `segments_of` so many tokens, and `shared`: those that they begin with. Its routes are
+    left to the routers."""
+    segments, begun = segments_of(tokens), SHARED if shared else 0
+    count = begun + segments * TOKENS
     vocabulary = network.model.config.get_text_config().vocab_size
     token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)
-    position = np.tile(np.arange(TOKENS, dtype=np.int32), segments)
-    segment = np.repeat(np.arange(segments), TOKENS)
-    sampled = position >= PROMPT
+    own = np.concatenate([np.zeros(begun, np.int32), np.tile(np.arange(TOKENS), segments)])
+    owner = np.concatenate([np.zeros(begun, np.int64), np.repeat(np.arange(segments), TOKENS)])
+    position = np.concatenate([np.arange(begun), begun + own[begun:]]).astype(np.int32)
+    segment = owner if not shared else np.where(np.arange(count) < begun, 0, 1 + owner)
+    sampled = own >= PROMPT
     routers = router_modules(network.model)
     shape = (count, len(routers), getattr(routers[0], "top_k", 0) if routers else 0)
     masks = [
@@ -95,7 +98,7 @@ def dummy_batch(
         token_ids_N=token_ids,
         position_N=position,
         segment_N=segment.astype(np.int32),
-        sequence_N=segment.astype(np.int64),
+        sequence_N=owner,
         trainable_N=sampled,
         logp_old_N=np.where(sampled, -1.0, 0.0).astype(np.float32),
         advantage_N=np.zeros(count, np.float32),
@@ -104,6 +107,7 @@ def dummy_batch(
         sequence_weight_S=np.ones(segments, np.float32),
         routes_NLK=np.full(shape, NO_ROUTE, np.int16) if routed else None,
         kept=KeptSets.from_lists(masks) if truncated else None,
+        follows=np.array([-1] + [0] * segments) if shared else None,
     )
 
 
@@ -124,22 +128,26 @@ def warm_up(
     routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
     truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated
     tokens = min(ENOUGH, int(rank_tokens(config))) if whole else 0
-    batch = dummy_batch(network, routed=routed, truncated=truncated, tokens=tokens)
-    inputs = Inputs.of(batch, device, part)
+    kinds = (False, True) if config.trainer.share_prompts else (False,)
     layers: Any = network.model.get_decoder().layers
     head: Any = network.model.get_output_embeddings()
     # Down to the first layer, through all others; kernels of the head's gradient are its own.
     learning = [*layers[0].parameters(), *head.parameters()]
     learning = [one for one in learning if one.requires_grad]
     try:
-        if reference is not None:
-            reference.logp(inputs)
-        with recorded_routes(network, inputs) if routed else nullcontext():
-            logp, _, log_mass, *_ = network(inputs=inputs)
-            if learning:
-                # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is told
-                # of none.
-                torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
+        for shared in kinds:
+            batch = dummy_batch(
+                network, routed=routed, truncated=truncated, tokens=tokens, shared=shared
+            )
+            inputs = Inputs.of(batch, device, part)
+            if reference is not None:
+                reference.logp(inputs)
+            with recorded_routes(network, inputs) if routed else nullcontext():
+                logp, _, log_mass, *_ = network(inputs=inputs)
+                if learning:
+                    # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is
+                    # told of none.
+                    torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
         if device.type == "cuda" and summed_apart(config.model.dtype, config.trainer):
             from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415  (Triton: on GPUs)
 

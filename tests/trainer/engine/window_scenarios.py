@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from keel.rl.buffer import split_updates
 from keel.rl.packing import TrainBatch
+from keel.trainer.engine.layer_compile import warm_up
 from tests.trainer.engine import lesson_scenarios
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.scenarios import (
@@ -40,6 +42,7 @@ def training(
     kl_coef: float = 0.0,
     windows: int = WINDOWS,
     prompt: int = 0,
+    warm: bool = False,
     **changes: Any,
 ) -> Scenario:
     def run(ranks: Ranks) -> Result:
@@ -47,6 +50,11 @@ def training(
             ranks.world_size, stage, mask_delta=MASK_DELTA, kl_coef=kl_coef, **changes
         )
         engine = ranks.engine(config, model)
+        if warm:
+            for whole in (False, True):
+                of = (config, engine.device, engine._part)
+                warm_up(engine._network, engine._reference, *of, whole=whole)
+        counters.clear()
         metrics, scored, split, shared = [], [], [], []
         for step in range(STEPS):
             # In step 1 there is not enough for all ranks: some only keep the others company.
@@ -66,6 +74,7 @@ def training(
             "scored": scored,
             "split": split,
             "shared": shared,
+            "graphs": counters["stats"]["unique_graphs"],
         }
 
     return run
@@ -90,7 +99,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "whole, tight": training(0, tokens=TIGHT),
         "whole, compiled": training(0, tokens=TIGHT, compile=True),
         "whole, prompted": prompted(0, share_prompts=False, kl_coef=0.1),
-        "prompted, compiled": prompted(0, kl_coef=0.1, compile=True),
+        "prompted, compiled": prompted(0, kl_coef=0.1, compile=True, warm=True),
     },
     2: {
         **{f"whole, stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
