@@ -208,7 +208,7 @@ def _bad_rows(values: Tensor) -> Tensor | None:
 
 def _finding(batch: MicroBatch, row: int, what: str, *, certain: bool = True) -> Finding:
     row = min(row, len(batch.token_ids_N) - 1)  # filling behind the end
-    mine = batch.segment_N == batch.segment_N[row]
+    mine = batch.context_rows(int(batch.segment_N[row]))
     return Finding(
         what=what,
         token=int(batch.position_N[row]),

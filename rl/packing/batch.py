@@ -108,6 +108,17 @@ class MicroBatch:
                 f"micro-batch: routes_NLK must be [N, L, K], has shape {self.routes_NLK.shape}"
             )
 
+    def context_rows(self, segment: int) -> NDArray[np.int64]:
+        """The tokens that a segment is the end of: of the one that it follows, then its own. Of a
+        beginning, those of the first that follows it."""
+        if self.follows is not None:
+            followers = np.flatnonzero(self.follows == segment)
+            segment = int(followers[0]) if len(followers) else segment
+        own = np.flatnonzero(self.segment_N == segment)
+        if self.follows is None or self.follows[segment] < 0:
+            return own
+        return np.concatenate([np.flatnonzero(self.segment_N == self.follows[segment]), own])
+
     def _check_follows(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         follows, count = self.follows, len(starts)
         assert follows is not None

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from keel.rl.packing import MicroBatch, pack
 from keel.rl.supervised.lessons import Lesson, shown
-from keel.trainer.nonfinite import Finding, Look, Skips, said_of, sound
-from tests.rl.rollouts import scored, segment, trajectory
+from keel.trainer.nonfinite import Finding, Look, Skips, _finding, said_of, sound
+from tests.rl.rollouts import prompted_groups, scored, segment, trajectory
 
 
 class Layer(nn.Module):
@@ -145,3 +145,18 @@ def test_so_many_in_a_row_are_the_end_and_a_good_one_begins_anew() -> None:
     assert skips.count(math.nan, 5)
     assert "2 optimizer steps in a row, the last to version 5" in skips.gave_up
     assert "run.max_skipped_steps" in skips.gave_up
+
+
+def test_a_token_of_a_shared_prompt_is_named_with_one_of_its_completions() -> None:
+    groups = prompted_groups(3, groups=1, size=3)
+    batches = pack(groups, ranks=1, micro_batch_tokens=500, share_prompts=True)
+    (batch,) = (one for step in batches for one in step.micro_batches)
+    assert batch.follows is not None
+    beginning = int(batch.follows.max())
+    follower = int(np.flatnonzero(batch.follows == beginning)[1])
+    names: list[str] = []
+    for number in (beginning, follower):
+        row = int(np.flatnonzero(batch.segment_N == number)[-1])
+        names += said_of([_finding(batch, row, "wrong")], groups)
+    assert [name.partition(",")[0] for name in names] == ["p0", "p0"]
+    assert all("completion" in name for name in names)

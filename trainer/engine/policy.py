@@ -360,10 +360,7 @@ def seen_tokens(
     for segment, number in enumerate(batch.watched):
         if number < 0:
             continue
-        rows = np.flatnonzero(batch.segment_N == segment)
-        if batch.follows is not None and batch.follows[segment] >= 0:
-            begun = np.flatnonzero(batch.segment_N == batch.follows[segment])
-            rows = np.concatenate([begun, rows])
+        rows = batch.context_rows(segment)
         # Routes are about inputs: a token was predicted where the one before it went.
         overlap = np.append(np.float32(np.nan), overlap_N[rows[:-1]])
         found[int(number)] = TokenNumbers(logp_T=logp_N[rows], overlap_T=overlap)
