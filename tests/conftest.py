@@ -73,6 +73,34 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(re.search(whole, collection_path.read_text(encoding="utf-8"), re.MULTILINE)) or None
 
 
+TOGETHER = (
+    re.compile(
+        r"tests/trainer/engine/test_(engine|windows|expert_parallel|resharding|changed_deepspeed)"
+    ),
+    re.compile(
+        r"tests/rollout/(test_changed_vllm|engine/test_head_dtype|recording/test_v1"
+        r"|weight_loading/test_updates)"
+    ),
+)
+"""Files whose processes are forked from one that has loaded the libraries (tests/forked.py), which
+one of pytest's processes then keeps: loading them takes seconds."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, such files go to one process, one after the other."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415  (pytest works without it)
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            first = next((each.pattern for each in TOGETHER if each.match(nodeid)), None)
+            return first or super()._split_scope(nodeid)
+
+    return Files(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long ones first, so that no process is left with one of them at the end."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

@@ -324,6 +324,7 @@ def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> N
         forked_from(
             "keel.trainer.engine.engine",
             run.__module__,
+            *(f"tests.trainer.engine.{each}_scenarios" for each in ("window", "expert", "reshard")),
             "deepspeed.runtime.zero.muon.muon_optimizer",
             "torch._dynamo.backends.debugging",
         )
