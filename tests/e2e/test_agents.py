@@ -101,6 +101,7 @@ def recipe(folder: Path) -> list[str]:
         # Of the machine's time, which may be busy.
         f"agents.call_s={PATIENCE_S}",
         f"rewards.deadline_s={PATIENCE_S}",
+        "rewards.workers=1",
     ]
 
 

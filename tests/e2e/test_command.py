@@ -114,6 +114,7 @@ def small(folder: Path, cache: Path, steps: int) -> list[str]:
         "data.sources[spelling].holdout=8",
         "data.sources[spiral].holdout=8",
         "rollout.engines=1",
+        "rewards.workers=1",
         "algorithm.prompts_per_step=4",
         "algorithm.group_size=4",
     ]

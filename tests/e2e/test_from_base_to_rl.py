@@ -35,6 +35,7 @@ SMALL = (
     "data.sources[programs].length={linear: 0.5}",  # so that two of them differ
     "algorithm.group_size=2",
     "rewards.code.completion_s=60",
+    "rewards.workers=1",
     f"rewards.deadline_s={PATIENCE_S}",  # of the machine's time, which may be busy
 )
 LESSONS = (

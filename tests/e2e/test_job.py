@@ -25,6 +25,7 @@ SMALL = (
     "run.steps=2",
     "run.trackers=[trackio]",
     "rollout.engines=1",
+    "rewards.workers=1",
     "model.embedded.cold_start.steps=10",
     "data.sources[spelling].size=400",  # thousands of puzzles take seconds
     "data.sources[spiral].size=400",
