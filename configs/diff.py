@@ -82,6 +82,7 @@ RESUMABLE_KNOBS = frozenset(
         "trainer.activation_checkpointing",
         "trainer.attention_kernels",
         "trainer.keep_attention",
+        "trainer.share_prompts",
         "trainer.compile",
         "trainer.offload_while_sampling",
         "trainer.threads",

@@ -306,7 +306,7 @@ class Config:
             run=replace(self.run, steps=steps),
             model=self.model,
             algorithm=AlgorithmConfig(mask_delta=None),
-            trainer=self.trainer,
+            trainer=replace(self.trainer, share_prompts=False),
             alarms=replace(self.alarms, stop_below={}),
             sft=self.sft,
         )

@@ -301,10 +301,11 @@ def _padded(
     return torch.cat(outputs).index_select(0, segments.row_of_token)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _laid_out(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Whole contexts, for all layers of a micro-batch."""
-    return Segments.of(lengths, device)
+    """Whole contexts, for all layers of a micro-batch, in whatever mode it is asked for."""
+    with torch.inference_mode(False):
+        return Segments.of(lengths, device)
 
 
 def _spread(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:

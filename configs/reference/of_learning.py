@@ -160,6 +160,11 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "Computed by the trainer, contexts included; shared prompts count once.",
         ),
         Metric(
+            "train/shared_tokens",
+            "tokens",
+            "Of shared prompts, not computed again (`trainer.share_prompts`). Absent: none.",
+        ),
+        Metric(
             "train/skipped_steps",
             "optimizer steps",
             "Those without a finite gradient; the weights stayed as they were.",
@@ -240,14 +245,15 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "routing/overlap",
             "share, 0 to 1",
-            "Recorded experts that the trainer's router would choose, too.",
+            "Recorded experts that the trainer's router would choose, too; of shared prompts once.",
             "near 1",
             "stability",
         ),
         Metric(
             "routing/fallback_fraction",
             "share, 0 to 1",
-            "Tokens, layer by layer, whose experts should have been recorded and were not.",
+            "Tokens, layer by layer, whose experts should have been recorded and were not (those "
+            "of a shared prompt count once).",
             "0",
             "alarms",
         ),

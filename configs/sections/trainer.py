@@ -68,9 +68,11 @@ class TrainerConfig:
     twice as fast over long contexts. auto: the latter where a context may have 4,096 tokens, the
     package is there and its gradients are right for the model's heads, which a rank tries first."""
     share_prompts: bool = False
-    """What the trajectories of a group begin with alike, their prompt as a rule, is computed once
-    for as many of them as share a micro-batch, where that makes a step shorter: the same gradient
-    with fewer tokens. Experts' recorded routes must be the same there, too. docs/performance.md"""
+    """What trajectories of a group begin with alike (16 tokens at least; experts' recorded routes
+    must be the same, too) is computed once for as many of them as share a micro-batch, where that
+    makes a step shorter: the same gradient with fewer tokens. Trajectories of several contexts are
+    left out; not for latent or sparse attention, nor for `model.batch_invariant`.
+    docs/performance.md"""
     activation_checkpointing: bool = False
     """Compute the activations of decoder layers again in the backward pass: less memory, about a
     third more work. auto: where they would not fit, or in too small micro-batches; never on a

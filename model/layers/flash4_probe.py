@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keel.model.layers.contexts import Contexts
 from keel.model.layers.flash4 import INSTALL, attend4, fits
 
 
@@ -52,6 +53,9 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadShape, ...]
 
 PROBE = (1, 130, 64, 7, 300, 65)
 """Tokens of segments that kernels are tried on."""
+FOLLOWS = (-1, -1, 1, 1, -1, 4)
+"""And once more with some that follow others (`keel.model.layers.contexts`): fewer queries than
+keys, of which a window leaves some to nobody."""
 WINDOW = 100
 """Tokens of the longest window that is tried: a model's own would reach over all of them."""
 OFF = 0.02
@@ -80,16 +84,18 @@ def disagreement(shapes: tuple[HeadShape, ...], device: torch.device, dtype: tor
             for size in sizes
         ]
         window = min(WINDOW, shape.window) if shape.window else None
-        try:
-            ours = _tried(_fast, given, window, dtype)
-        except Exception as error:  # of compilers and drivers; a file that cannot be locked
-            return f"{INSTALL} fails for {shape}: {type(error).__name__}: {error}"[:500]
-        exact = _tried(plain, given, window, torch.float32)
-        for what, one, other in zip(("results", *"QKV"), ours, exact, strict=True):
-            off = float((one - other).norm() / other.norm())
-            if not off < OFF:
-                of = what if what == "results" else f"gradients of {what}"
-                return f"{INSTALL} gives {of} that are off by {off:.0%} for {shape}"
+        for contexts in (None, Contexts.of(PROBE, FOLLOWS, device)):
+            try:
+                ours = _tried(_fast, given, contexts, window, dtype)
+            except Exception as error:  # of compilers and drivers; a file that cannot be locked
+                return f"{INSTALL} fails for {shape}: {type(error).__name__}: {error}"[:500]
+            exact = _tried(_plain, given, contexts, window, torch.float32)
+            for what, one, other in zip(("results", *"QKV"), ours, exact, strict=True):
+                off = float((one - other).norm() / other.norm())
+                if not off < OFF:
+                    of = what if what == "results" else f"gradients of {what}"
+                    of += " in shared contexts" if contexts else ""
+                    return f"{INSTALL} gives {of} that are off by {off:.0%} for {shape}"
     return ""
 
 
@@ -110,20 +116,37 @@ def plain(
     return torch.cat(found)
 
 
-def _fast(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
 ) -> Tensor:
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
-    return attend4(query, key, value, ends, max(lengths), None, window)
+    if contexts is None:
+        return plain(query, key, value, PROBE, window)
+    query, key, value = (contexts.spread(x) for x in (query, key, value))
+    return plain(query, key, value, contexts.lengths, window)[contexts.places]
+
+
+def _fast(
+    query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
+) -> Tensor:
+    ends = torch.tensor([0, *accumulate(PROBE)], dtype=torch.int32, device=query.device)
+    keys: tuple[Any, ...] = ()
+    if contexts is not None:
+        key, value = contexts.spread(key), contexts.spread(value)
+        keys = contexts.offsets, contexts.longest
+    return attend4(query, key, value, ends, max(PROBE), None, window, *keys)
 
 
 def _tried(
-    attend: Callable[..., Tensor], given: list[Tensor], window: int | None, dtype: torch.dtype
+    attend: Callable[..., Tensor],
+    given: list[Tensor],
+    contexts: Contexts | None,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """Output and gradients, in float32."""
     *leaves, slope = (x.detach().to(dtype) for x in given)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     with torch.enable_grad():
-        output = attend(*leaves, PROBE, window)
+        output = attend(*leaves, contexts, window)
         grads = torch.autograd.grad(output, leaves, slope)
     return [x.detach().float() for x in (output, *grads)]

@@ -108,6 +108,15 @@ class MicroBatch:
                 f"micro-batch: routes_NLK must be [N, L, K], has shape {self.routes_NLK.shape}"
             )
 
+    @property
+    def shared_tokens(self) -> int:
+        """Those that contexts would have more tokens, each by itself."""
+        if self.follows is None:
+            return 0
+        lengths = np.bincount(self.segment_N)
+        followed = self.follows[self.follows >= 0]
+        return int(lengths[followed].sum() - lengths[np.unique(followed)].sum())
+
     def context_rows(self, segment: int) -> NDArray[np.int64]:
         """The tokens that a segment is the end of: of the one that it follows, then its own. Of a
         beginning, those of the first that follows it."""

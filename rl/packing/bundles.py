@@ -28,9 +28,12 @@ SIZES = (1.0, 0.5, 0.25, 0.125)
 together: less balances better over ranks, and has the beginning more often."""
 STARTED = 1 / 16
 """Of a micro-batch's tokens: what one costs beside them."""
-COPIES = 6
-"""As much memory as the keys and values of so many tokens takes what training keeps of one token: 6
-to 20 of models whose keys are not as wide as the rest of a layer (docs/scaling.md)."""
+KEPT = 0.75
+"""Of what a cluster has in common, and of what a trajectory could share, when that joins it."""
+COPIES = 4
+"""As much memory as the keys and values of so many tokens take, with what their gradients take,
+training keeps of one token: 6 to 20 without the latter (docs/scaling.md), and 4 to 5 of a narrow
+model whose activations are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,69 +66,82 @@ def bundled(groups: Sequence[Sequence[Work]], *, ranks: int, capacity: int) -> l
     what they begin with, none of several larger than `capacity`, or singly. Same groups, same
     bundles."""
     apart = singly([item for group in groups for item in group])
-    beginnings = [_beginning(group) for group in groups]
-    if not any(beginnings):
+    alike = [cluster for group in groups for cluster in _clusters(group)]
+    if not any(cluster.shared for cluster in alike):
         return apart
-    each = sum(bundle.size for bundle in apart) // ranks
+    each = sum(bundle.tokens for bundle in apart) // ranks
     limits = {min(capacity, int(size * whole)) for whole in (capacity, each) for size in SIZES}
     choices = [apart]
     for limit in sorted(limits):
-        cut = [_cut(group, shared, limit) for group, shared in zip(groups, beginnings, strict=True)]
-        choices.append([bundle for bundles in cut for bundle in bundles])
+        choices.append([bundle for cluster in alike for bundle in _cut(cluster, limit)])
     return min(choices, key=lambda bundles: _time(bundles, ranks, capacity))
+
+
+def dealt(bundles: Sequence[Bundle], *, ranks: int, capacity: int) -> list[list[list[int]]]:
+    """Their indices, as `balance` has them: what fits a micro-batch is a matter of memory, and how
+    long a rank takes one of tokens."""
+    sizes = [bundle.size for bundle in bundles]
+    tokens = [bundle.tokens for bundle in bundles]
+    return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
 
 
 def _time(bundles: Sequence[Bundle], ranks: int, capacity: int) -> float:
     """Of a step, in tokens: in each round the rank with the most keeps the others waiting."""
-    sizes = [bundle.size for bundle in bundles]
-    dealt = balance(sizes, ranks=ranks, capacity=capacity)
-    filled = [[sum(sizes[i] for i in chosen) for chosen in bins] for bins in dealt]
+    tokens = [bundle.tokens for bundle in bundles]
+    plan = dealt(bundles, ranks=ranks, capacity=capacity)
+    filled = [[sum(tokens[i] for i in chosen) for chosen in bins] for bins in plan]
     rounds = np.max(filled, axis=0)
     return float(rounds.sum()) + STARTED * capacity * len(rounds)
 
 
-def _cut(group: Sequence[Work], shared: int, most: int) -> Iterator[Bundle]:
-    """A group's work in bundles of a size of `most`, as far as single ones are not larger."""
-    together: list[Work] = []
-    tokens = shared
-    for item in group:
-        if not shared or not _may_share(item):
-            yield Bundle((item,))
-            continue
+def _cut(cluster: Bundle, most: int) -> Iterator[Bundle]:
+    """A cluster in bundles of a size of `most`, as far as single ones are not larger."""
+    shared, together, size = cluster.shared, list[Work](), cluster.shared
+    for item in cluster.work:
         own = item.tokens - shared + shared // COPIES + 1
-        if together and tokens + own > most:
+        if together and size + own > most:
             yield _joined(together, shared)
-            together, tokens = [], shared
+            together, size = [], shared
         together.append(item)
-        tokens += own
-    if together:
-        yield _joined(together, shared)
+        size += own
+    yield _joined(together, shared)
 
 
 def _joined(work: Sequence[Work], shared: int) -> Bundle:
     return Bundle(tuple(work), shared if len(work) > 1 else 0)
 
 
-def _may_share(item: Work) -> bool:
-    """A trajectory of one context: none of its tokens is anywhere else."""
-    return len(item.segments) == 1 and item.split < 0
+def _clusters(group: Sequence[Work]) -> list[Bundle]:
+    """Trajectories of a group that begin alike, however large; each of the others by itself."""
+    found: list[Bundle] = []
+    for item in group:
+        place, most = _home(found, item)
+        if place is None:
+            found.append(Bundle((item,), most))
+        else:
+            found[place] = Bundle((*found[place].work, item), most)
+    return [_joined(cluster.work, cluster.shared) for cluster in found]
 
 
-def _beginning(group: Sequence[Work]) -> int:
-    """Tokens that all of a group's trajectories that may share begin with; 0 if that is too few."""
-    segments = [item.segments[0] for item in group if _may_share(item)]
-    if len(segments) < 2:
-        return 0
-    first = segments[0]
-    common = min(int(segment.trainable_T.argmax()) - 1 for segment in segments)
-    for segment in segments[1:]:
-        common = _alike(first, segment, common)
-    return common if common >= LEAST else 0
+def _home(clusters: Sequence[Bundle], item: Work) -> tuple[int | None, int]:
+    """Which of the clusters it joins, and what all of that have in common then: one where both lose
+    little by it, since a single trajectory that went another way must not keep all others apart. Of
+    none: what it could share."""
+    segment, *others = item.segments
+    if others or item.split >= 0:  # parts of it are elsewhere
+        return None, 0
+    own = int(segment.trainable_T.argmax()) - 1
+    for place, cluster in enumerate(clusters):
+        least, most = max(LEAST, int(KEPT * max(own, cluster.shared))), min(own, cluster.shared)
+        common = _alike(cluster.work[0].segments[0], segment, most) if most >= least else 0
+        if common >= least:
+            return place, common
+    return None, own if own >= LEAST else 0
 
 
 def _alike(one: Segment, other: Segment, most: int) -> int:
     """Tokens, of the first `most`, that are the same and were sent to the same experts."""
-    if most <= 0 or one.selected_TLk is not None or other.selected_TLk is not None:
+    if one.selected_TLk is not None or other.selected_TLk is not None:
         return 0
     most = _agreeing(one.token_ids_T[:most], other.token_ids_T[:most])
     if one.routes_TLK is not None and other.routes_TLK is not None:

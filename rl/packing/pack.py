@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.packing.batch import Loss, MicroBatch, TrainBatch
-from keel.rl.packing.bundles import Bundle, bundled, singly
-from keel.rl.packing.work import Work, balance, split_long
+from keel.rl.packing.bundles import Bundle, bundled, dealt, singly
+from keel.rl.packing.work import Work, split_long
 from keel.rl.types import NO_ROUTE, KeptSets, ScoredGroup, Segment
 
 T = TypeVar("T", bound=np.generic)
@@ -117,8 +117,8 @@ def deal(
     bundles: Sequence[Bundle], layout: Layout, *, ranks: int, capacity: int
 ) -> list[tuple[MicroBatch, ...]]:
     """Each rank's micro-batches."""
-    dealt = balance([bundle.size for bundle in bundles], ranks=ranks, capacity=capacity)
-    return [tuple(_join([bundles[i] for i in chosen], layout) for chosen in bins) for bins in dealt]
+    plan = dealt(bundles, ranks=ranks, capacity=capacity)
+    return [tuple(_join([bundles[i] for i in chosen], layout) for chosen in bins) for bins in plan]
 
 
 @dataclass(frozen=True, slots=True)

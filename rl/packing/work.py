@@ -47,18 +47,22 @@ def split_long(groups: Sequence[Sequence[Work]], capacity: int) -> tuple[list[li
     return cut, count
 
 
-def balance(tokens: Sequence[int], *, ranks: int, capacity: int) -> list[list[list[int]]]:
+def balance(
+    tokens: Sequence[int], *, ranks: int, capacity: int, sizes: Sequence[int] | None = None
+) -> list[list[list[int]]]:
     """Indices of `tokens` as [rank][micro-batch][item], equally many micro-batches a rank.
 
-    Longest first into the emptiest bin, with the fewest bins (a multiple of `ranks`) for which that
-    fits `capacity`; a longer item sits alone. Bins of similar size then run at the same time on all
-    ranks, dealt back and forth so that the sums match too.
+    Most tokens first into the emptiest bin, with the fewest bins (a multiple of `ranks`) for which
+    that fits `capacity`; a larger item sits alone. Bins of similar size then run at the same time
+    on all ranks, dealt back and forth so that the sums match too. `sizes`: what has to fit, where
+    that is not the tokens.
     """
+    sizes = tokens if sizes is None else sizes
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    whole = sum(min(size, capacity) for size in tokens)
-    alone = sum(2 * size > capacity for size in tokens)  # no two of them in a bin
+    whole = sum(min(size, capacity) for size in sizes)
+    alone = sum(2 * size > capacity for size in sizes)  # no two of them in a bin
     rows = max(1, -(-whole // (ranks * capacity)), -(-alone // ranks))
-    while (bins := _fill(tokens, order, rows * ranks, capacity)) is None:
+    while (bins := _fill(tokens, sizes, order, rows * ranks, capacity)) is None:
         rows += 1
     bins.sort(key=lambda chosen: (-sum(tokens[i] for i in chosen), chosen))
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -70,15 +74,21 @@ def balance(tokens: Sequence[int], *, ranks: int, capacity: int) -> list[list[li
 
 
 def _fill(
-    tokens: Sequence[int], order: Iterable[int], count: int, capacity: int
+    tokens: Sequence[int],
+    sizes: Sequence[int],
+    order: Iterable[int],
+    count: int,
+    capacity: int,
 ) -> list[list[int]] | None:
     """`count` bins, or None where the emptiest cannot take the next item."""
     bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
     loads = [(0, index) for index in range(count)]
     for item in order:
         load, index = loads[0]
-        if load and load + tokens[item] > capacity:
+        if filled[index] and filled[index] + sizes[item] > capacity:
             return None
         bins[index].append(item)
+        filled[index] += sizes[item]
         heapq.heapreplace(loads, (load + tokens[item], index))
     return bins

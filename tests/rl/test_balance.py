@@ -52,9 +52,9 @@ def test_long_items_are_not_tried_in_bin_after_bin(monkeypatch: pytest.MonkeyPat
     tried: list[int] = []
     fill = work._fill
 
-    def counting(tokens: Any, order: Any, count: int, capacity: int) -> Any:
+    def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
         tried.append(count)
-        return fill(tokens, order, count, capacity)
+        return fill(tokens, sizes, order, count, capacity)
 
     monkeypatch.setattr(work, "_fill", counting)
     tokens = [4200 + 37 * i % 3800 for i in range(400)]

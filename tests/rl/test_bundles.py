@@ -128,29 +128,44 @@ def test_nothing_is_shared_unasked_or_where_there_is_little() -> None:
         assert [batch.follows for batch in batches] == [None]
 
 
-@pytest.mark.parametrize("what", ["token", "route", "sampled"])
-def test_it_ends_where_two_differ(what: str) -> None:
-    """In a token, in an expert, or where one has been sampled already."""
-    one, *others = alike(routes=True)
+def changed(one: Segment, what: str, at: int) -> Segment:
+    """In a token, in an expert, or in what has been sampled already."""
     if what == "token":
         ids = one.token_ids_T.copy()
-        ids[25] += 1
-        one = replace(one, token_ids_T=ids)
-    elif what == "route":
+        ids[at] += 1
+        return replace(one, token_ids_T=ids)
+    if what == "route":
         assert one.routes_TLK is not None
         routes_TLK = one.routes_TLK.copy()
-        routes_TLK[25, -1] += 1
-        one = replace(one, routes_TLK=routes_TLK)
-    else:
-        one = replace(one, trainable_T=np.arange(len(one.token_ids_T)) >= 26)
-    (batch,) = packed([one, *others])
-    assert np.bincount(batch.segment_N).tolist() == [25, 25, 25, 25, 25]
+        routes_TLK[at, -1] += 1
+        return replace(one, routes_TLK=routes_TLK)
+    return replace(one, trainable_T=np.arange(len(one.token_ids_T)) > at)
 
 
-def test_answers_to_other_prompts_share_nothing() -> None:
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("what", ["token", "route", "sampled"])
+def test_it_ends_where_two_differ(what: str, place: int) -> None:
+    """Late, for all of them; early, for the one that differs."""
+    for at, lengths in ((33, [33, 17, 17, 17, 17]), (25, [11, 11, 11, 39, 50])):
+        segments = alike(routes=True)
+        segments[place] = changed(segments[place], what, at)
+        (batch,) = packed(segments)
+        assert sorted(np.bincount(batch.segment_N)) == sorted(lengths)
+
+
+def test_a_group_with_two_kinds_of_routes_shares_in_both() -> None:
+    """From two engines, or weights that changed in between."""
+    one, other = alike(routes=True, size=6), alike(routes=True, size=6)
+    mixed = [changed(other[i], "route", 3) if i % 2 else one[i] for i in range(6)]
+    (batch,) = packed(mixed)
+    assert sorted(np.bincount(batch.segment_N)) == [11] * 6 + [39, 39]
+    assert len(contexts_of(batch)) == 6
+
+
+def test_answers_to_another_prompt_are_left_out() -> None:
     one, *others = alike(routes=True)
     (batch,) = packed([begun_with(one, np.array([7], np.int32)), *others])
-    assert batch.follows is None
+    assert sorted(np.bincount(batch.segment_N)) == [11, 11, 11, 39, 50]
 
 
 def test_a_recorded_selection_is_of_its_own_context() -> None:

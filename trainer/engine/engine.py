@@ -39,7 +39,7 @@ from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
 from keel.trainer.engine.layer_compile import compile_layers, warm_up, worth_it
 from keel.trainer.engine.lr_schedule import learning_rate
-from keel.trainer.engine.objectives import SHARES, SplitGaps, looked_at, mass_share
+from keel.trainer.engine.objectives import SHARES, SplitGaps, counted, looked_at, mass_share
 from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
     Inputs,
@@ -311,7 +311,7 @@ class TrainerEngine:
                 found["indexer/kl"] = Mean(float(indexers), tokens * layers)
             found |= looked_at(held, masses)
             if self._part.rank == 0:  # every rank of its group has computed the same
-                found |= share.metrics
+                found |= share.metrics | counted(batch)
             if replay is not None:
                 found |= replay.metrics(ends=ends)
             if seen is not None:

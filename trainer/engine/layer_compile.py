@@ -79,7 +79,8 @@ def dummy_batch(
 ) -> MicroBatch:
     """Of `segments_of` so many tokens, and `shared`: those that they begin with. Its routes are
     left to the routers."""
-    segments, begun = segments_of(tokens), SHARED if shared else 0
+    begun = SHARED if shared else 0
+    segments = segments_of(tokens) | shared  # with the beginning even again
     count = begun + segments * TOKENS
     vocabulary = network.model.config.get_text_config().vocab_size
     token_ids = np.arange(count, dtype=np.int32) % (vocabulary - KEPT)

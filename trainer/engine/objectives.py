@@ -13,7 +13,7 @@ from torch import Tensor
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.model.device import to_device
 from keel.rl.losses import LossOutput, grpo_loss
-from keel.rl.metrics import Max, Mean, Metric
+from keel.rl.metrics import Max, Mean, Metric, Sum
 from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.supervised.loss import NllOutput, nll_loss
@@ -103,6 +103,13 @@ def grpo_share(
         sequence_weight=inputs.sequence_weight_S,
         sequence_gap=split.of(inputs),
     )
+
+
+def counted(batch: MicroBatch) -> dict[str, Metric]:
+    """What the host knows of a micro-batch by itself."""
+    if batch.follows is None:
+        return {}
+    return {"train/shared_tokens": Sum(batch.shared_tokens)}
 
 
 def nll_share(

@@ -6,11 +6,13 @@ Those for the CPU add the measured size of a process that has loaded the librari
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.model.load import ModelFacts
+from keel.rl.packing.bundles import COPIES
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -79,13 +81,16 @@ def engine_sequences(config: Config) -> int:
 
 
 def trained_tokens(config: Config) -> int:
-    """Of a step, every context at its limit, as the trainer computes them."""
-    a = config.algorithm
-    completions = a.prompts_per_step * a.group_size
-    tokens = completions * context_tokens(config)
-    if config.trainer.share_prompts:
-        tokens -= (completions - a.prompts_per_step) * config.data.max_prompt_tokens
-    return tokens
+    """Of a step, every context at its limit, as the trainer computes them: a shared prompt once for
+    those of its group that fit a micro-batch with it."""
+    a, prompt = config.algorithm, config.data.max_prompt_tokens
+    completions, context = a.prompts_per_step * a.group_size, context_tokens(config)
+    if not config.trainer.share_prompts:
+        return completions * context
+    room = config.trainer.micro_batch_tokens - prompt
+    together = room // (context - prompt + prompt // COPIES + 1)
+    bundles = a.prompts_per_step * math.ceil(a.group_size / max(1, together))
+    return completions * (context - prompt) + bundles * prompt
 
 
 def rank_tokens(config: Config) -> float:

@@ -111,11 +111,16 @@ def test_a_step_is_products_and_memory(moe: ModelFacts) -> None:
 
 
 def test_a_prompt_that_is_shared_is_computed_once_a_group(moe: ModelFacts) -> None:
-    """64 completions in groups of 8 to prompts of as many tokens as they have themselves."""
-    plain, shared = (recipe(prompt=512, share_prompts=on) for on in (False, True))
+    """64 completions in groups of 8; as many of them as fit a micro-batch with it."""
+
+    def made(tokens: int, *, share: bool = True) -> Config:
+        return recipe(prompt=512, share_prompts=share, micro_batch_tokens=tokens)
+
+    plain, shared = made(16_384, share=False), made(16_384)
     each = context_tokens(plain)
-    assert trained_tokens(plain) == 64 * each
+    assert trained_tokens(plain) == trained_tokens(made(each)) == 64 * each
     assert trained_tokens(shared) == 8 * 512 + 64 * (each - 512)
+    assert trained_tokens(made(4096)) == 8 * 3 * 512 + 64 * (each - 512)
     times = [step_time(one, moe, micro_batches=4).compute for one in (plain, shared)]
     assert times[1] < times[0]
 
