@@ -102,14 +102,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first, so that no process is left with one of them at the end; before all, the
-    files that one process has to take together."""
-
-    def rank(item: pytest.Item) -> tuple[bool, bool]:
-        together = any(each.match(item.nodeid) for each in TOGETHER)
-        return not together, item.get_closest_marker("e2e") is None
-
-    items.sort(key=rank)
+    """The long ones first, so that no process is left with one of them at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
 def pytest_collection_finish() -> None:
