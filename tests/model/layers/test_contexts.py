@@ -124,6 +124,7 @@ def test_copies_and_their_gradients_are_exact() -> None:
     assert torch.autograd.gradcheck(contexts.spread, x64)
 
 
+@pytest.mark.e2e
 def test_a_compiled_layer_holds_them_in_its_graph() -> None:
     contexts = Contexts.of(LENGTHS, FOLLOWS)
     x = torch.randn(sum(LENGTHS), 2, 4, requires_grad=True)
