@@ -351,7 +351,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
     which.add_argument("--long", action="store_true", help="answers of up to 32,768 tokens")
     which.add_argument("--draw", type=int, metavar="SEED", help="a workload by chance")
-    help_within = f"for {WITHIN}; default: {GOALS[1]:.0%} of the fastest arm's of TRL"
+    help_within = f"for {WITHIN}; default: {GOALS[1]:.0%}% of the fastest arm's of TRL"
     parser.add_argument("--within", type=float, metavar="GIB", help=help_within)
     parser.add_argument(
         "--verl-path", type=Path, metavar="PACKAGES", help="of verl's arms, instead of PYTHONPATH"

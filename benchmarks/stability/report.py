@@ -9,12 +9,12 @@ is written there by hand.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
 import re
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -270,5 +270,15 @@ def row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, help="the runs' lines (runs.jsonl)")
+    parser.add_argument("folder", type=Path, help="of figures and tables")
+    options = parser.parse_args()
+    write_report(options.runs, options.folder)
+
+
 if __name__ == "__main__":
-    write_report(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers import keel_grpo
-from benchmarks.peers.compare import earlier
+from benchmarks.peers.compare import arguments, earlier
 from benchmarks.peers.draws import Draw, read
 from benchmarks.peers.draws import report as over_draws
 from benchmarks.peers.report import ArmRun, allowed_gib, report, summarize, verdict
@@ -31,6 +31,12 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 def messages(given: Workload) -> list[list[dict[str, Any]]]:
     return [json.loads(line)["messages"] for line in Path(given.prompts).read_text().splitlines()]
+
+
+def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        arguments(["--help"])
+    assert "40%" in capsys.readouterr().out
 
 
 def test_prompts_have_the_promised_length_in_both_systems(given: Workload) -> None:
