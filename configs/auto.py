@@ -26,6 +26,7 @@ KNOBS = frozenset(
         "trainer.offload_optimizer",
         "trainer.offload_while_sampling",
         "trainer.ranks",
+        "trainer.share_prompts",
         "trainer.zero_stage",
     }
 )

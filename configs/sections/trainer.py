@@ -71,8 +71,8 @@ class TrainerConfig:
     """What trajectories of a group begin with alike (16 tokens at least; experts' recorded routes
     must be the same, too) is computed once for as many of them as share a micro-batch, where that
     makes a step shorter: the same gradient with fewer tokens. Trajectories of several contexts are
-    left out; not for latent or sparse attention, nor for `model.batch_invariant`.
-    docs/performance.md"""
+    left out; not for latent or sparse attention, nor for `model.batch_invariant`. auto: on GPUs,
+    wherever it goes; never on a CPU. docs/performance.md"""
     activation_checkpointing: bool = False
     """Compute the activations of decoder layers again in the backward pass: less memory, about a
     third more work. auto: where they would not fit, or in too small micro-batches; never on a

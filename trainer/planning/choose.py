@@ -12,6 +12,7 @@ from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
+from keel.trainer.planning.families import no_sharing
 from keel.trainer.planning.layouts import Layout, Search
 from keel.trainer.planning.memory import GIB, context_tokens, engine_sequences, gib
 from keel.trainer.planning.options import Values, with_values
@@ -96,7 +97,7 @@ def concerned(config: Config, hardware: Hardware) -> frozenset[str]:
     if config.data.sources:
         return KNOBS - counts
     knobs = frozenset(knob for knob in KNOBS if knob.startswith("trainer."))
-    return knobs - counts - {"trainer.offload_while_sampling"}
+    return knobs - counts - {"trainer.offload_while_sampling", "trainer.share_prompts"}
 
 
 class Reasons:
@@ -248,6 +249,11 @@ class Reasons:
         other = self._against(self._other(compile=not trainer.compile))
         start = f"in {self._config.run.steps} steps, {COMPILE_S:.0f} s at their start counted"
         return f"{'without' if trainer.compile else 'with'} it: {other} {start}"
+
+    def _share_prompts(self) -> str:
+        if self._config.trainer.share_prompts:
+            return "a prompt is computed once for the completions beside it"
+        return no_sharing(self._config, head_size=self._search.facts.head_size)
 
     def _offload_optimizer(self) -> str:
         if self._config.trainer.offload_optimizer:

@@ -135,6 +135,18 @@ def check_attention_kernels(config: Config, *, gpu: bool, flash4: bool, machine:
     )
 
 
+def no_sharing(config: Config, *, head_size: int) -> str:
+    """Why trajectories of a group cannot have their prompt in common in training, or have none to;
+    empty: they can. head_size: 0 of keys and values that are kept as a latent."""
+    if config.algorithm.group_size == 1:
+        return "a group is of one completion"
+    if config.model.batch_invariant:
+        return "not with model.batch_invariant"
+    if not head_size:
+        return "keys and values that are kept as a latent are too wide to be copied"
+    return ""
+
+
 def check_share_prompts(config: Config, *, architecture: str, head_size: int) -> None:
     """Raise `ConfigError` for a model whose layers cannot share a beginning. head_size: 0 of
     keys and values that are kept as a latent."""

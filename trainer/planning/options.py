@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from keel.configs.schema import Config, RolloutConfig, TrainerConfig
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
+from keel.trainer.planning.families import no_sharing
 from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes
 from keel.trainer.planning.placement import Hardware
 
@@ -155,7 +156,8 @@ class Options:
             gathers = stage.get("trainer.zero_stage", self.config.trainer.zero_stage) == 3
             for compiled in self._either("trainer.compile", allowed=self.compiles and not gathers):
                 for recomputed in self._recomputed(gathers=gathers):
-                    yield [{**stage, **compiled, **recomputed, **size} for size in sizes]
+                    way = {**stage, **compiled, **self.sharing, **recomputed}
+                    yield [{**way, **size} for size in sizes]
 
     def least(self, seats: Values) -> Iterator[Values]:
         """Of the ways to learn, those that need the least memory."""
@@ -166,7 +168,14 @@ class Options:
             "trainer.keep_attention": False,
         }
         for stage in self.stages(ranks):
-            yield {**stage, **self.open(knobs), **self.micro_batches(ranks)[-1]}
+            yield {**stage, **self.open(knobs), **self.sharing, **self.micro_batches(ranks)[-1]}
+
+    @property
+    def sharing(self) -> Values:
+        """Of a group's prompt: wherever that goes, since packing shares only what saves time."""
+        return self.open(
+            {"trainer.share_prompts": not no_sharing(self.config, head_size=self.facts.head_size)}
+        )
 
     def _recomputed(self, *, gathers: bool) -> list[Values]:
         """Nothing, all of a layer but attention, where that takes long, and all of it."""
