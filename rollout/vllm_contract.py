@@ -15,6 +15,7 @@ Each part's own files are the only ones that touch these things (tests/test_vllm
 | packed | fastpath/ | the native recorder, vLLM's scheduler and sampler |
 | cascade | fastpath/cascade/backend.py | vLLM's own attention |
 | steady | fastpath/steady_steps.py | vLLM's preparing of every step |
+| bursts | fastpath/bursts.py, fastpath/steady_steps.py | one step at a time |
 | shims, v1 (CPUs) | engine/shims.py, recording/v1.py | an error |
 
 Importing this module does not import vLLM.
@@ -26,7 +27,14 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Literal
 
-from keel.rollout.fastpath.contract import CACHE_LAYOUT, CASCADE, PACKED, PREEMPTION, STEADY
+from keel.rollout.fastpath.contract import (
+    BURSTS,
+    CACHE_LAYOUT,
+    CASCADE,
+    PACKED,
+    PREEMPTION,
+    STEADY,
+)
 from keel.rollout.vllm_checks import MODEL, SCHED, Has, Need, Takes, Uses
 
 Part = Literal[
@@ -40,6 +48,7 @@ Part = Literal[
     "packed",
     "cascade",
     "steady",
+    "bursts",
     "shims",
     "v1",
 ]
@@ -150,6 +159,7 @@ NEEDS: dict[Part, tuple[Need, ...]] = {
     "packed": PACKED,
     "cascade": CASCADE,
     "steady": STEADY,
+    "bursts": BURSTS,
     "shims": (
         Takes(
             f"{MODEL}.layers.fused_moe.unquantized_fused_moe_method:"

@@ -19,9 +19,10 @@ turns on the whole of the card. Ratios are medians of ratios within a round.
 
 Only where `--arms` or `--profile` names them, as `packed`: `packed-no-cascade` with attention that
 reads a prompt once for each completion, `packed-no-graph` without a CUDA graph for sampling,
-`packed-no-steady` with every step prepared anew, `packed-before` without all three; `packed-fa2`
-and `packed-triton` with other attention kernels, `packed-page64` and `packed-page256` with more
-tokens in a cache block. A dense model has no routes; its arms record sampling masks alone.
+`packed-no-steady` with every step prepared anew, `packed-no-bursts` with one step at a time,
+`packed-before` without all of them; `packed-fa2` and `packed-triton` with other attention kernels,
+`packed-page64` and `packed-page256` with more tokens in a cache block. A dense model has no routes;
+its arms record sampling masks alone.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ class Arm:
     """A step's sampling is a CUDA graph."""
     steady: bool = True
     """A step with the rows of the one before is not prepared anew."""
+    bursts: bool = True
+    """Several such steps are begun at once."""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of vLLM's engine arguments."""
 
@@ -81,6 +83,7 @@ ARMS = {
         replace(packed("packed-no-cascade"), cascade=False),
         replace(packed("packed-no-graph"), graph=False),
         replace(packed("packed-no-steady"), steady=False),
+        replace(packed("packed-no-bursts"), bursts=False),
         replace(packed("packed-before"), cascade=False, graph=False, steady=False),
         packed("packed-head-rounded", hf_overrides={"head_dtype": "model"}),
         packed("packed-page64", block_size=64),
@@ -233,7 +236,11 @@ class Keel:
         if arm.keel and arm.gpu_only and not arm.steady:
             from keel.rollout.fastpath import steady_steps  # noqa: PLC0415
 
-            steady_steps.install = lambda runner: None
+            steady_steps.install = lambda runner, **_: None
+        if arm.keel and arm.gpu_only and not arm.bursts:
+            from keel.rollout.fastpath import bursts  # noqa: PLC0415
+
+            bursts.MOST = 1
         self._arm, self._size = arm, size
         self._config = RolloutConfig(
             sampling=sampling(size, size.completion),

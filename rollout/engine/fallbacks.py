@@ -83,6 +83,18 @@ def takes_over_rows() -> bool:
     return not lost
 
 
+def takes_bursts() -> bool:
+    """Whether several decoding steps may be begun at once."""
+    if lost := changes("bursts"):
+        _LOG.warning(
+            "%s. Every decoding step waits for the host, which is slower where sequences are few. "
+            "Install %s to have it said no more",
+            _changed(lost),
+            _right(),
+        )
+    return not lost
+
+
 def no_copies(config: RolloutConfig) -> str:
     """Why weights are not to be copied past vLLM's loader; empty if they are."""
     if not config.copy_weights:

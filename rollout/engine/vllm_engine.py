@@ -37,6 +37,7 @@ from keel.rollout.engine.fallbacks import (
     quick_start,
     require,
     share_prompts,
+    takes_bursts,
     takes_over_rows,
     warn_of_large_cache,
     warn_of_small_share,
@@ -96,7 +97,7 @@ class VllmEngine:
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         if name == "packed" and takes_over_rows():
-            self._llm.collective_rpc("keel_steps")
+            self._llm.collective_rpc("keel_steps", args=(takes_bursts(),))
         self._begins = begin_requests(self._llm)
         self._manifest = Manifest(
             checkpoint_names(spec.model_path),

@@ -302,3 +302,35 @@ STEADY: tuple[Need, ...] = (
     Has("vllm.config:ObservabilityConfig", "cudagraph_metrics"),
 )
 """Steps with the rows of the one before (steady_steps.py)."""
+
+BURSTS: tuple[Need, ...] = (
+    # All that is done once a step's hidden states are there, since some of it is left out.
+    Same(f"{RUNNER}.sample_tokens", "0c0bd3da3490"),
+    Same(f"{RUNNER}.postprocess_sampled", "1a0042e2b19a"),
+    Takes(
+        f"{RUNNER}.postprocess_sampled",
+        "self idx_mapping sampled_tokens num_sampled num_rejected query_start_loc",
+    ),
+    Has(RUNNER, "main_stream output_copy_stream postprocess_sampled sample sample_tokens sampler"),
+    Has(f"{GPU}.input_batch:InputBatch", "query_start_loc"),
+    Has(f"{GPU}.sample.sampler:Sampler", "get_logprobs_dims"),
+    Has(
+        f"{GPU}.sample.output:SamplerOutput",
+        "logprobs_tensors sampled_token_ids sampling_mask_tensors",
+    ),
+    Has("vllm.v1.outputs:AsyncModelRunnerOutput", "get_output"),
+    # A step is begun as soon as it is scheduled, in this process, and its tokens come later.
+    Uses(
+        "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
+        "execute_model sample_tokens schedule update_from_output",
+    ),
+    Uses("vllm.v1.executor.uniproc_executor:UniProcExecutor.collective_rpc", "run_method"),
+    # Several tokens of a request in one output.
+    Uses(
+        f"{SCHED}.scheduler:Scheduler.update_from_output",
+        "num_in_flight_tokens num_scheduled_tokens sampled_token_ids slice_request",
+    ),
+    Takes("vllm.v1.outputs:LogprobsLists.slice_request", "self req_idx num_positions"),
+    Takes("vllm.v1.outputs:SamplingMaskLists.slice_request", "self req_idx num_positions"),
+)
+"""Several steps at once (bursts.py, and steady_steps.py that takes them)."""

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from keel.rollout.fastpath.bursts import steps_in
 from keel.rollout.fastpath.step_arrays import Packed
 
 SHORTEST_RUN = 2
@@ -30,7 +31,7 @@ LOOKED_AT = tuple((1 << power) - 1 for power in range(14))
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One that was scheduled."""
+    """One that was scheduled, or several at once."""
 
     output: SchedulerOutput
     theirs: SchedulerOutput | None
@@ -111,7 +112,9 @@ class DecodeRun:
         """[P] step at which each may need a KV block."""
         self.room = np.full(places, NEVER)
         """[P] step at which each reaches the end of the model's window."""
-        self.scheduled = self.received = 0
+        self.last = np.full(places, NEVER)
+        """[P] step of each one's last token, once it has come."""
+        self.received = 0
         self.in_flight: list[Step] = []
         """Steps whose tokens have not come yet, oldest first."""
         self._tokens = np.empty((LONGEST_RUN, places), np.int64)
@@ -124,6 +127,11 @@ class DecodeRun:
         self._with_logp = self._with_masks = False
         self._order: tuple[list[str], list[str], NDArray[np.int64]] | None = None
         self.settle()
+
+    @property
+    def scheduled(self) -> int:
+        """Steps, those in flight included."""
+        return self.received + sum(steps_in(step.output) for step in self.in_flight)
 
     def settle(self) -> None:
         """The steps to come have the requests that there are now, those that begin alike side by
@@ -152,17 +160,19 @@ class DecodeRun:
         self.limits[place] = request.max_tokens
         self.due[place] = now + -request.num_computed_tokens % block
         self.room[place] = now + window - request.num_tokens - flying
+        self.last[place] = NEVER
 
     def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
         """The next step; `blocks`: new ones, in the order of `ids`."""
+        now = self.scheduled
         return CachedRequestData(
             req_ids=self.ids,
             resumed_req_ids=set(),
             new_token_ids=[],
             all_token_ids={},
             new_block_ids=blocks,
-            num_computed_tokens=(self.computed[self.places] + self.scheduled).tolist(),
-            num_output_tokens=(self.outputs[self.places] + self.scheduled).tolist(),
+            num_computed_tokens=(self.computed[self.places] + now).tolist(),
+            num_output_tokens=(self.outputs[self.places] + now).tolist(),
         )
 
     def leave(self, place: int) -> None:
@@ -177,6 +187,12 @@ class DecodeRun:
     def full(self) -> bool:
         """Whether it has no room for a further step."""
         return self.scheduled + 1 >= min(self.end, LONGEST_RUN) or self._held > MOST_IDS
+
+    def at_once(self, most: int) -> int:
+        """Steps that may follow on each other, `most` at most: those that somebody needs."""
+        now = self.scheduled
+        needed = (self.limits - self.outputs)[self.live].max(initial=0) - now
+        return max(1, min(most, int(needed), min(self.end, LONGEST_RUN) - now - 1))
 
     def let_go(self, known: Container[str]) -> None:
         """Of requests that vLLM has ended: all but these."""
@@ -195,7 +211,7 @@ class DecodeRun:
         scheduler's last, where it schedules ahead of the tokens."""
         request = self.requests[place]
         assert request is not None
-        flying = self.scheduled - max(self.received, int(self.first[place]))
+        flying = self.scheduled - max(self._known(place), int(self.first[place]))
         request.num_computed_tokens = int(self.computed[place]) + self.scheduled
         request.num_in_flight_tokens += flying
         if step is not None:
@@ -208,34 +224,37 @@ class DecodeRun:
         """Take a step's tokens. Returns the places whose requests end with theirs; None, and
         nothing is taken, if vLLM has to look at the step."""
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
-        if output.num_nans_in_logits or column + 1 >= self.end:
+        count = steps_in(step.output)
+        if output.num_nans_in_logits or column + count >= self.end:
             return None
         rows = self._rows_of(step, output)
         mine = sampled if len(sampled) == len(rows) else [sampled[row] for row in rows]
-        if any(len(row) != 1 for row in mine):
+        if any(len(row) != count for row in mine):
             return None
-        flat = [row[0] for row in mine]
-        tokens = np.array(flat, np.int64)
+        tokens = np.array(mine, np.int64)
         if mine is sampled:
             tokens = tokens[rows]
-        places = step.places
-        self._tokens[column, places] = tokens
+        places, columns = step.places, slice(column, column + count)
+        self._tokens[columns, places] = tokens.T
         if output.logprobs is not None:
             self._with_logp = True
-            first = _first_of(rows, output.logprobs.cu_num_generated_tokens)
-            self._logp[column, places] = output.logprobs.logprobs[first, 0]
+            at = _places_of(rows, output.logprobs.cu_num_generated_tokens, count)
+            self._logp[columns, places] = output.logprobs.logprobs[at, 0].T
         if output.sampling_masks is not None:
             masks = output.sampling_masks
             assert masks.offsets is not None
-            first = _first_of(rows, masks.cu_num_generated_tokens)
-            self._keep(column, places, first, masks.token_ids, masks.offsets)
+            at = _places_of(rows, masks.cu_num_generated_tokens, count)
+            self._keep(columns, places, at, masks.token_ids, masks.offsets)
         self.in_flight.pop(0)
-        self.received += 1
-        ends = self.outputs[places] + self.received >= self.limits[places]
-        if not self.any_stop.isdisjoint(flat):
-            stops = (self.stops[place] for place in places.tolist())
-            ends |= np.array([t in s for t, s in zip(tokens.tolist(), stops, strict=True)])
+        self.received += count
+        last = np.maximum(self.limits[places] - self.outputs[places] - 1, column)
+        stopping = np.isin(tokens, list(self.any_stop))
+        for row, step_of in np.argwhere(stopping):
+            if int(tokens[row, step_of]) in self.stops[places[row]]:
+                last[row] = min(last[row], column + step_of)
+        ends = last < self.received
         ends &= self.live[places] & (self.first[places] <= column)
+        self.last[places[ends]] = last[ends]
         return places[ends].tolist()
 
     def _rows_of(self, step: Step, output: ModelRunnerOutput) -> NDArray[np.int64]:
@@ -248,30 +267,35 @@ class DecodeRun:
 
     def _keep(
         self,
-        column: int,
+        columns: slice,
         places: NDArray[np.int64],
-        rows: NDArray[np.int64],
+        at: NDArray[np.int64],
         ids: NDArray[np.int32],
         offsets: NDArray[np.int64],
     ) -> None:
-        """A step's sampling masks: row r kept `ids[offsets[r]:offsets[r + 1]]`."""
+        """The sampling masks of steps: `ids[offsets[n]:offsets[n + 1]]` was kept for the nth token,
+        and `at` [rows, steps] says which that is."""
         self._with_masks = True
         held = self._held + len(ids)
         if held > len(self._ids):
             self._ids = np.resize(self._ids, max(2 * len(self._ids), held, 1 << 14))
         self._ids[self._held : held] = ids
-        begins = offsets[rows]
-        self._starts[column, places] = begins + self._held
-        self._sizes[column, places] = offsets[rows + 1] - begins
+        begins = offsets[at]
+        self._starts[columns, places] = begins.T + self._held
+        self._sizes[columns, places] = (offsets[at + 1] - begins).T
         self._held = held
+
+    def _known(self, place: int) -> int:
+        """Steps that a request has had of those received: what came after its end is nobody's."""
+        return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
         """What was received of a request."""
-        return self._tokens[self.first[place] : self.received, place].tolist()
+        return self._tokens[self.first[place] : self._known(place), place].tolist()
 
     def file(self, place: int, packed: Packed) -> None:
         """Add what was received of a request to its recording."""
-        steps = slice(int(self.first[place]), self.received)
+        steps = slice(int(self.first[place]), self._known(place))
         if steps.start >= steps.stop:
             return
         if self._with_logp:
@@ -284,7 +308,9 @@ class DecodeRun:
             packed.sizes.append(sizes)
 
 
-def _first_of(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Where what was sampled for these rows begins. None: there is one token for every row, and not
-    none for those whose prompt is not finished."""
-    return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
+def _places_of(rows: NDArray[np.int64], firsts: list[int] | None, count: int) -> NDArray[np.int64]:
+    """[rows, count]: where what was sampled for these rows stands. firsts: where it begins for each
+    row; None: there is one token for every row, and not none for those whose prompt is not
+    finished."""
+    first = rows if firsts is None else np.asarray(firsts, np.int64)[rows]
+    return first[:, None] + np.arange(count)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from keel.rollout.fastpath.sampling_mask import MEAN, StepSets
+from keel.rollout.fastpath.sampling_mask import StepSets, room
 from keel.rollout.fastpath.truncate_kernels import launch, truncate
 
 WIDEST = 2048
@@ -294,7 +294,7 @@ def draw(
     logp = torch.empty((rows, 1), dtype=torch.float32, device=device)
     sets = None
     if record:
-        flat = torch.empty(rows * min(width, MEAN), dtype=torch.int32, device=device)
+        flat = torch.empty(room(rows, width), dtype=torch.int32, device=device)
         sets = StepSets(counts, flat, ids, bits)
     widest = max(NARROWEST, triton.next_power_of_2(width))
     launch(

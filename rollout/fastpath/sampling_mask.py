@@ -13,8 +13,14 @@ import numpy as np
 from torch import Tensor
 from vllm.v1.outputs import SamplingMaskLists
 
-MEAN = 64
-"""Ids of a mean row that travel with the step; more are fetched when they are needed."""
+MEAN, ROOM = 64, 16_384
+"""Ids of a mean row, and of a step of few rows, that travel with the step; more are fetched when
+they are needed."""
+
+
+def room(rows: int, width: int) -> int:
+    """For ids that travel with a step."""
+    return rows * min(width, max(MEAN, ROOM // rows))
 
 
 class StepSets(NamedTuple):
@@ -31,7 +37,8 @@ class StepSets(NamedTuple):
 
     def to_cpu_nonblocking(self) -> StepSets:
         counts, flat = (t.to("cpu", non_blocking=True) for t in (self.counts, self.flat))
-        return StepSets(counts, flat, self.ids, self.bits)
+        # Several later steps may have written to the place of `ids` before they are fetched.
+        return StepSets(counts, flat, self.ids.clone(), self.bits)
 
     def tolists(self, num_sampled_tokens: Any = None) -> SamplingMaskLists:
         """Row r kept `token_ids[offsets[r]:offsets[r + 1]]`, ascending."""

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from keel.rollout.fastpath.bursts import Burst, Pace, as_scheduled, steps_in
 from keel.rollout.fastpath.decode_run import DecodeRun, Step, only_decodes, together
 from keel.rollout.fastpath.step_arrays import Packed
 
@@ -59,6 +60,7 @@ class _FastPath(Scheduler):
         self.fast_steps = 0
         self._ahead = isinstance(self, AsyncScheduler)
         self._run: DecodeRun | None = None
+        self._pace = Pace()
         self._beside: list[Request] = []
         """What runs and is not in the run: prompts, above all."""
         self._idle = 0.0
@@ -105,7 +107,7 @@ class _FastPath(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         run, unpaused = self._run, self._pause_state == PauseState.UNPAUSED
         outputs: dict[int, EngineCoreOutputs] = {}
-        theirs: SchedulerOutput | None = scheduler_output
+        theirs: SchedulerOutput | None = as_scheduled(scheduler_output)
         if run is not None and run.in_flight and run.in_flight[0].output is scheduler_output:
             step = run.in_flight[0]
             ended = run.receive(model_runner_output) if unpaused else None
@@ -114,7 +116,9 @@ class _FastPath(Scheduler):
             else:
                 theirs = step.theirs
                 outputs = self._end(run, ended)
+                self._pace.came(steps_in(scheduler_output))
         if theirs is not None:
+            self._pace.broken()
             for client, batch in super().update_from_output(theirs, model_runner_output).items():
                 for output in batch.outputs:
                     self._complete(output)
@@ -207,21 +211,24 @@ class _FastPath(Scheduler):
         joined = self._worth_it(run) or bool(self._beside)
         if joined:
             self._drop(run, run.ended())
-        due = np.flatnonzero(run.due == run.scheduled).tolist()
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        free, now = self.kv_cache_manager.block_pool.get_num_free_blocks(), run.scheduled
+        some = bool(joined or self.waiting or self.kv_holding_waiting)
+        steps = 1 if some else run.at_once(self._pace.most)
+        due = np.flatnonzero(run.due < now + steps)
+        if len(due) > free:
+            steps, due = 1, due[run.due[due] == now]
         if not run.ids or len(due) > free:
             return None
         self.kv_cache_manager.new_step_starts()
-        blocks = self._blocks(run, due, AHEAD if free >= 2 * AHEAD * len(run.ids) else 1)
+        blocks = self._blocks(run, due.tolist(), AHEAD if free >= 2 * AHEAD * len(run.ids) else 1)
         cached = run.as_cached(blocks)
         self.finished_blocks.clear()
         if joined:
             theirs, output = self._beside_it(run, cached, throttle_prefills)
         else:
-            theirs, output = None, self._alone(run, cached)
+            theirs, output = None, self._alone(run, cached, steps)
             self.fast_steps += 1
         run.in_flight.append(Step(output, theirs, run.ids, run.places))
-        run.scheduled += 1
         return output
 
     def _worth_it(self, run: DecodeRun) -> bool:
@@ -233,9 +240,9 @@ class _FastPath(Scheduler):
             self._idle += max(lost, JOIN_COST * len(run.ids) / LONGEST_WAIT)
         return self._idle >= JOIN_COST * len(run.ids) or ended > MOST_ENDED * len(run.ids)
 
-    def _alone(self, run: DecodeRun, cached: CachedRequestData) -> SchedulerOutput:
+    def _alone(self, run: DecodeRun, cached: CachedRequestData, steps: int) -> SchedulerOutput:
         self.current_step += 1
-        output = SchedulerOutput(
+        output = Burst(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=run.one_each,
@@ -246,6 +253,7 @@ class _FastPath(Scheduler):
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=[],
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+            offered=steps,
         )
         self.finished_req_ids = set()
         self.reset_preempted_req_ids = set()
@@ -292,12 +300,14 @@ class _FastPath(Scheduler):
             return [None] * len(run.ids)
         size = self.kv_cache_manager.coordinator.single_type_managers[0].block_size
         new: dict[int, tuple[list[int], ...] | None] = {}
+        now = run.scheduled
         for place in due:
             request = run.requests[place]
             assert request is not None
             before = request.num_computed_tokens
-            request.num_computed_tokens = int(run.computed[place]) + run.scheduled
-            found = self.kv_cache_manager.allocate_slots(request, size * ahead)
+            request.num_computed_tokens = int(run.computed[place]) + now
+            tokens = int(run.due[place]) - now + size * ahead
+            found = self.kv_cache_manager.allocate_slots(request, tokens)
             request.num_computed_tokens = before
             if found is None:
                 raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
@@ -375,19 +385,8 @@ class _FastPath(Scheduler):
 
     def _complete(self, output: EngineCoreOutput) -> None:
         """Flushed tokens go before the new one; what is recorded stays here."""
-        packed = self.recordings.get(output.request_id)
-        if packed is not None:
-            if output.new_logprobs is not None:
-                packed.logp.append(output.new_logprobs.logprobs[:, 0].copy())
-                output.new_logprobs = None
-            if output.new_sampling_mask is not None:
-                if packed.kept_wanted:
-                    ids, offsets = output.new_sampling_mask[:2]
-                    packed.ids.append(ids.copy())  # a view would hold the whole step
-                    packed.sizes.append(
-                        np.array([len(ids)]) if offsets is None else np.diff(offsets)
-                    )
-                output.new_sampling_mask = None
+        if (packed := self.recordings.get(output.request_id)) is not None:
+            packed.take(output)
         if before := self._undelivered.pop(output.request_id, None):
             output.new_token_ids = before + output.new_token_ids
 

@@ -4,7 +4,8 @@ vLLM prepares every step anew: who is in it, where each request's state is, what
 know. For a batch of few sequences that takes longer than the GPU needs for the step. In a
 `DecodeRun` nothing of it changes from one step to the next but how many tokens a row has, which the
 GPU counts by itself. So where vLLM has run a step as a CUDA graph and the next one has the same
-rows, one kernel moves them on by a token, and the graph is replayed.
+rows, one kernel moves them on by a token, and the graph is replayed; several times in a row, where
+the scheduler has room for several steps (`keel.rollout.fastpath.bursts`).
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -24,9 +25,20 @@ from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from keel.rollout.fastpath.bursts import (
+    BurstOutput,
+    Drawn,
+    begin,
+    merged,
+    steps_in,
+    steps_offered,
+)
+from keel.rollout.fastpath.sampler import KeptSampler
 from keel.rollout.fastpath.truncate_kernels import launch
 
 BLOCK = 256
@@ -65,9 +77,14 @@ class Known(NamedTuple):
 class SteadySteps:
     """Stands before a model runner's `execute_model`, whose steps it takes where it can."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, *, bursts: bool = False) -> None:
+        """`bursts`: take several steps at once, where they are offered and nothing else has to be
+        done between them."""
         self._runner, self._theirs = runner, runner.execute_model
+        self._sample_theirs = runner.sample_tokens if bursts else None
         self._known: Known | None = None
+        self._drawn: Drawn | None = None
+        """In this burst, but for its last step."""
         self.taken = 0
         """Steps."""
 
@@ -78,12 +95,24 @@ class SteadySteps:
         if alone and known is not None and known.has_rows_of(scheduler_output):
             with torch.inference_mode():
                 self._known = self._again(known, scheduler_output)
-            self.taken += 1
+            self.taken += steps_in(scheduler_output)
             return None
         made = self._theirs(scheduler_output, *rest, **named)
         if alone and made is None:
             self._known = self._look(scheduler_output)
         return made
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM's; of all steps of a burst."""
+        assert self._sample_theirs is not None
+        runner, drawn, self._drawn = self._runner, self._drawn, None
+        if drawn is None:
+            return self._sample_theirs(grammar_output)
+        before = drawn.to_host(runner.output_copy_stream, runner.main_stream)
+        last = self._sample_theirs(grammar_output)
+        if isinstance(last, AsyncModelRunnerOutput):
+            return BurstOutput(before, last)
+        return merged(before, last)
 
     def _look(self, output: SchedulerOutput) -> Known | None:
         """At the step that vLLM has just run."""
@@ -121,20 +150,65 @@ class SteadySteps:
 
     def _again(self, known: Known, output: SchedulerOutput) -> Known:
         runner, cached = self._runner, output.scheduled_cached_reqs
-        batch, states = copy.copy(known.state.input_batch), runner.req_states
-        tables, buffers = runner.block_tables, runner.input_buffers
+        batch, tables = known.state.input_batch, runner.block_tables
         grown = False
         for request, blocks in zip(known.requests.tolist(), cached.new_block_ids, strict=True):
             if blocks is not None:
                 tables.append_block_ids(request, blocks, overwrite=False)
                 grown = True
-        if runner.sampler is not None:
-            runner.sampler.apply_staged_writes()  # of processors that have some in every step
         if grown:
             tables.apply_staged_writes()
             tables.gather_block_tables(
                 batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding
             )
+        if runner.aux_output_connector is not None:
+            runner.aux_output_connector.begin_step(output.aux_output_connector_metadata)
+        known = known._replace(state=known.state._replace(finished_req_ids=output.finished_req_ids))
+        computed = np.array(cached.num_computed_tokens, np.int32)
+        steps = self._steps_of(output, batch)
+        if steps > 1:
+            begin(output, steps)
+            drawn = Drawn(steps - 1)
+            for index in range(steps - 1):
+                known = self._step(known, computed)
+                drawn.add(self._draw(known.state))
+                computed = computed + 1
+                if index == 0 and runner.output_copy_stream:
+                    # The next one draws to where the last step before this burst did.
+                    runner.main_stream.wait_stream(runner.output_copy_stream)
+            self._drawn = drawn
+        known = self._step(known, computed)
+        runner.execute_model_state = known.state
+        return known
+
+    def _steps_of(self, output: SchedulerOutput, batch: Any) -> int:
+        """As many as are offered, if what each of them draws is all that comes of it."""
+        runner = self._runner
+        if (
+            (offered := steps_offered(output)) == 1
+            or self._sample_theirs is None
+            or runner.aux_output_connector is not None
+            or not isinstance(runner.sampler, KeptSampler)
+            or runner.sampler.get_logprobs_dims(batch.idx_mapping_np) != (0, 0)
+        ):
+            return 1
+        return offered
+
+    def _draw(self, state: Any) -> SamplerOutput:
+        """What vLLM does with a step's hidden states, but for handing it to the host."""
+        runner, batch = self._runner, state.input_batch
+        made, sampled, rejected = runner.sample(state.hidden_states, batch, None)
+        runner.postprocess_sampled(
+            batch.idx_mapping, made.sampled_token_ids, sampled, rejected, batch.query_start_loc
+        )
+        return made
+
+    def _step(self, known: Known, computed: NDArray[np.int32]) -> Known:
+        """The model on the next token of every row, of which so many tokens are computed."""
+        runner, batch = self._runner, copy.copy(known.state.input_batch)
+        tables, buffers, states = runner.block_tables, runner.input_buffers, runner.req_states
+        if runner.sampler is not None:
+            runner.sampler.apply_staged_writes()  # of processors that have some in every step
         advance(
             batch.idx_mapping,
             computed=states.num_computed_tokens.gpu,
@@ -147,14 +221,11 @@ class SteadySteps:
             slots=tables.slot_mappings[0],
         )
         # What vLLM knows on the host is kept up.
-        computed = np.array(cached.num_computed_tokens, np.int32)
         states.num_computed_tokens_np[known.requests] = computed
         batch.num_computed_tokens_np = computed
         bound = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
         bound[: batch.num_reqs] = torch.from_numpy(computed + 1)
         batch.seq_lens_cpu_upper_bound = bound
-        if runner.aux_output_connector is not None:
-            runner.aux_output_connector.begin_step(output.aux_output_connector_metadata)
         state = known.state
         if not known.planned:
             rows, tokens = batch.num_reqs_after_padding, batch.num_tokens_after_padding
@@ -167,11 +238,8 @@ class SteadySteps:
                 runner.kv_cache_config,
             )
             state = state._replace(attn_metadata=made)
-        state = runner.execute_model_state = state._replace(
-            input_batch=batch,
-            hidden_states=self._run(known.graph, state),
-            finished_req_ids=output.finished_req_ids,
-        )
+        hidden_states = self._run(known.graph, state)
+        state = state._replace(input_batch=batch, hidden_states=hidden_states)
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
@@ -273,7 +341,10 @@ def covers(runner: Any) -> bool:
     )
 
 
-def install(runner: Any) -> None:
+def install(runner: Any, *, bursts: bool) -> None:
     """Have a model runner go this way, if it is one that this covers."""
     if covers(runner):
-        runner.execute_model = SteadySteps(runner).execute_model
+        steps = SteadySteps(runner, bursts=bursts)
+        runner.execute_model = steps.execute_model
+        if bursts:
+            runner.sample_tokens = steps.sample_tokens

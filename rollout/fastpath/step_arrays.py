@@ -6,11 +6,15 @@ An object for each token of each completion would cost more than computing the t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.types import KeptSets
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
 
 
 @dataclass(slots=True)
@@ -21,6 +25,18 @@ class Packed:
     logp: list[NDArray[np.float32]] = field(default_factory=list)
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     sizes: list[NDArray[np.int64]] = field(default_factory=list)
+
+    def take(self, output: EngineCoreOutput) -> None:
+        """What is recorded of the tokens that it delivers, which stays here."""
+        if output.new_logprobs is not None:
+            self.logp.append(output.new_logprobs.logprobs[:, 0].copy())
+            output.new_logprobs = None
+        if output.new_sampling_mask is not None:
+            if self.kept_wanted:
+                ids, offsets = output.new_sampling_mask[:2]
+                self.ids.append(ids.copy())  # a view would hold the whole step
+                self.sizes.append(np.array([len(ids)]) if offsets is None else np.diff(offsets))
+            output.new_sampling_mask = None
 
     def logprobs(self) -> NDArray[np.float32]:
         """[G]"""

@@ -81,6 +81,12 @@ def test_the_installed_vllm_has_what_is_needed(part: Part) -> None:
             "another signature",
             "update_requests does something else",
         ),
+        (
+            "bursts",
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+            "another signature",
+            "sample_tokens does something else",
+        ),
     ],
 )
 def test_what_has_changed_is_named(
@@ -235,6 +241,19 @@ def test_steps_that_vllm_prepares_otherwise_are_all_prepared(
     (record,) = logged
     assert "Every decoding step is prepared anew" in record.getMessage()
     assert not changes("packed")
+
+
+def test_steps_that_vllm_ends_otherwise_are_taken_one_by_one(
+    doctored: Any, logged: list[logging.LogRecord]
+) -> None:
+    from keel.rollout.engine.fallbacks import takes_bursts, takes_over_rows  # noqa: PLC0415
+
+    assert takes_bursts()
+    assert not logged
+    doctored("vllm.v1.outputs:SamplingMaskLists.slice_request", "another signature")
+    assert not takes_bursts() and takes_over_rows()
+    (record,) = logged
+    assert "Every decoding step waits for the host" in record.getMessage()
 
 
 def test_copies_that_are_switched_off_are_not_looked_at(

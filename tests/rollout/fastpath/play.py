@@ -25,6 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from keel.rollout.fastpath.bursts import MOST, Burst
 from keel.rollout.fastpath.step_arrays import Packed
 from keel.rollout.vllm_internals import cut_short
 from tests.rollout.tiny_model import make_model
@@ -62,13 +63,26 @@ class Runner:
         self.blocks: dict[str, int] = {}
         self.steady = 0
         """Steps that `keel.rollout.fastpath.steady_steps` takes for those of the one before."""
+        self.bursts: list[int] = []
+        """Steps of each that had several."""
         self._last: tuple[Any, dict[str, int]] | None = None
 
-    def _check_steady(self, step: Any, computed: dict[str, int]) -> None:
-        """They are: each row has computed one token more, and nothing else is in it."""
-        last, self._last = self._last, (step, dict(computed))
+    def _steps_in(self, step: Any, computed: dict[str, int]) -> int:
+        """One, or several of those that are offered, as the step's number has it."""
+        count = 1
+        if self._check_steady(step, computed) and isinstance(step, Burst):
+            assert 1 <= step.offered <= MOST
+            count = step.taken = 1 + number(*computed.items()) % step.offered
+            self.bursts += [count] if count > 1 else []
+        self._last = step, {name: done + count - 1 for name, done in computed.items()}
+        return count
+
+    def _check_steady(self, step: Any, computed: dict[str, int]) -> bool:
+        """Whether it is, and that it is rightly: each row has computed one token more, and nothing
+        else is in it."""
+        last = self._last
         if last is None:
-            return
+            return False
         before, cached = last[0], step.scheduled_cached_reqs
         if (
             step.num_scheduled_tokens is before.num_scheduled_tokens
@@ -78,6 +92,8 @@ class Runner:
             assert list(computed) == list(step.num_scheduled_tokens) == list(last[1])
             assert not step.scheduled_new_reqs and not step.finished_req_ids
             self.steady += 1
+            return True
+        return False
 
     def run(self, step: Any) -> ModelRunnerOutput:
         for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
@@ -94,30 +110,31 @@ class Runner:
         ):
             self.blocks[name] += len(blocks[0]) if blocks else 0
             computed[name] = done
-        self._check_steady(step, computed)
+        count = self._steps_in(step, computed)
         names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # in any order
         ids: list[int] = []
         offsets, firsts = [0], [0]
         for name in names:
-            ends = computed[name] + step.num_scheduled_tokens[name]
-            assert ends <= self.tokens[name], f"{name}: token {ends} is not known yet"
-            assert ends <= self.blocks[name] * BLOCK, f"{name}: no block for token {ends}"
-            drawn = ends == self.tokens[name]
-            place = self.tokens[name] - self.prompts[name]
-            sampled.append([token_of(name, place)] if drawn else [])
-            firsts.append(firsts[-1] + drawn)
-            if drawn:
+            sampled.append([])
+            for ends in range(computed[name] + step.num_scheduled_tokens[name], 10**9)[:count]:
+                assert ends <= self.tokens[name], f"{name}: token {ends} is not known yet"
+                assert ends <= self.blocks[name] * BLOCK, f"{name}: no block for token {ends}"
+                if ends < self.tokens[name]:
+                    continue
+                place = self.tokens[name] - self.prompts[name]
+                sampled[-1].append(token_of(name, place))
                 logp.append(logp_of(name, place))
                 ids += kept_of(name, place)
                 offsets.append(len(ids))
-            self.tokens[name] += drawn
-        cut = None if all(sampled) else firsts
+                self.tokens[name] += 1
+            firsts.append(firsts[-1] + len(sampled[-1]))
+        cut = None if all(len(row) == 1 for row in sampled) else firsts
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
             sampled_token_ids=sampled,
             logprobs=LogprobsLists(
-                np.array([row for row in sampled if row]),
+                np.array([token for row in sampled for token in row])[:, None],
                 np.array(logp, np.float32)[:, None],
                 np.zeros(len(logp)),
                 cut,
@@ -270,7 +287,7 @@ class Play:
             if draw.random() < 0.01 and victim in self.answers and victim not in self.ended:
                 self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
                 self.ended[victim] = "aborted"
-            if cuts and draw.random() < 0.1:
+            if cuts and draw.random() < 0.3:
                 self.cut(f"r{int(draw.integers(0, 30))}")
             if updates and index % 90 == 89:
                 self.pause_and_reset()

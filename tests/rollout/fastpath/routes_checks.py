@@ -8,6 +8,7 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
+from keel.rollout.fastpath.bursts import steps_in
 from keel.rollout.fastpath.scheduler import AsyncFastScheduler, FastScheduler
 from keel.rollout.recording.base import RoutesBeforePreemption, Wanted
 from tests.rollout.fastpath.play import BLOCK, Play, Runner
@@ -33,11 +34,13 @@ class RoutedRunner(Runner):
         ):
             self.owned[name] += list(more[0]) if more else []
             begins[name] = begin
-        for name, count in step.num_scheduled_tokens.items():
+        made = super().run(step)
+        for name, each in step.num_scheduled_tokens.items():
+            count = each * steps_in(step)
             places = np.arange(begins[name], begins[name] + count)
             slots = slots_of(self.owned[name], places)
             self.table[slots] = np.stack([np.full(count, self.version), places], 1)
-        return super().run(step)
+        return made
 
 
 def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:

@@ -62,6 +62,7 @@ def answers_and_recordings_are_whole(
         assert all(len(short.answers[name]) <= most for name, most in short.longest.items())
         assert isinstance(short.scheduler, FastScheduler | AsyncFastScheduler)
         assert short.scheduler.fast_steps > 50
+        assert len(short.runner.bursts) > (20 if blocks == 400 else 2)
         assert (short.preempted > 0) == (updates or blocks == 30)
         whole = [name for name, reason in short.ended.items() if reason != "aborted"]
         # Requests may wait a few steps longer here, so that an abort or a cut finds them elsewhere.

@@ -12,12 +12,16 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_runner import ExecuteModelState
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from keel.rollout.fastpath import steady_steps
+from keel.rollout.fastpath.bursts import Burst
+from keel.rollout.fastpath.sampler import KeptSampler, StepLogprobs
 from keel.rollout.fastpath.steady_steps import SteadySteps, covers
+from tests.rollout.fastpath.burst_checks import Late
 
 IDS = ["a", "b", "c"]
 EACH = dict.fromkeys(IDS, 1)
@@ -52,6 +56,7 @@ def batch(**changes: Any) -> Any:
         "has_prefill": False,
         "idx_mapping": torch.tensor([5, 2, 4]),
         "idx_mapping_np": np.array([5, 2, 4]),
+        "query_start_loc": torch.arange(4),
         "seq_lens_cpu_upper_bound": torch.tensor([11, 12, 13, 0], dtype=torch.int32),
     }
     return SimpleNamespace(**usual | changes)
@@ -103,6 +108,35 @@ class Runner:
             slot_mappings=torch.zeros(1, 8),
         )
         self.execute_model_state: Any = None
+        self.main_stream = self.output_copy_stream = None
+        self.draws = 0
+        self.last: Any = None
+
+    def sample(self, hidden_states: Any, rows: Any, grammar: Any) -> tuple[Any, None, None]:
+        assert hidden_states is not None and grammar is None
+        self.done.append("draw")
+        self.draws += 1
+        tokens = 100 * self.draws + torch.arange(rows.num_reqs)
+        logprobs = StepLogprobs(torch.zeros(rows.num_reqs, 1))
+        made = SimpleNamespace(
+            sampled_token_ids=tokens[:, None],
+            logprobs_tensors=logprobs,
+            sampling_mask_tensors=None,
+        )
+        return made, None, None
+
+    def postprocess_sampled(self, *given: Any) -> None:
+        self.done.append("post")
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        made, _, _ = self.sample(torch.zeros(1), self.execute_model_state.input_batch, grammar)
+        output = ModelRunnerOutput(
+            req_ids=IDS,
+            req_id_to_index={name: row for row, name in enumerate(IDS)},
+            sampled_token_ids=made.sampled_token_ids.tolist(),
+        )
+        self.last = Late(output)
+        return self.last
 
     def execute_model(self, asked: SchedulerOutput, *_: Any, **__: Any) -> Any:
         self.done.append("vllm")
@@ -120,10 +154,10 @@ class Runner:
         )
 
 
-def steps(patch: pytest.MonkeyPatch) -> tuple[Runner, SteadySteps]:
+def steps(patch: pytest.MonkeyPatch, *, bursts: bool = False) -> tuple[Runner, SteadySteps]:
     runner = Runner()
     patch.setattr(steady_steps, "advance", lambda *_, **__: runner.done.append("advance"))
-    return runner, SteadySteps(runner)
+    return runner, SteadySteps(runner, bursts=bursts)
 
 
 def a_step_with_anything_else_in_it_is_another(patch: pytest.MonkeyPatch) -> None:
@@ -212,8 +246,8 @@ def a_step_that_is_known_is_taken_once_and_leads_to_the_next(patch: pytest.Monke
     taken.execute_model(output())
     second = runner.execute_model_state
     new_block = [(2, ([7],), False)]  # the second row's, where vLLM has its request
-    tables = ["sampler", "tables", ("gathered", 4)]
-    assert runner.done == ["vllm", *new_block, *tables, "advance", "model"]
+    tables = ["tables", ("gathered", 4)]
+    assert runner.done == ["vllm", *new_block, *tables, "sampler", "advance", "model"]
     assert runner.req_states.num_computed_tokens_np.tolist() == [0, 0, 11, 0, 12, 10, 0, 0]
     made = second.input_batch
     assert made is not first.input_batch and made.idx_mapping is first.input_batch.idx_mapping
@@ -227,6 +261,63 @@ def a_step_that_is_known_is_taken_once_and_leads_to_the_next(patch: pytest.Monke
     assert runner.execute_model_state.finished_req_ids == set()
     assert runner.execute_model_state.attn_metadata is not runner.metadata
     assert taken.taken == 2
+
+
+class Sampler(KeptSampler):
+    """As much of it as is looked at."""
+
+    def __init__(self, runner: Runner) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self.runner, self.dims = runner, (0, 0)
+
+    def apply_staged_writes(self) -> None:
+        self.runner.done.append("sampler")
+
+    def get_logprobs_dims(self, *_: Any) -> Any:
+        return self.dims
+
+
+def offer(count: int) -> Burst:
+    usual = output()
+    return Burst(
+        **{field.name: getattr(usual, field.name) for field in fields(usual)}, offered=count
+    )
+
+
+def several_steps_are_taken_where_they_are_offered(patch: pytest.MonkeyPatch) -> None:
+    runner, taken = steps(patch, bursts=True)
+    runner.sampler = Sampler(runner)
+    taken.execute_model(output())
+    runner.done.clear()
+    burst = offer(3)
+    taken.execute_model(burst)
+    step, draw = ["sampler", "advance", "model"], ["draw", "post"]
+    begun = [(2, ([7],), False), "tables", ("gathered", 4)]  # once, for all of them
+    assert runner.done == [*begun, *step, *draw, *step, *draw, *step]
+    assert burst.taken == 3 and taken.taken == 3
+    state = runner.execute_model_state
+    assert state.input_batch.num_computed_tokens_np.tolist() == [12, 13, 14]
+    assert state.input_batch.seq_lens_cpu_upper_bound.tolist() == [13, 14, 15, 0]
+    assert runner.req_states.num_computed_tokens_np.tolist() == [0, 0, 13, 0, 14, 12, 0, 0]
+    made = taken.sample_tokens(None).get_output()  # of the last, with those before
+    assert made.sampled_token_ids == [[100, 200, 300], [101, 201, 301], [102, 202, 302]]
+    assert taken.sample_tokens(None) is runner.last, "of one step"
+
+
+def one_step_is_taken_where_more_comes_of_it(patch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("aux_output_connector", SimpleNamespace(begin_step=lambda _: None)),
+        ("sampler", SimpleNamespace(apply_staged_writes=lambda: None)),
+        ("dims", (5, 0)),
+        ("bursts", False),
+    ):
+        runner, taken = steps(patch, bursts=name != "bursts")
+        runner.sampler = Sampler(runner)
+        taken.execute_model(output())
+        setattr(runner.sampler if name == "dims" else runner, name, value)
+        burst = offer(3)
+        taken.execute_model(burst)
+        assert burst.taken == 1 and taken.taken == 1, name
+        assert runner.done.count("model") == 1 and "draw" not in runner.done
 
 
 def whatever_is_not_a_decoding_step_by_a_graph_is_not_known(patch: pytest.MonkeyPatch) -> None:
