@@ -43,9 +43,10 @@ from benchmarks.peers.memory import (
     EVERY_S,
     SLOW_EVERY_S,
     PeakMemory,
+    check_alone,
     gpu_name,
-    gpu_processes,
     gpu_reader,
+    note_processes,
     settled,
     tree_reader,
 )
@@ -100,6 +101,8 @@ class Bench:
         self._options, self._scratch, self._workload = options, scratch, workload
         self._end = time.monotonic() + options.budget_s
         self._read_gpu = gpu_reader()
+        if self._read_gpu:
+            check_alone(self._read_gpu)
         self._idle = self._read_gpu() if self._read_gpu else 0.0
         self._took: dict[str, float] = {}
         self.runs = earlier(options.out)
@@ -160,14 +163,16 @@ class Bench:
             if not self._read_gpu:
                 peak.before = 0.0
             status: Status = "done"
-            with peak:
-                while process.poll() is None:
-                    if time.monotonic() - began > deadline:
-                        status = "cut short"
-                        break
-                    time.sleep(0.25)
-                    note_processes(by_process)
-            end_all(process, mark)
+            try:
+                with peak:
+                    while process.poll() is None:
+                        if time.monotonic() - began > deadline:
+                            status = "cut short"
+                            break
+                        time.sleep(0.25)
+                        note_processes(by_process)
+            finally:
+                end_all(process, mark)
         if status == "done" and process.returncode:
             status = "failed"
         why = "" if status == "done" else last_line(log)
@@ -284,16 +289,6 @@ def earlier(out: Path) -> list[ArmRun]:
     return [ArmRun(**run) for run in json.loads(path.read_text())["runs"]] if path.exists() else []
 
 
-def note_processes(most: dict[str, float]) -> None:
-    """Largest GPU memory of each process, by its name and number."""
-    for pid, gib in gpu_processes().items():
-        try:
-            name = f"{' '.join(psutil.Process(pid).cmdline())[:60]} ({pid})"
-        except psutil.Error:
-            name = str(pid)
-        most[name] = max(most.get(name, 0.0), gib)
-
-
 def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
     """End what is left of an arm: first politely, then everything that carries its mark."""
     if process.poll() is None:
@@ -371,6 +366,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     """Exit status: 0 if every arm that was started is done."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its arm ends with it
     options.out.mkdir(parents=True, exist_ok=True)
     scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="peers-"))).resolve()
     scratch.mkdir(parents=True, exist_ok=True)

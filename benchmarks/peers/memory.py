@@ -12,6 +12,8 @@ from typing import Any, Self
 import psutil
 
 GIB = 2**30
+OTHERS_GIB = 2.0
+"""Of a GPU, that others may have."""
 EVERY_S = 0.05
 SLOW_EVERY_S = 0.5
 """Between two looks at a tree of processes, which cost more."""
@@ -79,6 +81,16 @@ def gpu_processes() -> dict[int, float]:
     return {each.pid: (each.usedGpuMemory or 0) / GIB for each in found}
 
 
+def note_processes(most: dict[str, float]) -> None:
+    """Largest GPU memory of each process, by its name and number."""
+    for pid, gib in gpu_processes().items():
+        try:
+            name = f"{' '.join(psutil.Process(pid).cmdline())[:60]} ({pid})"
+        except psutil.Error:
+            name = str(pid)
+        most[name] = max(most.get(name, 0.0), gib)
+
+
 def _handle(nvml: Any) -> Any:
     gpu = first_gpu()
     if gpu.isdecimal():
@@ -135,6 +147,17 @@ def tree_reader(pid: Callable[[], int | None]) -> Callable[[], float]:
         return total
 
     return read
+
+
+def check_alone(read: Callable[[], float], *, deadline_s: float = 30.0) -> None:
+    """Raise SystemExit if others have a part of the GPU and do not give it back: peaks and times
+    would not be an arm's own."""
+    if not settled(read, OTHERS_GIB * GIB, deadline_s=deadline_s):
+        raise SystemExit(
+            f"{read() / GIB:.1f} GiB of GPU {first_gpu()} are in use, by none of the arms, whose "
+            "peaks and times would not be their own: end what has them, or name another GPU in "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def settled(read: Callable[[], float], target: float, *, deadline_s: float = 30.0) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.peers import keel_grpo
+from benchmarks.peers import compare, keel_grpo, memory
 from benchmarks.peers.compare import arguments, earlier
 from benchmarks.peers.draws import Draw, read
 from benchmarks.peers.draws import report as over_draws
@@ -37,6 +39,32 @@ def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="0"):
         arguments(["--help"])
     assert "40%" in capsys.readouterr().out
+
+
+@pytest.mark.e2e
+def test_an_arm_ends_with_the_comparison(
+    given: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = arguments(["--out", str(tmp_path), "--small"])
+    bench = compare.Bench(options, tmp_path, given)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(bench, "_command", lambda *_: sleeps)
+    seen: list[psutil.Process] = []
+
+    def interrupted(_: object) -> None:
+        seen.extend(psutil.Process().children())
+        sys.exit(143)
+
+    monkeypatch.setattr(compare, "note_processes", interrupted)
+    with pytest.raises(SystemExit):
+        bench.all(["keel"])
+    assert seen and not any(one.is_running() and one.status() != "zombie" for one in seen)
+
+
+def test_a_gpu_that_others_use_is_refused() -> None:
+    memory.check_alone(lambda: 1e9, deadline_s=1.0)
+    with pytest.raises(SystemExit, match=r"70\.0 GiB of GPU"):
+        memory.check_alone(lambda: 70.0 * 2**30, deadline_s=0.3)
 
 
 def test_prompts_have_the_promised_length_in_both_systems(given: Workload) -> None:

@@ -142,7 +142,7 @@ SEEN: set[str] = set()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA graphs)")
-@pytest.mark.parametrize(("cascade", "routes"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("cascade", "routes"), [(True, True), (False, True), (True, False), (False, False)])
 def test_an_engine_samples_the_same_with_and_without(
     cascade: bool, routes: bool, tmp_path: Path
 ) -> None:
