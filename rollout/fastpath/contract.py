@@ -311,6 +311,10 @@ BURSTS: tuple[Need, ...] = (
         f"{RUNNER}.postprocess_sampled",
         "self idx_mapping sampled_tokens num_sampled num_rejected query_start_loc",
     ),
+    Has(
+        "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector",
+        "begin_step prepare_output",
+    ),
     Has(RUNNER, "main_stream output_copy_stream postprocess_sampled sample sample_tokens sampler"),
     Has(f"{GPU}.input_batch:InputBatch", "query_start_loc"),
     Has(f"{GPU}.sample.sampler:Sampler", "get_logprobs_dims"),

@@ -248,10 +248,10 @@ class DecodeRun:
         self.in_flight.pop(0)
         self.received += count
         last = np.maximum(self.limits[places] - self.outputs[places] - 1, column)
-        stopping = np.isin(tokens, list(self.any_stop))
-        for row, step_of in np.argwhere(stopping):
-            if int(tokens[row, step_of]) in self.stops[places[row]]:
-                last[row] = min(last[row], column + step_of)
+        if not self.any_stop.isdisjoint(tokens.ravel().tolist()):
+            for row, after in np.argwhere(np.isin(tokens, list(self.any_stop))).tolist():
+                if int(tokens[row, after]) in self.stops[places[row]]:
+                    last[row] = min(last[row], column + after)
         ends = last < self.received
         ends &= self.live[places] & (self.first[places] <= column)
         self.last[places[ends]] = last[ends]

@@ -26,6 +26,9 @@ from keel.rollout.weight_loading.extension import WeightsExtension, moe_runners
 class SlotRoutes:
     """Stands in for vLLM's `AuxOutputWorkerConnector` in Model Runner V2, whose capture it uses."""
 
+    keel_stays = True
+    """Nothing of a step goes to the host, so that several may follow on each other."""
+
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
         """`captured` [N, all layers, K] int32: the current step's experts. `slots` [≥ N]: cache
         slot of each of its tokens. Both are overwritten in each step, in stream order. `layers`:

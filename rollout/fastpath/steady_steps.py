@@ -184,10 +184,11 @@ class SteadySteps:
     def _steps_of(self, output: SchedulerOutput, batch: Any) -> int:
         """As many as are offered, if what each of them draws is all that comes of it."""
         runner = self._runner
+        nothing = runner.aux_output_connector is None
         if (
             (offered := steps_offered(output)) == 1
             or self._sample_theirs is None
-            or runner.aux_output_connector is not None
+            or not getattr(runner.aux_output_connector, "keel_stays", nothing)
             or not isinstance(runner.sampler, KeptSampler)
             or runner.sampler.get_logprobs_dims(batch.idx_mapping_np) != (0, 0)
         ):
@@ -201,6 +202,8 @@ class SteadySteps:
         runner.postprocess_sampled(
             batch.idx_mapping, made.sampled_token_ids, sampled, rejected, batch.query_start_loc
         )
+        if runner.aux_output_connector is not None:
+            runner.aux_output_connector.prepare_output(batch)
         return made
 
     def _step(self, known: Known, computed: NDArray[np.int32]) -> Known:

@@ -303,6 +303,24 @@ def several_steps_are_taken_where_they_are_offered(patch: pytest.MonkeyPatch) ->
     assert taken.sample_tokens(None) is runner.last, "of one step"
 
 
+def routes_are_filed_step_by_step(patch: pytest.MonkeyPatch) -> None:
+    runner, taken = steps(patch, bursts=True)
+    runner.sampler = Sampler(runner)
+    runner.aux_output_connector = SimpleNamespace(
+        keel_stays=True,
+        begin_step=lambda _: runner.done.append("begin"),
+        prepare_output=lambda batch: runner.done.append(batch.num_computed_tokens_np.tolist()),
+    )
+    taken.execute_model(output())
+    runner.done.clear()
+    taken.execute_model(offer(3))
+    assert [it for it in runner.done if it == "begin" or isinstance(it, list)] == [
+        "begin",
+        [10, 11, 12],
+        [11, 12, 13],  # vLLM files the last step's
+    ]
+
+
 def one_step_is_taken_where_more_comes_of_it(patch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("aux_output_connector", SimpleNamespace(begin_step=lambda _: None)),

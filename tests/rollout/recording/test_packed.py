@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.rollout.recording.contract import RecorderContract
@@ -51,7 +49,7 @@ def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
         yield engine
         watch = engine.watch()
         assert watch.fast_steps > 10
-        assert watch.steady_steps > 10
+        assert watch.steady_steps > watch.fast_steps, "several were taken at once"
 
 
 @pytest.fixture(scope="module")
@@ -72,28 +70,6 @@ class TestPackedRecorder:
     test_weights_change = RecorderContract.test_weights_change_while_answers_are_sampled
     test_cut_across = RecorderContract.test_answers_are_cut_while_weights_change
     test_weight_update = RecorderContract.test_weight_update
-
-
-def test_several_steps_at_once(
-    folder: Path, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
-) -> None:
-    """Without routes, which are filed step by step, and the same in everything else."""
-    asked = prompts(2, shared=0, own=9, tag="b")
-    one_by_one = engine.sample(asked, group_size=3)
-    check_groups(one_by_one, reference, TRUNCATED, tolerance)
-    spec = replace(engine_spec(folder), keep_routing=False)
-    with running_engine(spec, gpu=False, kind="packed") as other:
-        at_once = other.sample(asked, group_size=3)
-        watch = other.watch()
-    assert watch.steady_steps > watch.fast_steps + 10
-    for mine, theirs in zip(at_once, one_by_one, strict=True):
-        for found, wanted in zip(mine.trajectories, theirs.trajectories, strict=True):
-            (one,), (two,) = found.segments, wanted.segments
-            assert one.token_ids_T.tolist() == two.token_ids_T.tolist()
-            assert np.allclose(one.logp_old_T, two.logp_old_T, atol=1e-5)
-            assert one.kept is not None and two.kept is not None
-            assert one.kept.ids.tolist() == two.kept.ids.tolist()
-            assert one.kept.offsets.tolist() == two.kept.offsets.tolist()
 
 
 def test_where_vllm_has_changed_under_it_the_engine_is_native(
