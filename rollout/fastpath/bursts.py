@@ -71,27 +71,39 @@ def as_scheduled(output: SchedulerOutput) -> SchedulerOutput:
 
 
 class Pace:
-    """How many steps a burst may have, by the time that the last ones took."""
+    """How many steps a burst may have, by the time that the last ones of as many rows took."""
 
     def __init__(self) -> None:
-        self.most = 1
-        self._at = 0.0
+        self._took: dict[int, tuple[float, float]] = {}
+        """Seconds of a step in the last two bursts, by the rows' power of two."""
+        self._now = self._before = 0.0
 
-    def came(self, steps: int) -> None:
-        """So many have come, right after those before."""
-        before, self._at = self._at, time.perf_counter()
+    def most(self, rows: int) -> int:
+        """One, where nobody knows. The longer of two times counts: what comes late makes the next
+        ones seem early."""
+        took = self._took.get(rows.bit_length())
+        return 1 if took is None else int(min(max(LONGEST_S / max(took), 1), MOST))
+
+    def look(self) -> None:
+        """Something has come."""
+        self._now = time.perf_counter()
+
+    def came(self, steps: int, rows: int) -> None:
+        """That was a burst, or a single step, right after the one before."""
+        before, self._before = self._before, self._now
         if before:
-            fit = LONGEST_S * steps / max(self._at - before, 1e-9)
-            self.most = int(min(max(fit, 1), MOST))
+            each, size = max(self._now - before, 1e-9) / steps, rows.bit_length()
+            self._took[size] = self._took.get(size, (each, each))[1], each
 
     def broken(self) -> None:
         """Something else comes before the next ones."""
-        self._at = 0.0
+        self._before = 0.0
 
 
 class Drawn:
     """What the first steps of a burst have drawn, on the GPU: [steps, rows, …] each. Steps share
-    the places that their kernels write to, so it is copied out of these."""
+    the places that their kernels write to, so it is copied out of these. No mask is wider than
+    there is room in `StepSets.ids`."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -106,6 +118,7 @@ class Drawn:
         logprobs: Any = output.logprobs_tensors
         given = [output.sampled_token_ids, logprobs.logp]
         if sets is not None:
+            assert sets.bits is None
             given += [sets.counts, sets.flat, sets.ids]
         if not self._made:
             self._made = [one.new_empty((self._steps, *one.shape)) for one in given]
@@ -154,7 +167,7 @@ class OnHost:
         return whole, counts
 
     def _from_gpu(self, step: int, counts: NDArray[np.int64]) -> NDArray[np.int32]:
-        with torch.cuda.stream(self.copying):  # the other one has the next burst before it
+        with torch.cuda.stream(self.copying):  # which waits for the next burst, too; it is rare
             ids = self.kept[4][step].cpu().numpy()
         return np.concatenate([np.sort(row[:n]) for row, n in zip(ids, counts, strict=True)])
 

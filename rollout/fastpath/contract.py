@@ -322,7 +322,10 @@ BURSTS: tuple[Need, ...] = (
         f"{GPU}.sample.output:SamplerOutput",
         "logprobs_tensors sampled_token_ids sampling_mask_tensors",
     ),
+    Same(f"{GPU}.input_batch:post_update", "e2a3c9c2b120"),
     Has("vllm.v1.outputs:AsyncModelRunnerOutput", "get_output"),
+    Uses(f"{GPU}.async_utils:AsyncOutput.get_output", "copy_event synchronize"),
+    Uses(f"{GPU}.async_utils:AsyncOutput.__init__", "copy_event record to_cpu_nonblocking"),
     # A step is begun as soon as it is scheduled, in this process, and its tokens come later.
     Uses(
         "vllm.v1.engine.core:EngineCore.step_with_batch_queue",

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from keel.rollout.fastpath.bursts import Burst, Pace, as_scheduled, steps_in
+from keel.rollout.fastpath.bursts import MOST, Burst, Pace, as_scheduled, steps_in
 from keel.rollout.fastpath.decode_run import DecodeRun, Step, only_decodes, together
 from keel.rollout.fastpath.step_arrays import Packed
 
@@ -73,6 +73,7 @@ class _FastPath(Scheduler):
         self._possible = (
             len(groups) == 1
             and type(groups[0].kv_cache_spec) is FullAttentionSpec
+            and groups[0].kv_cache_spec.block_size >= MOST
             and not self.use_pp
             and not self.num_spec_tokens
             and not self.num_lookahead_tokens
@@ -105,6 +106,7 @@ class _FastPath(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self._pace.look()
         run, unpaused = self._run, self._pause_state == PauseState.UNPAUSED
         outputs: dict[int, EngineCoreOutputs] = {}
         theirs: SchedulerOutput | None = as_scheduled(scheduler_output)
@@ -114,9 +116,8 @@ class _FastPath(Scheduler):
             if ended is None:
                 self.keel_flush()
             else:
-                theirs = step.theirs
-                outputs = self._end(run, ended)
-                self._pace.came(steps_in(scheduler_output))
+                theirs, outputs = step.theirs, self._end(run, ended)
+                self._pace.came(steps_in(step.output), len(step.ids))
         if theirs is not None:
             self._pace.broken()
             for client, batch in super().update_from_output(theirs, model_runner_output).items():
@@ -212,8 +213,8 @@ class _FastPath(Scheduler):
         if joined:
             self._drop(run, run.ended())
         free, now = self.kv_cache_manager.block_pool.get_num_free_blocks(), run.scheduled
-        some = bool(joined or self.waiting or self.kv_holding_waiting)
-        steps = 1 if some else run.at_once(self._pace.most)
+        alone = not (joined or self.waiting or self.kv_holding_waiting)
+        steps = run.at_once(self._pace.most(len(run.ids))) if alone else 1
         due = np.flatnonzero(run.due < now + steps)
         if len(due) > free:
             steps, due = 1, due[run.due[due] == now]

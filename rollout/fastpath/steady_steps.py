@@ -165,7 +165,7 @@ class SteadySteps:
             runner.aux_output_connector.begin_step(output.aux_output_connector_metadata)
         known = known._replace(state=known.state._replace(finished_req_ids=output.finished_req_ids))
         computed = np.array(cached.num_computed_tokens, np.int32)
-        steps = self._steps_of(output, batch)
+        steps = self._steps_of(output, known)
         if steps > 1:
             begin(output, steps)
             drawn = Drawn(steps - 1)
@@ -181,19 +181,27 @@ class SteadySteps:
         runner.execute_model_state = known.state
         return known
 
-    def _steps_of(self, output: SchedulerOutput, batch: Any) -> int:
-        """As many as are offered, if what each of them draws is all that comes of it."""
-        runner = self._runner
+    def _steps_of(self, output: SchedulerOutput, known: Known) -> int:
+        """As many as are offered, if what each of them draws is all that comes of it, and nothing
+        has to be made for it on the host."""
+        runner, requests = self._runner, known.requests
         nothing = runner.aux_output_connector is None
         if (
             (offered := steps_offered(output)) == 1
             or self._sample_theirs is None
+            or not self._on_gpu(known)
             or not getattr(runner.aux_output_connector, "keel_stays", nothing)
             or not isinstance(runner.sampler, KeptSampler)
-            or runner.sampler.get_logprobs_dims(batch.idx_mapping_np) != (0, 0)
+            or runner.sampler.get_logprobs_dims(requests) != (0, 0)
+            or not runner.sampler.only_truncates(requests)
         ):
             return 1
         return offered
+
+    def _on_gpu(self, known: Known) -> bool:
+        """Whether attention is planned there: some kernels' plans are written to one place of the
+        host's, from where the GPU fetches them later."""
+        return known.planned
 
     def _draw(self, state: Any) -> SamplerOutput:
         """What vLLM does with a step's hidden states, but for handing it to the host."""

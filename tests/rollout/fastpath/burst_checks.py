@@ -92,17 +92,24 @@ def a_burst_lasts_no_longer_than_it_may(patch: Any) -> None:
     now = [100.0]
     patch.setattr(bursts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     pace = Pace()
-    assert pace.most == 1, "nobody knows yet"
+    assert pace.most(5) == 1, "nobody knows yet"
 
-    def after(seconds: float, steps: int) -> int:
+    def after(seconds: float, steps: int, rows: int = 5) -> int:
         now[0] += seconds
-        pace.came(steps)
-        return pace.most
+        pace.look()
+        now[0] += 7.0  # what is done with them takes no part in it
+        pace.came(steps, rows)
+        now[0] -= 7.0
+        return pace.most(rows)
 
     assert after(1.0, 1) == 1, "nor now: nothing was before"
     assert after(LONGEST_S / 3.5, 1) == 3
-    assert after(LONGEST_S / 3.5, 3) == min(10, MOST)
+    assert after(LONGEST_S / 3.5, 3) == 3, "one that comes early may follow a late one"
+    assert after(LONGEST_S / 3.5, 3) == MOST
+    assert pace.most(6) == pace.most(7) == MOST
+    assert pace.most(8) == pace.most(2) == 1, "a step of other rows takes another time"
     assert after(5 * LONGEST_S, 1) == 1
     pace.broken()
     assert after(1e-6, 1) == 1, "the time is not that of a step"
+    assert after(1e-6, 1) == 1
     assert after(1e-6, 1) == MOST

@@ -267,13 +267,16 @@ class Sampler(KeptSampler):
     """As much of it as is looked at."""
 
     def __init__(self, runner: Runner) -> None:  # pyright: ignore[reportMissingSuperCall]
-        self.runner, self.dims = runner, (0, 0)
+        self.runner, self.dims, self.truncates = runner, (0, 0), True
 
     def apply_staged_writes(self) -> None:
         self.runner.done.append("sampler")
 
     def get_logprobs_dims(self, *_: Any) -> Any:
         return self.dims
+
+    def only_truncates(self, _: Any) -> bool:
+        return self.truncates
 
 
 def offer(count: int) -> Burst:
@@ -326,12 +329,14 @@ def one_step_is_taken_where_more_comes_of_it(patch: pytest.MonkeyPatch) -> None:
         ("aux_output_connector", SimpleNamespace(begin_step=lambda _: None)),
         ("sampler", SimpleNamespace(apply_staged_writes=lambda: None)),
         ("dims", (5, 0)),
+        ("truncates", False),
+        ("metadata", {"layer": SimpleNamespace(step=None)}),
         ("bursts", False),
     ):
         runner, taken = steps(patch, bursts=name != "bursts")
         runner.sampler = Sampler(runner)
+        setattr(runner.sampler if name in ("dims", "truncates") else runner, name, value)
         taken.execute_model(output())
-        setattr(runner.sampler if name == "dims" else runner, name, value)
         burst = offer(3)
         taken.execute_model(burst)
         assert burst.taken == 1 and taken.taken == 1, name
