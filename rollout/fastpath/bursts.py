@@ -108,8 +108,6 @@ class Drawn:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._made: list[Tensor] = []
-        self._ids: Tensor | None = None
-        """[steps, rows, width] of sampling masks, for a step of more than travel with it."""
         self._filed = 0
 
     def add(self, output: SamplerOutput) -> None:
