@@ -73,23 +73,21 @@ def share_prompts(spec: EngineSpec, recorder: RecorderName) -> bool:
 
 def takes_over_rows() -> bool:
     """Whether a decoding step with the rows of the one before is not prepared anew."""
-    if lost := changes("steady"):
-        _LOG.warning(
-            "%s. Every decoding step is prepared anew, which is slower where sequences are few. "
-            "Install %s to have it said no more",
-            _changed(lost),
-            _right(),
-        )
-    return not lost
+    return _fits("steady", "Every decoding step is prepared anew")
 
 
 def takes_bursts() -> bool:
     """Whether several decoding steps may be begun at once."""
-    if lost := changes("bursts"):
+    return _fits("bursts", "Every decoding step waits for the host")
+
+
+def _fits(part: Part, without: str) -> bool:
+    """Whether this vLLM is what a part of decoding leans on, or a warning of what is `without`."""
+    if lost := changes(part):
         _LOG.warning(
-            "%s. Every decoding step waits for the host, which is slower where sequences are few. "
-            "Install %s to have it said no more",
+            "%s. %s, which is slower where sequences are few. Install %s to have it said no more",
             _changed(lost),
+            without,
             _right(),
         )
     return not lost

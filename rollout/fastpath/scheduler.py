@@ -109,7 +109,7 @@ class _FastPath(Scheduler):
         self._pace.look()
         run, unpaused = self._run, self._pause_state == PauseState.UNPAUSED
         outputs: dict[int, EngineCoreOutputs] = {}
-        theirs: SchedulerOutput | None = as_scheduled(scheduler_output)
+        theirs: SchedulerOutput | None = scheduler_output
         if run is not None and run.in_flight and run.in_flight[0].output is scheduler_output:
             step = run.in_flight[0]
             ended = run.receive(model_runner_output) if unpaused else None
@@ -120,7 +120,8 @@ class _FastPath(Scheduler):
                 self._pace.came(steps_in(step.output), len(step.ids))
         if theirs is not None:
             self._pace.broken()
-            for client, batch in super().update_from_output(theirs, model_runner_output).items():
+            found = super().update_from_output(as_scheduled(theirs), model_runner_output)
+            for client, batch in found.items():
                 for output in batch.outputs:
                     self._complete(output)
                 mine = outputs.setdefault(client, batch)
@@ -256,8 +257,7 @@ class _FastPath(Scheduler):
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
             offered=steps,
         )
-        self.finished_req_ids = set()
-        self.reset_preempted_req_ids = set()
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         return output
 
     def _beside_it(

@@ -50,9 +50,10 @@ def test_an_arm_ends_with_the_comparison(
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(bench, "_command", lambda *_: sleeps)
     seen: list[psutil.Process] = []
+    others = psutil.Process().children()
 
     def interrupted(_: object) -> None:
-        seen.extend(psutil.Process().children())
+        seen.extend(one for one in psutil.Process().children() if one not in others)
         sys.exit(143)
 
     monkeypatch.setattr(compare, "note_processes", interrupted)

@@ -136,10 +136,8 @@ def check_attention_kernels(config: Config, *, gpu: bool, flash4: bool, machine:
 
 
 def no_sharing(config: Config, *, head_size: int) -> str:
-    """Why trajectories of a group cannot have their prompt in common in training, or have none to;
-    empty: they can. head_size: 0 of keys and values that are kept as a latent."""
-    if config.algorithm.group_size == 1:
-        return "a group is of one completion"
+    """Why trajectories of a group cannot have their prompt in common in training; empty: they can.
+    head_size: 0 of keys and values that are kept as a latent."""
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
     if not head_size:
