@@ -19,6 +19,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.trainer.planning.cures import cures
 from keel.trainer.planning.memory import (
+    ENGINE_BEYOND_GIB,
     ENGINE_SPARE,
     ENGINE_SPARE_GIB,
     GIB,
@@ -261,10 +262,10 @@ class Search:
         if self.way.spare * needed_bytes(config, rank, shared=shared) / GIB > free:
             return None
         most = min(free, self.way.most_share * size)
-        if shared and config.rollout.sleep:
-            most = min(most, free - staying_gib(config, rank) * self.way.spare)
-        elif shared:
-            most = min(most, free - needs)
+        if shared:
+            sleeps = config.rollout.sleep
+            rest = staying_gib(config, rank) * self.way.spare if sleeps else needs
+            most = min(most, free - rest - ENGINE_BEYOND_GIB)
         if knob not in self.left:
             fits = not shared or config.rollout.sleep
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
