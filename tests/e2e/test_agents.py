@@ -42,6 +42,7 @@ def solve(task):
         messages += [reply.choices[0].message.model_dump(exclude_none=True), asked]
     return reply.choices[0].message.content
 """
+# Of the four groups of a step one is the program's, each of whose episodes loads OpenAI's library.
 SOURCES = """
 - name: trip
   source: environment
@@ -54,13 +55,15 @@ SOURCES = """
     reply_s: {patience_s}
     verdict_s: {patience_s}
   size: 64
-  holdout: 8
+  holdout: 4
+  weight: 3
+  rewards: {{correct: 1.0, progress: 0.1}}
 - name: spelling
   source: reasoning_gym
   task: spell_backward
   params: {{min_word_len: 4, max_word_len: 7}}
   size: 200
-  holdout: 4
+  holdout: 1
   environment:
     program: "my_agent:solve"
     folder: {folder}
@@ -88,9 +91,9 @@ def recipe(folder: Path) -> list[str]:
         f"run.dir={folder / 'run'}",
         f"run.steps={STEPS}",
         f"model.embedded.cache_dir={folder / 'cache'}",
-        "model.embedded.cold_start.steps=120",  # enough for calls that can be read
+        "model.embedded.cold_start.steps=80",  # enough for calls that can be read
         "model.embedded.cold_start.batch_size=40",
-        "model.embedded.cold_start.questions=1024",
+        "model.embedded.cold_start.questions=512",
         f"model.embedded.cold_start.max_seconds={DEADLINE_S}",
         "agents.tools_in_thinking=true",
         "run.checkpoint_every=1",

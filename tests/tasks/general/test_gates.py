@@ -254,12 +254,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         return found
 
     def endless(limit_s: float) -> Outcomes:
-        settings = config(call_s=limit_s, verify_s=limit_s, solve_s=limit_s + 2)
+        settings = config(call_s=limit_s, verify_s=limit_s, solve_s=limit_s + 1)
         found = asyncio.run(of(ENDLESS, settings))
         assert all(as_wanted(name, found) for name in ENDLESS), found
         return found
 
-    return within_some(endless, (3.0, 20.0, 60.0)) | asyncio.run(of({*CHEATS} - ENDLESS, config()))
+    return within_some(endless, (1.0, 5.0, 20.0, 60.0)) | asyncio.run(
+        of({*CHEATS} - ENDLESS, config())
+    )
 
 
 def as_wanted(name: str, outcomes: Outcomes) -> bool:

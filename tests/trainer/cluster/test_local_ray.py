@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -71,26 +72,28 @@ reached = {ip for p in [psutil.Process(), *ours] for ip in listens(p)}
 print(sorted(ip.removeprefix("::ffff:") for ip in reached if "127." not in ip), bool(reached))
 print([named(p) for p in ours if "ray::IDLE" in named(p) or "ashboard" in named(p).split("=")[0]])
 """
+BOTH = """
+import os, sys
+from keel.trainer.cluster.nodes import start_ray  # takes seconds, and is here for both
+for code, home in zip(sys.argv[1::2], sys.argv[2::2]):
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.environ["HOME"] = home
+    os.chdir(home)
+    for number, name in ((1, "said"), (2, "errors")):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), number)
+    exec(code, {"__name__": "__main__"})
+    break
+"""
+"""Programs one after the other, each in a process, and a home, of its own."""
+TOKEN = Path(".ray", "auth_token")
 RAYLET = """
 import subprocess, sys
 agent = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]])
 print(agent.pid, flush=True)
 sys.stdin.read()
 """
-
-
-def run(python: Path | str, code: str, home: Path) -> str:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    done = subprocess.run(
-        [str(python), "-c", code],
-        env={**env, "HOME": str(home), "PYTHONPATH": str(ROOT)},
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_in_the_agents_place_nothing_listens_and_ends_with_the_raylet(tmp_path: Path) -> None:
@@ -125,27 +128,63 @@ def test_what_is_bound_ends_with_who_has_started_it() -> None:
     wait_for(lambda: not agent.is_running(), "its end")
 
 
-def test_nobody_joins_without_the_token_which_is_nowhere_to_be_read(tmp_path: Path) -> None:
-    said = run(sys.executable, KNOCK, tmp_path).splitlines()
-    assert len(said[0]) == len("token ") + 64
-    assert said[1:] == ["False True", "False True", "True False", "shown False"]
-    assert not (tmp_path / ".ray").exists()
+@dataclass(frozen=True)
+class Program:
+    home: Path
+    status: int
+
+    def lines(self) -> list[str]:
+        """What it has said."""
+        assert self.status == 0, (self.home / "errors").read_text()
+        return (self.home / "said").read_text().splitlines()
 
 
-def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(tmp_path: Path) -> None:
-    token = tmp_path / ".ray" / "auth_token"
-    token.parent.mkdir()
-    token.write_text("1" * 64)
-    home = tmp_path / "my environment"
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In an environment with a space in its path."""
+    home = tmp_path_factory.mktemp("environments") / "my environment"
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    own, where, kept, reached, idle = run(home / "bin" / "python", ACTOR, tmp_path).splitlines()
+    return home / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Program]:
+    """`KNOCK` in an empty home, and `ACTOR` in one with a token."""
+    homes = [tmp_path_factory.mktemp(name) for name in ("knock", "actor")]
+    (homes[1] / TOKEN).parent.mkdir()
+    (homes[1] / TOKEN).write_text("1" * 64)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run(
+        [str(python), "-c", BOTH, KNOCK, str(homes[0]), ACTOR, str(homes[1])],
+        env={**env, "PYTHONPATH": str(ROOT)},
+        cwd=homes[0],
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    knock, actor = map(Program, homes, map(int, done.stdout.split()))
+    return knock, actor
+
+
+def test_nobody_joins_without_the_token_which_is_nowhere_to_be_read(
+    ran: tuple[Program, Program],
+) -> None:
+    said = ran[0].lines()
+    assert len(said[0]) == len("token ") + 64
+    assert said[1:] == ["False True", "False True", "True False", "shown False"]
+    assert not (ran[0].home / ".ray").exists()
+
+
+def test_an_environment_with_a_space_in_its_path_and_a_token_of_another_use(
+    python: Path, ran: tuple[Program, Program]
+) -> None:
+    own, where, kept, reached, idle = ran[1].lines()
     assert own == "['gcs_server', 'raylet']"
-    assert (where, idle) == (
-        str(home / "bin" / "python"),
-        "[]",
-    )  # no process but the actor's: nobody waits, and no part of the dashboard
+    # No process but the actor's: nobody waits, and no part of the dashboard.
+    assert (where, idle) == (str(python), "[]")
     assert kept == "0", "or the GCS grows with every call"
     assert reached == "[] True"  # and none that listens to other machines
-    assert token.read_text() == "1" * 64
+    assert (ran[1].home / TOKEN).read_text() == "1" * 64

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from keel.rl.types import ScoredGroup
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.ranks import STEPS, TIGHT, Ranks, make_config
 
 SMALL = 2**14
 """Bytes of a block of host memory, so that what is offloaded takes several."""
+
+
+@cache
+def groups_of(step: int, model: Path) -> Sequence[ScoredGroup]:
+    """With routes of the model's own, which it takes a while to choose."""
+    return Rollouts(step, model, live_routes=True).groups(2, 3, kl_coef=0.1)
 
 
 def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
@@ -77,8 +86,7 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
                     one.before_update = before_update
                 metrics = []
                 for step in range(STEPS):
-                    rollouts = Rollouts(step, ranks.folder / "untied", live_routes=True)
-                    groups = rollouts.groups(2, 3, kl_coef=0.1)
+                    groups = groups_of(step, ranks.folder / "untied")
                     batches = [ranks.batch(groups[n : n + 1], config) for n in range(2)]
                     metrics.append(ranks.merged(engine.step(batches)))
                     after = ranks.published(engine)

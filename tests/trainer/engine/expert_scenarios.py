@@ -231,7 +231,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         **{f"skipping, stage {s}": skipping(s) for s in (0, 2)},
         **{f"read, stage {s}": reading(s, model="qwen3_moe", expert_parallel=2) for s in (0, 1, 3)},
         **{f"weights of {f}": starting(f) for f in ("deepseek_v2", "mixtral", "qwen2_moe")},
-        "qwen3_moe, compiled, stage 1": training(1, compile=True),
         "qwen3_moe, warm, stage 2": training(2, warm=True),
     },
     4: {

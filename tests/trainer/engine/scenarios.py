@@ -41,6 +41,7 @@ def training(stage: int, **changes: Any) -> Scenario:
         config = make_config(ranks.world_size, stage, **changes)
         engine = ranks.engine(config, model)
         before = ranks.published(engine)
+        counters.clear()
         if warm:
             draws = torch.get_rng_state()
             for whole in (False, True):
@@ -48,6 +49,7 @@ def training(stage: int, **changes: Any) -> Scenario:
                 warm_up(engine._network, engine._reference, *of, whole=whole)
             assert torch.equal(torch.get_rng_state(), draws)
             assert all(one.grad is None for one in engine._network.parameters())
+        warmed = counters["stats"]["unique_graphs"]
         counters.clear()
         metrics = ranks.train(engine, config, range(STEPS))
         exported = ranks.folder / f"exported-{ranks.world_size}-{next(ranks.serial)}"
@@ -58,6 +60,7 @@ def training(stage: int, **changes: Any) -> Scenario:
             "metrics": metrics,
             "exported": exported,
             "version": engine.version,
+            "warmed": warmed,
             "graphs": counters["stats"]["unique_graphs"],
         }
 
@@ -206,10 +209,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "accumulated": training(0, tokens=TIGHT),
         "recomputed": training(0, activation_checkpointing=True),
         "recomputed but attention": training(0, activation_checkpointing=True, keep_attention=True),
-        "compiled": training(0, tokens=TIGHT, compile=True),
         "warm": training(0, warm=True),
         "warm sparse": training(0, model="sparse", warm=True),
-        "warm compiled": training(0, tokens=TIGHT, compile=True, warm=True),
         "plain tied": training(0, model="tied"),
         "plain dense": training(0, model="dense"),
         "plain sparse": training(0, model="sparse"),
@@ -267,16 +268,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         **{f"reference {stage} asleep": referenced(stage, sleep=True) for stage in (1, 3)},
         **{f"skipping {stage}": skipping(stage) for stage in STAGES},
         **{f"skipping {stage} bfloat16": skipping(stage, bfloat16=True) for stage in (1, 2, 3)},
-        # Last, for DeepSpeed looks for garbage among the many objects that compiling leaves.
-        "stage 2 sequence recomputed offloaded compiled asleep": training(
-            2,
-            sequence_parallel=2,
-            tokens=TIGHT,
-            activation_checkpointing=True,
-            offload_optimizer=True,
-            compile=True,
-            sleep=True,
-        ),
     },
 }
 
@@ -319,15 +310,7 @@ def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> N
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("DS_ACCELERATOR", "cpu")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        # One process imports the libraries, the others are its copies. The last two are what a
-        # process loads with its first ZeRO optimizer and its first compiled layer: seconds each.
-        forked_from(
-            "keel.trainer.engine.engine",
-            run.__module__,
-            *(f"tests.trainer.engine.{each}_scenarios" for each in ("window", "expert", "reshard")),
-            "deepspeed.runtime.zero.muon.muon_optimizer",
-            "torch._dynamo.backends.debugging",
-        )
+        forked_from("tests.trainer.engine.preloaded")
         running = [
             mp.start_processes(
                 run, (size, port, folder), nprocs=size, join=False, start_method="forkserver"

@@ -17,7 +17,6 @@ from tests.trainer.engine import lesson_scenarios
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.scenarios import (
     STAGES,
-    TIGHT,
     Ranks,
     Result,
     Scenario,
@@ -30,6 +29,8 @@ WINDOWS = 9
 PROMPT, HALF = 24, 96
 """Tokens of a prompt that is shared, and of micro-batches that hold a group of three that share it,
 or two trajectories that do not."""
+TIGHT = 40
+"""Tokens of micro-batches of two or three windows."""
 MASK_DELTA = 0.01
 """In the middle of what these trajectories are away from the policy."""
 
@@ -50,10 +51,12 @@ def training(
             ranks.world_size, stage, mask_delta=MASK_DELTA, kl_coef=kl_coef, **changes
         )
         engine = ranks.engine(config, model)
+        counters.clear()
         if warm:
             for whole in (False, True):
                 of = (config, engine.device, engine._part)
                 warm_up(engine._network, engine._reference, *of, whole=whole)
+        warmed = counters["stats"]["unique_graphs"]
         counters.clear()
         metrics, scored, split, shared = [], [], [], []
         for step in range(STEPS):
@@ -74,6 +77,7 @@ def training(
             "scored": scored,
             "split": split,
             "shared": shared,
+            "warmed": warmed,
             "graphs": counters["stats"]["unique_graphs"],
         }
 
@@ -97,9 +101,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "whole, reference": training(0, kl_coef=0.1),
         "whole, dense": training(0, model="dense"),
         "whole, tight": training(0, tokens=TIGHT),
-        "whole, compiled": training(0, tokens=TIGHT, compile=True),
         "whole, prompted": prompted(0, share_prompts=False, kl_coef=0.1),
-        "prompted, compiled": prompted(0, kl_coef=0.1, compile=True, warm=True),
+        "prompted, alone": prompted(0, kl_coef=0.1),
     },
     2: {
         **{f"whole, stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},

@@ -1,0 +1,45 @@
+"""What `test_engine_compiled.py` runs, in processes of its own: see `scenarios.py`. All that have
+layers compiled stand here, since a process compiles once what several of them need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.trainer.engine import expert_scenarios as experts
+from tests.trainer.engine import window_scenarios as windows
+from tests.trainer.engine.scenarios import TIGHT, Scenario, run_rank, training
+
+FAMILY = "qwen3_moe"
+UNSPLIT = 32
+"""Tokens of micro-batches that hold the whole of any of these sequences, as a warm-up's do: of
+others the parts are scored first, without gradient, which other graphs do."""
+SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        # First, so that what its steps need is compiled in its warm-up or not at all.
+        "warm compiled": training(0, tokens=UNSPLIT, compile=True, warm=True),
+        "compiled": training(0, tokens=UNSPLIT, compile=True),
+        "plain": training(0),
+        "whole": windows.training(0),
+        "whole, compiled": windows.training(0, tokens=TIGHT, compile=True),
+        "prompted": windows.prompted(0, kl_coef=0.1),
+        "prompted, compiled": windows.prompted(0, kl_coef=0.1, compile=True, warm=True),
+        FAMILY: experts.training(0),
+    },
+    2: {
+        "stage 2 sequence recomputed offloaded compiled asleep": training(
+            2,
+            sequence_parallel=2,
+            tokens=TIGHT,
+            activation_checkpointing=True,
+            offload_optimizer=True,
+            compile=True,
+            sleep=True,
+        ),
+        f"{FAMILY}, compiled, stage 1": experts.training(1, compile=True),
+    },
+}
+
+
+def run_compiled_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SCENARIOS)

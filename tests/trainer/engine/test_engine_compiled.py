@@ -1,0 +1,89 @@
+"""Compiled decoder layers on the real engine: the weights and metrics of layers that are not, from
+few graphs, and from none after a warm-up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from keel.rl.metrics import values
+from tests.trainer.engine.batches import write_model
+from tests.trainer.engine.compiled_scenarios import FAMILY, SCENARIOS, run_compiled_rank
+from tests.trainer.engine.expert_scenarios import write_family
+from tests.trainer.engine.scenarios import results_of, run_all, same
+
+pytestmark = pytest.mark.e2e
+TWO_RANKS = "stage 2 sequence recomputed offloaded compiled asleep"
+EXPERTS = f"{FAMILY}, compiled, stage 1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs every scenario: a process for one rank, and two for two."""
+    folder = tmp_path_factory.mktemp("compiled")
+    write_model(folder / "untied")
+    write_family(folder / FAMILY, FAMILY)
+    run_all(run_compiled_rank, SCENARIOS, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return results_of(folder, SCENARIOS)
+
+
+def test_layers_are_compiled_once_for_all_lengths(results: dict[str, Any]) -> None:
+    assert 0 < results["warm compiled"]["warmed"] < 20
+    assert 0 < results[TWO_RANKS]["graphs"] < 20
+    assert results["plain"]["graphs"] == 0
+
+
+@pytest.mark.parametrize("name", ["warm compiled", "prompted, compiled"])
+def test_after_a_warm_up_a_step_compiles_nothing(results: dict[str, Any], name: str) -> None:
+    """The second shares prompts, and other graphs with it."""
+    assert results[name]["warmed"] > 0
+    assert results[name]["graphs"] == 0
+
+
+def test_a_warm_up_is_seen_in_nothing(results: dict[str, Any]) -> None:
+    same(results["warm compiled"]["after"], results["compiled"]["after"], atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "atol", "rel"),
+    [
+        ("compiled", "plain", 1e-5, 1e-4),
+        (TWO_RANKS, "plain", 1e-5, 1e-4),
+        (EXPERTS, FAMILY, 1e-5, 1e-4),
+        ("whole, compiled", "whole", 3e-6, 1e-5),
+        ("prompted, compiled", "prompted", 3e-6, 1e-5),
+    ],
+)
+def test_what_is_learned_is_what_other_layers_learn(
+    results: dict[str, Any], name: str, plain: str, atol: float, rel: float
+) -> None:
+    same(results[name]["after"], results[plain]["after"], atol=atol)
+    assert results[name].get("version") == results[plain].get("version")
+    for expected, actual in zip(results[plain]["metrics"], results[name]["metrics"], strict=True):
+        assert values(actual) == pytest.approx(values(expected), rel=rel, abs=1e-6, nan_ok=True)
+
+
+def test_windows_and_shared_prompts_are_among_them(results: dict[str, Any]) -> None:
+    windows, prompts = results["whole, compiled"], results["prompted, compiled"]
+    assert all(min(counts) > 0 for counts in windows["split"])
+    assert any(any(counts) for (counts,) in windows["scored"]), "without gradient"
+    assert prompts["shared"][0] and prompts["shared"][2]
+
+
+@pytest.mark.parametrize(("name", "model"), [(TWO_RANKS, "untied"), (EXPERTS, FAMILY)])
+def test_published_weights_are_the_checkpoint(
+    folder: Path, results: dict[str, Any], name: str, model: str
+) -> None:
+    exported = results[name]["exported"]
+    same(results[name]["before"], load_file(folder / model / "model.safetensors"), atol=0)
+    same(results[name]["after"], load_file(exported / "model.safetensors"), atol=0)
+    assert json.loads((exported / "config.json").read_text())["model_type"] == FAMILY
