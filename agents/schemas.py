@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, cast
 
 from keel.rl.turns import ToolCall, ToolSpec
@@ -80,12 +81,15 @@ class Arguments:
         if not isinstance(arguments, Mapping):
             return f"{call.name}: its arguments must be an object, by name"
         try:
-            errors = list(validator.iter_errors(dict(cast(Mapping[str, Any], arguments))))
+            found = validator.iter_errors(dict(cast(Mapping[str, Any], arguments)))
+            errors = list(islice(found, MOST_COMPLAINTS))
         except RecursionError:
             return f"{call.name}: its arguments are nested too deeply"
+        except ArithmeticError:  # a whole number that no float holds, of which `multipleOf` asks
+            return f"{call.name}: a number in its arguments is too large"
         said = [
             f"{error.message[:MOST_SAID]}" + (f" (at {error.json_path})" if error.path else "")
-            for error in errors[:MOST_COMPLAINTS]
+            for error in errors
         ]
         return f"{call.name}: {'; '.join(said)}" if said else ""
 

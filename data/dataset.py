@@ -55,6 +55,8 @@ class Dataset:
     train: PromptStream
     heldout: Mapping[str, tuple[Prompt, ...]]
     """Source name → its held-out prompts, for sources that have any. They never train."""
+    reserved: frozenset[str]
+    """What those ask, by `Item.question`: without their templates."""
     report: Mapping[str, SourceReport]
 
 
@@ -95,7 +97,7 @@ def load_dataset(
         _split(_loaded(source, seed, check_reward, hub_answers), source, config, seed, count_tokens)
         for source in config.sources
     ]
-    reserved = {item.question for split in splits for item in split.heldout}
+    reserved = frozenset(item.question for split in splits for item in split.heldout)
     train: dict[str, list[Prompt]] = {}
     report: dict[str, SourceReport] = {}
     for split in splits:
@@ -133,6 +135,7 @@ def load_dataset(
             for split in splits
             if split.heldout
         },
+        reserved=reserved,
         report=report,
     )
 

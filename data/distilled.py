@@ -14,6 +14,7 @@ from keel.configs.distillation import SelectConfig
 from keel.configs.schema import ConfigError
 from keel.data.evaluated import read_evaluation
 from keel.data.results import aligned
+from keel.rl.evaluation import FAIL
 
 Kind = tuple[str, bool]
 """Domain, and whether it thinks."""
@@ -102,7 +103,7 @@ def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[Candidate]
                     "specialist": specialist,
                 }
                 line.pop("asked")
-                why = "wrong" if sample["correct"] < least else ""
+                why = "wrong" if sample["correct"] < least - FAIL else ""
                 why = "cut off" if sample["finish_reason"] != "stop" else why
                 why = "not scored" if sample["error"] else why
                 yield Candidate(

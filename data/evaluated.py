@@ -26,10 +26,13 @@ from keel.rl.types import Prompt, ScoredGroup, Trajectory
 DEPENDS_ON = (
     *("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path"),
     *("endpoint.tells_thinking", "endpoint.extra"),
+    *("data.max_prompt_tokens", "data.long_prompts", "rollout.deadline_s"),
+    *("rollout.dtype", "rollout.head_dtype"),
 )
 SPARED = ("eval.dir", "eval.against", "eval.variants")
 SCORED_BY = re.compile(
-    r"(model|rewards)\.|data\.sources\[.*\]\.(rewards\.|environment\.|thinking|system|raw)"
+    r"(model|rewards)\.|data\.sources\[.*\]\.(rewards|environment|budget|length)\.|"
+    r"data\.sources\[.*\]\.(thinking|system|raw)"
 )
 """Knobs that completions and what they are worth depend on as well, RESUMABLE_KNOBS left out."""
 RIGHT = "(right)"

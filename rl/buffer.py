@@ -118,8 +118,10 @@ class GroupBuffer:
         self._batches: deque[Batch] = deque()
 
     def room(self) -> int:
-        """How many prompts to submit now."""
-        ahead = self._adopted + self._lag.publish_every + self._lag.batches
+        """How many prompts to submit now: up to the next of the regular publications, whose version
+        a run that was not resumed would sample from."""
+        every = self._lag.publish_every
+        ahead = (self._adopted // every + 1) * every + self._lag.batches
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
 
     def submitted(self, prompt: Prompt) -> int:

@@ -168,15 +168,19 @@ def _checked(config: DistillConfig) -> Config:
                     "say how well it was taught"
                 )
     base = [*config.overrides, f"data.only={json.dumps(_taught(config))}"]
-    for each in config.specialists:
-        load_config(config.recipe, [*base, *_own(each)])
+    own = [
+        load_config(config.recipe, [*base, *_own(each)]).max_context for each in config.specialists
+    ]
     load_config(config.recipe, [*base, *config.mixed_overrides])
     recipe, given = load_config(config.recipe, base), load_config(config.sft, config.sft_overrides)
     root = Path(config.dir).expanduser()
     source = ConversationsConfig(
-        name="distilled", source="trajectories", path=str(_selected(root).absolute())
+        name="distilled",
+        source="trajectories",
+        path=str(_selected(root).absolute()),
+        least_reward=config.select.least,
     )
-    context = max(given.sft.max_context_tokens, recipe.max_context)
+    context = max(given.sft.max_context_tokens, recipe.max_context, *own)
     return replace(
         recipe,
         run=replace(given.run, dir=str(root / "distilled"), seed=recipe.run.seed),

@@ -5,12 +5,14 @@ The order is by cost: what can be refused is refused before Ray starts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, get_args
 
 import torch
@@ -105,14 +107,27 @@ class Remote:
     turns: EndpointTurns | None = None
     agents: EpisodeRunner | None = None
     """Of prompts with environments."""
+    _open: Counter[str] = field(default_factory=Counter[str])
+    """Groups at work, by prompt."""
+    _lock: Lock = field(default_factory=Lock)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
         if prompt.environment and self.agents and self.turns:
+            with self._lock:
+                self._open[prompt.prompt_id] += 1
             group = self.agents.submit(prompt, group_size=size, purpose=purpose)
-            group.add_done_callback(lambda _: self.turns and self.turns.forget(prompt))
+            group.add_done_callback(lambda _: self._over(prompt))
             return group
         how = self.config.sampling(purpose, prompt.domain)
         return self.completions.submit(prompt, group_size=size, sampling=how)
+
+    def _over(self, prompt: Prompt) -> None:
+        """A group of it is; another one about the same prompt may still be at work."""
+        with self._lock:
+            self._open[prompt.prompt_id] -= 1
+            last = not self._open[prompt.prompt_id]
+        if last and self.turns:
+            self.turns.forget(prompt)
 
     def attended(self, hurry: Callable[[], bool]) -> Callable[[], bool]:
         """As of `System`; an endpoint is looked at by nobody."""

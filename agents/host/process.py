@@ -232,10 +232,15 @@ def how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its output"
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was ended by {_signal(-code)}"
     if code > 128 and code - 128 in set(signal.Signals):  # told by a sandbox's outer process
-        return f"was ended by {signal.Signals(code - 128).name}"
+        return f"was ended by {_signal(code - 128)}"
     return f"exited with status {code}"
+
+
+def _signal(number: int) -> str:
+    """Its name; most of the real-time ones have none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def launch(

@@ -59,7 +59,8 @@ class Episode:
             raise
         except Exception as error:  # a tool may raise anything: the policy is told, and goes on
             print(f"{request['name']}: {told(error)} ({place(error)})", file=sys.stderr)
-            return {"text": told(error), "failed": True}
+            done = getattr(self._environment, "done", False) is True
+            return {"text": told(error), "failed": True, "done": done}
 
 
 def limit_memory(mib: int | None) -> None:

@@ -103,7 +103,11 @@ class Object:
             text = text_of(awaited(self._found.call(name, arguments)))
         else:
             text = self._tools[name](arguments)
-        return {"text": text, "done": getattr(self._found, "done", False) is True}
+        return {"text": text, "done": self.done}
+
+    @property
+    def done(self) -> bool:
+        return getattr(self._found, "done", False) is True
 
     def reply(self, said: dict[str, Any]) -> Any:
         text = self._ask("reply", text=str(said.get("content") or ""))

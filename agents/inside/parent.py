@@ -162,6 +162,8 @@ class Parent:
         """Until Keel is gone. In a forked process, its channel and what it is to run instead."""
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, MOST_BYTES, 2)
+            for fd in fds:  # a process that the environment starts is not to answer Keel
+                os.set_inheritable(fd, False)
             if not line:
                 return None
             request = json.loads(line)

@@ -24,6 +24,7 @@ from keel.data.rows.lines import BadLine, lines_of, object_of
 from keel.data.rows.places import files_of
 from keel.data.rows.proposal import ANSWERS, PROMPTS
 from keel.data.rows.read import Row, rows_of_files, rows_of_lines
+from keel.rl.evaluation import FAIL
 from keel.rl.supervised.records import segments_of
 
 WRITTEN = KNOWN | {
@@ -212,7 +213,7 @@ def _why_not(record: Mapping[str, Any], source: ConversationsConfig, each: Count
             f"has no `{source.reward}` (sft.sources[{source.name}].reward); it has reward, "
             f"{', '.join(parts)}"
         )
-    if worth < source.least_reward:
+    if worth < source.least_reward - FAIL:
         return f"worth less than {source.least_reward:g}"
     if not source.cut and record.get("finish_reason", "stop") != "stop":
         return "cut off"

@@ -224,10 +224,13 @@ class SearchPipeline:
                 "lower count, raise most_documents, or set search.entities: author"
             )
         starts: dict[str, Start] = {}
+        drawn = {True: 0, False: 0}
         for number, entity in enumerate(entities):
-            language = config.languages[number % len(config.languages)]
             # The first of every so many: the same ones whatever `count` is.
             is_open = int((number + 1) * config.helpful) > int(number * config.helpful)
+            # Either kind in every language, one after the other.
+            language = config.languages[drawn[is_open] % len(config.languages)]
+            drawn[is_open] += 1
             starts[f"{entity.name or entity.document}/{language}"] = Start(
                 entity=entity, language=language, open=is_open
             )

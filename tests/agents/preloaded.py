@@ -57,6 +57,11 @@ class Counter:
                 for name in os.listdir("/proc/self/fd")
                 if os.path.exists(f"/proc/self/fd/{name}")
             ),
+            "inherited": [
+                int(name)
+                for name in os.listdir("/proc/self/fd")
+                if os.path.exists(f"/proc/self/fd/{name}") and os.get_inheritable(int(name))
+            ],
             "temporary": tempfile.gettempdir(),
             "word": os.environ.get("WORD"),
         }

@@ -131,3 +131,9 @@ def test_gymnasiums_own_lake(tmp_path: Path) -> None:
             await environment.close()
 
     run(play())
+
+
+def test_a_move_of_thousands_of_digits_is_answered() -> None:
+    game = Game(Walk(), play_by="text")
+    game.opening(TASK, 3)
+    assert "whole number from 0 to 1" in game.reply({"content": "9" * 5000})["content"]

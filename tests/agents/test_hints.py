@@ -230,3 +230,13 @@ def test_tools_of_one_name_are_refused_and_sets_shared() -> None:
     nested["$defs"] = {"n": {"anyOf": [{"type": "string"}, {"items": {"$ref": "#/$defs/n"}}]}}
     known = Arguments([ToolSpec(name="t", description="", parameters=nested)])
     assert "too deeply" in known.complaint(ToolCall(call_id="1", name="t", arguments={"x": deep}))
+
+
+def test_a_number_that_no_float_holds_is_a_wrong_argument() -> None:
+    price = {"type": "object", "properties": {"price": {"type": "number", "multipleOf": 0.01}}}
+    tools = (ToolSpec(name="pay", description="", parameters=price),)
+    call = ToolCall(call_id="1", name="pay", arguments={"price": 10**400})
+    assert "too large" in arguments_of(tools).complaint(call)
+    assert not arguments_of(tools).complaint(
+        ToolCall(call_id="1", name="pay", arguments={"price": 1.25})
+    )

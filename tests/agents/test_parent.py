@@ -67,6 +67,7 @@ def test_episodes_share_what_was_loaded_and_nothing_after_it() -> None:
             assert seen["temporary"] == one._scratch != else_seen["temporary"]
             # Its channel twice, its standard error, and nothing of the other's or the parent's.
             assert sorted(seen["files"]) == ["/dev/null", "pipe", "pipe", "socket", "socket"]
+            assert set(seen["inherited"]) <= {0, 1, 2}, "what a tool starts could answer for it"
             pids = [one._process.pid, other._process.pid]  # pyright: ignore
             assert len(set(pids)) == 2
         assert not any(map(alive, pids))

@@ -44,6 +44,16 @@ def test_the_last_steps_ask_for_no_more_than_they_train_on() -> None:
     assert one.room() == 4
 
 
+def test_a_resumed_run_samples_up_to_the_next_regular_publication() -> None:
+    whole = buffer(steps=8, lag=Lag(publish_every=4))
+    assert whole.room() == 4 * 2
+    resumed = buffer(steps=8, lag=Lag(publish_every=4), start=2)
+    assert resumed.room() == 2 * 2
+    fill(resumed)
+    resumed.adopted(4)
+    assert resumed.room() == 4 * 2
+
+
 @settings(deadline=None)
 @given(
     lag=st.integers(0, 3),

@@ -175,6 +175,19 @@ def recipe(folder: Path, **changes: Any) -> DistillConfig:
     return DistillConfig(**{**known, **changes})
 
 
+def test_what_was_selected_is_learned_and_fits_what_any_specialist_had_room_for(
+    tmp_path: Path,
+) -> None:
+    longer = ("rollout.sampling.max_tokens=1000", "model.embedded.max_context=2048")
+    roomy = SpecialistConfig(name="speller", sources=("spelling",), overrides=longer)
+    config = recipe(tmp_path, specialists=(roomy,), select=SelectConfig(least=0.7))
+    plain = _checked(recipe(tmp_path)).sft
+    made = _checked(config).sft
+    (source,) = made.sources
+    assert source.least_reward == 0.7
+    assert made.max_context_tokens > plain.max_context_tokens
+
+
 @pytest.mark.parametrize("status", [143, 0])  # 0: Ctrl-C has stopped it, with a checkpoint
 def test_every_link_in_its_order_and_a_stopped_chain_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int

@@ -236,6 +236,10 @@ def test_what_a_recipe_measures_its_conversations_do_not_teach(tmp_path: Path) -
     report = task.lessons.report["chats"]
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
     assert task.config.data.sources == () and task.config.algorithm.mask_delta is None
+    # Though the recipe asks them in a template's words.
+    framed = json.dumps({"sources": [{**prompts, "template": "boxed"}]})
+    report = prepare_sft(recipe(tmp_path, holdout=0), [f"data={framed}"]).lessons.report["chats"]
+    assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
     # Of the same prompts, in the words of an environment.
     path = tmp_path / "sampled.jsonl"
     told = [

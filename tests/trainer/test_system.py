@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -102,3 +103,28 @@ def test_engines_alone_are_waited_for() -> None:
         how = {"engines_first": True, "warm": True}
         warnings = system.start_both(starting, None, both, starting, Wait("starting"), **how)
     assert warnings == ["engines warn"]
+
+
+def test_conversations_behind_an_endpoint_are_forgotten_when_the_last_of_a_prompt_is_over() -> None:
+    groups: list[Future[Any]] = [Future(), Future(), Future()]
+    left, forgotten = iter(groups), []
+
+    class Agents:
+        def submit(self, *_: Any, **__: Any) -> Future[Any]:
+            return next(left)
+
+    class Turns:
+        def forget(self, prompt: Any) -> None:
+            forgotten.append(prompt.prompt_id)
+
+    parts: dict[str, Any] = {"agents": Agents(), "turns": Turns()}
+    unused: Any = None
+    remote = system.Remote(config=unused, completions=unused, scorer=unused, **parts)
+    one, other = (SimpleNamespace(prompt_id=name, environment="shop") for name in ("a", "b"))
+    for asked in (one, one, other):
+        remote.submit(cast(Any, asked), "eval", 8)
+    groups[0].set_result(None)
+    assert not forgotten, "the second group has turns to come"
+    groups[2].set_result(None)
+    groups[1].set_result(None)
+    assert forgotten == ["b", "a"]

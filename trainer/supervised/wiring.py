@@ -280,8 +280,11 @@ def solved(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def reserved_questions(dataset: Dataset | None) -> set[str]:
     """Those that the recipe's prompts hold out, so that nobody learns what is measured."""
-    heldout = dataset.heldout if dataset is not None else {}
-    return {Item(prompt=p, origin="").question for prompts in heldout.values() for p in prompts}
+    if dataset is None:
+        return set()
+    told = (prompt for prompts in dataset.heldout.values() for prompt in prompts)
+    # With the words of their templates, too: a conversation may have been had with them.
+    return {*dataset.reserved, *(Item(prompt=prompt, origin="").question for prompt in told)}
 
 
 def reserved_ids(dataset: Dataset | None) -> set[str]:
