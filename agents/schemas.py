@@ -81,7 +81,7 @@ class Arguments:
         if not isinstance(arguments, Mapping):
             return f"{call.name}: its arguments must be an object, by name"
         try:
-            found = validator.iter_errors(dict(cast(Mapping[str, Any], arguments)))
+            found: Iterator[Any] = validator.iter_errors(dict(cast(Mapping[str, Any], arguments)))
             errors = list(islice(found, MOST_COMPLAINTS))
         except RecursionError:
             return f"{call.name}: its arguments are nested too deeply"
