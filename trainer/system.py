@@ -107,9 +107,9 @@ class Remote:
     turns: EndpointTurns | None = None
     agents: EpisodeRunner | None = None
     """Of prompts with environments."""
-    _open: Counter[str] = field(default_factory=Counter[str])
+    _open: Counter[str] = field(default_factory=Counter[str], init=False)
     """Groups at work, by prompt."""
-    _lock: Lock = field(default_factory=Lock)
+    _lock: Lock = field(default_factory=Lock, init=False)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
         if prompt.environment and self.agents and self.turns:

@@ -12,7 +12,7 @@ from keel.agents.inside.hints import object_schema
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 MOST_DIGITS = 20
-"""Of a move: Python reads no number of thousands."""
+"""Of a move that are read: Python refuses numbers of thousands."""
 ROUNDING = 1e-9
 """Ten rewards of 0.1 are a little less than 1."""
 
@@ -91,11 +91,11 @@ class Game:
         move: Any = str(said.get("content") or "").strip()
         if self._count is not None:
             last, most = move.splitlines()[-1:] or [""], self._first + self._count - 1
-            said_one = last[0].strip().isdecimal() and len(last[0].strip()) <= MOST_DIGITS
-            if not said_one or not self._first <= int(last[0]) <= most:
+            text = last[0].strip()[: MOST_DIGITS + 1]
+            if not text.isdecimal() or not self._first <= int(text) <= most:
                 said_so = f"The last line must be a whole number from {self._first} to {most}."
                 return {"role": "user", "content": said_so}
-            move = int(last[0])
+            move = int(text)
         seen = self._play(move)
         return None if self._over else {"role": "user", "content": seen}
 

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.agents.host.process import how_it_ended
+from keel.agents.inside.episode import Episode
 from keel.agents.inside.errors import Refused
 from keel.agents.inside.hints import described, schema_of, value_of
-from keel.agents.inside.kinds import Tool
+from keel.agents.inside.kinds import Object, Tool
 from keel.agents.schemas import Arguments, arguments_of
 from keel.rl.turns import ToolCall, ToolSpec
 
@@ -240,3 +242,22 @@ def test_a_number_that_no_float_holds_is_a_wrong_argument() -> None:
     assert not arguments_of(tools).complaint(
         ToolCall(call_id="1", name="pay", arguments={"price": 1.25})
     )
+
+
+def test_a_tool_that_raises_may_have_ended_the_episode() -> None:
+    class Duel:
+        done = False
+
+        def strike(self) -> str:
+            self.done = True
+            raise ValueError("you lost")
+
+    duel, episode = Duel(), Episode()
+    episode._environment = Object(duel, {"strike": duel.strike})
+    said = episode.answer({"do": "call", "name": "strike", "arguments": {}})
+    assert said == {"text": "ValueError: you lost", "failed": True, "done": True}
+
+
+def test_a_signal_without_a_name_has_its_number() -> None:
+    assert how_it_ended(-40) == "was ended by signal 40"
+    assert how_it_ended(-9) == how_it_ended(137) == "was ended by SIGKILL"
