@@ -10,11 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 import pytest
@@ -23,9 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from keel.configs.reference.metrics import undescribed
 from keel.report.folders import read_folder
 from keel.trainer.cli import main
-from keel.trainer.prepare import Task
 from keel.trainer.run.interrupt import PREEMPTED
-from keel.trainer.system import System, running, scorer_of
 from tests.trainer.run.trackers import stored
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -133,6 +129,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def keel(*arguments: str) -> str:
+    done = subprocess.run(
+        [*KEEL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def words_of(process: psutil.Process) -> str:
     """Its command line; "" of one that has ended meanwhile."""
     try:
@@ -148,28 +152,6 @@ def wait_until(ready: Callable[[], Any], what: str) -> Any:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
-
-
-@contextmanager
-def started_once() -> Iterator[None]:
-    """While open, `keel eval` and `keel filter` of one run and one checkpoint sample with the
-    engines that the first of them has started."""
-    systems: list[System] = []
-    with ExitStack() as stack:
-
-        @contextmanager
-        def again(
-            task: Task, say: Callable[[str], None], log: Path, **how: Any
-        ) -> Iterator[System]:
-            if not systems:
-                systems.append(stack.enter_context(running(task, say, log, **how)))
-                yield systems[0]
-                return
-            with scorer_of(task.config, None, say, log) as scorer:
-                yield replace(systems[0], task=task, scorer=scorer)
-
-        with patch("keel.trainer.evaluate.running", again):
-            yield
 
 
 class Running:
@@ -313,15 +295,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
 
     steps = reached + 2
     ours = [*small(folder, cache, steps), *ahead]
-
-    # From here on in this process, which loads its libraries once.
-    def said_by(command: str, *words: str, status: int = 0) -> str:
-        found = main([command, *ours, *words])
-        said = capsys.readouterr()
-        assert found == status, said.out + said.err
-        return said.err if status else said.out
-
-    said = said_by("train", "trainer.ranks=2", "trainer.zero_stage=1", trackers)
+    said = keel("train", *ours, "trainer.ranks=2", "trainer.zero_stage=1", trackers)
     was = "trainer.ranks = 1, trainer.zero_stage = 0"
     assert f"{before[-1]} was saved with {was}; this run has trainer.ranks = 2, train" in said
     assert f"{last} is damaged (optimizer/rank_0.safetensors: changed, betw" in said
@@ -346,12 +320,18 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     read_back(folder, resumed=int(before[-1].removeprefix("step_")), steps=steps)
     assert list((folder / "tensorboard").iterdir())
     tracked(folder, tmp_path, [*first, *seen[reached + 1 :]])
-    sys.modules["wandb"].teardown()  # its process would stay until this one ends
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.config.num_experts == 8
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
+    # From here on in this process, which has loaded its libraries.
+    def said_by(command: str, *words: str, status: int = 0) -> str:
+        assert main([command, *ours, *words]) == status
+        said = capsys.readouterr()
+        return said.err if status else said.out
+
+    assert f"step_{steps:06d}" in said_by("eval")
     assert "raise run.steps" in said_by("train").lower()
     assert "trainer.lr" in said_by("train", "trainer.lr=0.5", status=2)
 
@@ -365,9 +345,7 @@ def test_a_run_ahead_loses_its_engine_is_interrupted_resumed_and_leaves_a_model(
     others = f"{{name: said, source: jsonl, thinking: false, path: {path}}}"
     spelling = "{name: spelling, source: reasoning_gym, task: spell_backward, size: 12, holdout: 8}"
     words = [f"data.sources=[{others}, {spelling}]", "filter.samples=5", "algorithm.group_size=2"]
-    with started_once():
-        assert f"step_{steps:06d}" in said_by("eval")
-        said = said_by("filter", *words)
+    said = said_by("filter", *words)
     assert "6 of 6 prompts" in said and f"step_{steps:06d}" in said
     table = (folder / "filter/pass_rates.jsonl").read_text().splitlines()
     rates = {line["id"]: line for line in map(json.loads, table)}
