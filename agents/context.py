@@ -47,8 +47,13 @@ class AskFirst:
     """What to do first, where the present context leaves no room for the policy's words: a tool's
     result may have been longer than what was left of the window."""
 
+    instead: Rewrite
+    """The context to go on from where the policy says nothing: it was cut off while it thought."""
+
     def rewritten_by(self, opening: Sequence[Message], words: str) -> Rewrite:
         """The opening, and the policy's summary as the user's message."""
+        if not words.strip():
+            return self.instead
         summary: Message = {"role": "user", "content": SUMMARY + words.strip()}
         return Rewrite(messages=(*opening, summary), added=(summary,))
 
@@ -98,7 +103,11 @@ class ContextManager:
         if not steps or (not fits and shorter is None):
             return None
         question: Message = {"role": "user", "content": ASK_FOR_SUMMARY}
-        return AskFirst(messages=(question,), before=None if fits else shorter)
+        return AskFirst(
+            messages=(question,),
+            before=None if fits else shorter,
+            instead=shorter or Rewrite(messages=tuple(view)),
+        )
 
 
 def steps_of(messages: Sequence[Message]) -> list[list[Message]]:

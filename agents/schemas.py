@@ -14,11 +14,15 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
+import regex
+
 from keel.rl.turns import ToolCall, ToolSpec
 
 MOST_SAID = 300
 """Characters of one complaint: it quotes what the policy wrote."""
 MOST_COMPLAINTS = 3
+MATCHING_S = 0.1
+"""For one pattern and one text."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -29,7 +33,7 @@ class Arguments:
         """Raises ValueError for tools that could not be called."""
         # Takes a fifth of a second, which runs without tools can do without.
         from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415
-        from jsonschema.validators import validator_for  # noqa: PLC0415
+        from jsonschema.validators import extend, validator_for  # noqa: PLC0415
         from referencing import Registry, Resource  # noqa: PLC0415
         from referencing.exceptions import Unresolvable  # noqa: PLC0415
         from referencing.jsonschema import DRAFT202012  # noqa: PLC0415
@@ -67,7 +71,7 @@ class Arguments:
                         f"tool {tool.name}: its schema has no {reference!r} in itself, and nothing "
                         "is fetched"
                     ) from error
-            self._validators[tool.name] = kind(schema, registry=registry)
+            self._validators[tool.name] = extend(kind, KEYWORDS)(schema, registry=registry)
 
     def complaint(self, call: ToolCall) -> str:
         """What is wrong with `call`, for the policy to mend; "" if nothing is."""
@@ -85,6 +89,8 @@ class Arguments:
             errors = list(islice(found, MOST_COMPLAINTS))
         except RecursionError:
             return f"{call.name}: its arguments are nested too deeply"
+        except TimeoutError:
+            return f"{call.name}: a text in its arguments takes too long to match with its pattern"
         except ArithmeticError:  # a whole number that no float holds, of which `multipleOf` asks
             return f"{call.name}: a number in its arguments is too large"
         said = [
@@ -104,6 +110,75 @@ def _arguments_of(text: str) -> Arguments:
     return Arguments(
         [ToolSpec(name=n, description=d, parameters=p) for n, d, p in json.loads(text)]
     )
+
+
+def _unique(_: Any, wanted: Any, items: Any, __: Any) -> Iterator[Any]:
+    """`uniqueItems`, in a time that grows with what there is and not with its square."""
+    if wanted is True and isinstance(items, list):
+        known = cast(list[Any], items)
+        if len({_hashable(item) for item in known}) < len(known):
+            yield _error(f"has an item that is there twice: {known}"[:MOST_SAID])
+
+
+def _hashable(value: Any) -> Any:
+    """Equal where JSON schemas take two values for equal: 1 and 1.0, and not 1 and true."""
+    if isinstance(value, dict):
+        pairs = cast(dict[str, Any], value).items()
+        return frozenset((key, _hashable(item)) for key, item in pairs)
+    if isinstance(value, list):
+        return tuple(map(_hashable, cast(list[Any], value)))
+    return (bool, value) if isinstance(value, bool) else value
+
+
+def _pattern(_: Any, pattern: str, text: Any, __: Any) -> Iterator[Any]:
+    if isinstance(text, str) and not _matches(pattern, text):
+        yield _error(f"{text[:MOST_SAID]!r} does not match {pattern!r}")
+
+
+def _pattern_properties(
+    validator: Any, patterns: Mapping[str, Any], given: Any, _: Any
+) -> Iterator[Any]:
+    if isinstance(given, dict):
+        for pattern, schema in patterns.items():
+            for key, value in cast(dict[str, Any], given).items():
+                if _matches(pattern, key):
+                    yield from validator.descend(value, schema, path=key, schema_path=pattern)
+
+
+def _additional_properties(
+    validator: Any, wanted: Any, given: Any, schema: Mapping[str, Any]
+) -> Iterator[Any]:
+    if not isinstance(given, dict):
+        return
+    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    for key, value in cast(dict[str, Any], given).items():
+        if key in named or any(_matches(pattern, key) for pattern in patterns):
+            continue
+        if isinstance(wanted, Mapping):
+            yield from validator.descend(value, wanted, path=key)
+        elif wanted is False:
+            yield _error(f"{key[:MOST_SAID]!r} is no argument that is known here")
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Raises TimeoutError. (`re` would go on, and hold up all episodes.)"""
+    return regex.search(pattern, text, timeout=MATCHING_S) is not None
+
+
+def _error(message: str) -> Exception:
+    from jsonschema import ValidationError  # noqa: PLC0415
+
+    return ValidationError(message)
+
+
+KEYWORDS = {
+    "additionalProperties": _additional_properties,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "uniqueItems": _unique,
+}
+"""What the policy writes is checked between the turns of all episodes: these of jsonschema's own
+take a time that it decides."""
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
 import yaml
 
+from keel.configs.auto import AUTO
 from keel.configs.schema import Config
 
 
-def dump_config(config: Config) -> str:
-    """Every knob of `config` as YAML that `load_config` reads back to an equal `Config`."""
+def dump_config(config: Config, left: Iterable[str] = ()) -> str:
+    """Every knob of `config` as YAML that `load_config` reads back to an equal `Config`. left: what
+    the hardware and the model are to decide of it (`keel.configs.auto`)."""
     tree = escaped(asdict(config))
+    for section, _, name in (knob.partition(".") for knob in left):
+        tree[section][name] = AUTO
     return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 

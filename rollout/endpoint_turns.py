@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from keel.configs.schema import SamplingConfig
+from keel.rl import strict_json
 from keel.rl.turns import (
     MALFORMED,
     Malformed,
@@ -173,10 +174,10 @@ def _call(given: Mapping[str, Any], name: str) -> ToolCall | Malformed:
     function = given["function"]
     text = str(function.get("arguments") or "{}")
     try:
-        arguments = json.loads(text)
+        arguments = strict_json.load(text)
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no JSON object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return Malformed(call_id=name, text=text[:MOST_SAID], why=str(error))
     own = cast(dict[str, Any], arguments)
     return ToolCall(call_id=name, name=str(function["name"]), arguments=own)

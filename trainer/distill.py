@@ -18,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SpecialistConfig
-from keel.configs.load import dump_config, load_config
+from keel.configs.load import dump_config, load_config, load_recipe
 from keel.configs.schema import Config, ConfigError, ConversationsConfig
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
@@ -102,7 +103,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
     Raises ConfigError before anything is run, for what the recipe of a link says wrong.
     """
-    lessons = _checked(config)
+    lessons, left = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
     with WorkFolder(root, "dir", "distillation") as folder, Commands() as commands:
         done = folder.lines("links.jsonl")
@@ -113,7 +114,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
                     f"{link.name} was done with other settings:\n  {known[link.name]}\n  {link}\n"
                     "Choose another dir, or set these back to go on with it"
                 )
-        folder.write(_lessons(root).name, dump_config(lessons))
+        folder.write(_lessons(root).name, dump_config(lessons, left))
         for number, link in enumerate(links, start=1):
             if link.name in known:
                 continue
@@ -151,8 +152,9 @@ def report(config: DistillConfig, root: Path) -> list[str]:
     return aligned(rows)
 
 
-def _checked(config: DistillConfig) -> Config:
-    """What `keel sft` is to run. Raises ConfigError for any link."""
+def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
+    """What `keel sft` is to run, and what of it the hardware decides. Raises ConfigError for any
+    link."""
     recipe = load_config(config.recipe, config.overrides)
     sources = {source.name: source for source in recipe.data.sources}
     for each in config.specialists:
@@ -172,7 +174,8 @@ def _checked(config: DistillConfig) -> Config:
         load_config(config.recipe, [*base, *_own(each)]).max_context for each in config.specialists
     ]
     load_config(config.recipe, [*base, *config.mixed_overrides])
-    recipe, given = load_config(config.recipe, base), load_config(config.sft, config.sft_overrides)
+    recipe = load_config(config.recipe, base)
+    given, left = load_recipe(config.sft, config.sft_overrides)
     root = Path(config.dir).expanduser()
     source = ConversationsConfig(
         name="distilled",
@@ -181,11 +184,21 @@ def _checked(config: DistillConfig) -> Config:
         least_reward=config.select.least,
     )
     context = max(given.sft.max_context_tokens, recipe.max_context, *own)
-    return replace(
-        recipe,
-        run=replace(given.run, dir=str(root / "distilled"), seed=recipe.run.seed),
-        trainer=given.trainer,
-        sft=replace(given.sft, sources=(source,), max_context_tokens=context),
+    # The layout is the supervised recipe's, of its engines too: the other has one for RL.
+    engines = {
+        name: getattr(given.rollout, name)
+        for section, _, name in (knob.partition(".") for knob in KNOBS)
+        if section == "rollout"
+    }
+    return (
+        replace(
+            recipe,
+            run=replace(given.run, dir=str(root / "distilled"), seed=recipe.run.seed),
+            rollout=replace(recipe.rollout, **engines),
+            trainer=given.trainer,
+            sft=replace(given.sft, sources=(source,), max_context_tokens=context),
+        ),
+        left,
     )
 
 

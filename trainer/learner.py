@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +24,11 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
+from keel.trainer.cluster.limits import Limit, Limits, work_of
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import Lost, OutOfMemory
+from keel.trainer.run.restarts import Lost, OutOfMemory, Stuck
 from keel.trainer.worker import (
     StepReport,
     TrainerWorker,
@@ -40,22 +41,7 @@ from keel.trainer.worker import (
 GRACE_S, LOST_S = 5.0, 90.0
 """After one rank's failure: wait this long to learn what the others say; and where it may be that
 another is gone (`maybe_of_another`), until Ray knows. It gives up a silent node after 65 s."""
-MANY, AT_LEAST_S = 10.0, 300.0
-"""A step is taken for lost after so many times what the longest so far took, and no sooner than
-this; the first one after `trainer.deadline_s`."""
-
 STEP = "an optimizer step"
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """How long to wait, and what to say when that was not enough."""
-
-    what: str
-    seconds: float
-    knob: str
-    left: ray_calls.Patience | None = None
-    """Where several waits share it."""
 
 
 class Engine(Protocol):
@@ -109,8 +95,8 @@ class Learner:
         self._senders: list[threading.Thread] = []
         self._whereabouts: list[Whereabouts] = []
         self._version = 0
-        self._longest: dict[str, float] = {}
-        """Seconds that anything took so far."""
+        sending_s = config.sending_deadline_s if self._direct else 0.0
+        self._limits = Limits(trainer.deadline_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
         """What the ranks saw in the last step of the segments that `saved` chose, by number."""
 
@@ -181,7 +167,9 @@ class Learner:
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
-            self._all("recompute", now[1], limit=self._limit("switching activation checkpointing"))
+            self._all(
+                "recompute", now[1], limit=self._limits.of("switching activation checkpointing")
+            )
         self._config = config
 
     def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
@@ -201,9 +189,9 @@ class Learner:
     def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
         """Call a method of every rank with the share of its group."""
         if self._warming:
-            self._wait(self._warming, self._limit("compiling kernels"))
+            self._wait(self._warming, self._limits.of("compiling kernels"))
             self._warming = []
-        began = time.monotonic()
+        began, work = time.monotonic(), work_of(shares[0])
         # One object a group of ranks: each fetches its own share and nothing else.
         shipped = [ray_calls.put(share) for share in shares]
         with self._order:
@@ -215,18 +203,9 @@ class Learner:
                 )
                 for index, rank in enumerate(self._ranks)
             ]
-        answers = self._wait(refs, self._hurried(what))
-        self._longest[what] = max(self._longest.get(what, 0.0), time.monotonic() - began)
+        answers = self._wait(refs, self._limits.likely(what, work))
+        self._limits.took(what, work, time.monotonic() - began)
         return answers
-
-    def _hurried(self, what: str) -> Limit:
-        """As `_limit`, and no longer than what has been done before makes likely."""
-        limit, longest = self._limit(what), self._longest.get(what)
-        likely = max(AT_LEAST_S, MANY * longest) + self._sending_s if longest else limit.seconds
-        if likely >= limit.seconds:
-            return limit
-        knobs = f"the longest so far took {longest:.0f} s; at most {limit.knob}"
-        return Limit(what, likely, knobs)
 
     def publish(self) -> Any:
         """The current weights as `keel.rollout.pool.ray_engines.RayRolloutPool.update` takes them:
@@ -237,7 +216,7 @@ class Learner:
 
     def store(self) -> list[ray.ObjectRef[Any]]:
         """The current weights, put into the object store by rank 0."""
-        return self._all("store", limit=self._limit("the weights"))[0]
+        return self._all("store", limit=self._limits.of("the weights"))[0]
 
     def send(self, engines: Sequence[Engine]) -> list[Future[int]]:
         """Bring `engines` straight to the current weights, once what the ranks are doing is done.
@@ -276,20 +255,20 @@ class Learner:
                         sent[index].set_result(outcome)
 
         try:
-            self._wait(refs, self._limit("sending weights to the engines"), note)
+            self._wait(refs, self._limits.of("sending weights to the engines"), note)
         except Exception as error:  # whatever it is, somebody waits for these futures
             note(dict.fromkeys(sent, error))
 
     def save(self, folder: Path) -> dict[str, Entry]:
         """Write what `load` needs into `folder`, which all ranks must see. Returns the files."""
         ray_calls.awaited(self._make_room())
-        limit = self._limit(f"saving {folder}")
+        limit = self._limits.of(f"saving {folder}")
         return _joined(self._all("save", str(folder), limit=limit))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it right after `start`."""
         ray_calls.awaited(self._make_room())
-        limit = self._limit(f"loading {folder}")
+        limit = self._limits.of(f"loading {folder}")
         reports: list[StepReport] = self._all("load", str(folder), limit=limit)
         self._version = reports[0].version
 
@@ -297,7 +276,7 @@ class Learner:
         """Write the weights and the tokenizer as a model folder for transformers or vLLM. Returns
         the files."""
         ray_calls.awaited(self._make_room())
-        limit = self._limit(f"exporting to {folder}")
+        limit = self._limits.of(f"exporting to {folder}")
         return _joined(self._all("export", str(folder), limit=limit))
 
     def shutdown(self) -> None:
@@ -306,15 +285,6 @@ class Learner:
             ray_calls.kill(rank)
         for sender in self._senders:  # or Ray would end while they wait for it
             sender.join(GRACE_S)
-
-    @property
-    def _sending_s(self) -> float:
-        """The ranks may first have to send the weights of the step before."""
-        return self._config.sending_deadline_s if self._direct else 0.0
-
-    def _limit(self, what: str) -> Limit:
-        knobs = "trainer.deadline_s" + ", and rollout.update_deadline_s of engines" * self._direct
-        return Limit(what, self._config.trainer.deadline_s + self._sending_s, knobs)
 
     def _all(self, method: str, *arguments: object, limit: Limit) -> list[Any]:
         """Call a method of every rank; the results by rank."""
@@ -354,7 +324,7 @@ class Learner:
             if len(waiting) == before and not left.left():
                 break
         if failures:
-            raise self._failure(failures, limit.what)
+            raise self._failure(failures, limit.what, stuck=bool(waiting))
         if waiting:
             raise self._late(limit, list(waiting.values()))
         return [results[rank] for rank in range(len(refs))]
@@ -368,8 +338,9 @@ class Learner:
             f"{', '.join(map(str, ranks))}{where and f' ({where})'} ({limit.knob})"
         )
 
-    def _failure(self, failures: Mapping[int, RayError], what: str) -> RuntimeError:
-        """One error for all: a rank that died explains the others, which lost their peer."""
+    def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
+        """One error for all: a rank that died explains the others, which lost their peer. stuck:
+        some have not answered."""
         lost = [rank for rank, error in failures.items() if ray_calls.of_a_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]
@@ -383,7 +354,8 @@ class Learner:
             text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
             text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
         short = what == STEP and type(cause).__name__ == "OutOfMemoryError"  # torch's
-        failure = OutOfMemory(text) if short else Lost(text) if lost else RuntimeError(text)
+        plain = Stuck if stuck else RuntimeError
+        failure = OutOfMemory(text) if short else Lost(text) if lost else plain(text)
         failure.__cause__ = error
         return failure
 

@@ -38,7 +38,7 @@ from keel.trainer.run.batches import keep_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import PREEMPTED, Interrupt, preempted, tell
 from keel.trainer.run.ledger import Ledger
-from keel.trainer.run.restarts import KEPT, Lost
+from keel.trainer.run.restarts import KEPT, Lost, Stuck
 from keel.trainer.run.saved import TokenFile, TokenTexts
 from keel.trainer.run.session import conduct, open_journal, restored, save_checkpoint
 from keel.trainer.run.view import View
@@ -286,7 +286,7 @@ def run_loop(
         return interrupt() or bool(journal.ends) or enough() or bool(ends)
 
     def whole(error: Exception) -> bool:
-        if isinstance(error, Lost | RayLost | RayError | Unanswered) or lost():
+        if isinstance(error, Lost | Stuck | RayLost | RayError | Unanswered) or lost():
             return False
         ends.append(error)
         journal.note("end", str(error))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from keel.agents.endpoint.errors import Refused, wrong
 from keel.agents.schemas import arguments_of
+from keel.rl import strict_json
 from keel.rl.turns import Message, ToolSpec
 
 _READ = (
@@ -75,7 +75,7 @@ def asked_of(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> Aske
     """Read a request. Raises Refused, with the field that is wrong."""
     try:
         given = _load(body)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise Refused(400, "the body must be a JSON object", code="invalid_json")
@@ -233,7 +233,7 @@ def _calls(at: str, given: Any) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = _load(arguments)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise wrong(f"{here}.function.arguments", f"is no JSON: {error}") from error
         function = {
             "name": _text(f"{here}.function.name", function.get("name")),
@@ -286,23 +286,7 @@ def _shown(given: Any) -> str:
 
 
 def _load(text: bytes | str) -> Any:
-    value = json.loads(text, parse_constant=_no_constant)
-    level: list[Any] = [value]
-    for _ in range(MOST_DEEP):
-        level = [item for value in level for item in _inside(value)]
-        if not level:
-            return sound(value)
-    raise ValueError(f"more than {MOST_DEEP} levels deep")
-
-
-def _inside(value: Any) -> Collection[Any]:
-    if isinstance(value, dict):
-        return cast(dict[str, Any], value).values()
-    return cast(list[Any], value) if isinstance(value, list) else ()
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    return sound(strict_json.load(text, most_deep=MOST_DEEP))
 
 
 def sound(value: Any) -> Any:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from typing import Any
 
+from keel.rl import strict_json
 from keel.rl.turns import ToolSpec
 
 THINK_START = "<think>"
 THINK_END = "</think>"
-MOST_DEEP = 100
-"""Levels of a call's arguments: whatever reads them later does so level by level, on a stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
                 return Broken(body, 'a parameter is not of the form name="…" string="true|false"')
             key, is_text, value = found.groups()
             try:
-                arguments[key] = value if is_text == "true" else _load(value)
+                arguments[key] = value if is_text == "true" else strict_json.load(value)
             except ValueError as error:
                 return Broken(body, f"the parameter {key} is not JSON: {error}")
             place = found.end()
@@ -201,10 +199,11 @@ def llama3_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
             return content, [Written(takes_code[0], {"code": body})]
         return content, [Broken(body, "code, and not just one of the tools takes `code`")]
     items: list[Item] = []
-    decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+    decoder = json.JSONDecoder()
     while body:
         try:
-            value, end = decoder.raw_decode(body)
+            _, end = decoder.raw_decode(body)
+            value = strict_json.load(body[:end])
         except (ValueError, RecursionError) as error:
             items.append(Broken(body, f"it is not JSON: {error}"))
             break
@@ -279,7 +278,7 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], Item]) -> Fou
 
 def _from_json(body: str, key: str) -> Item:
     try:
-        value = _load(body)
+        value = strict_json.load(body)
     except ValueError as error:
         return Broken(body, f"it is not JSON: {error}")
     return _from_value(value, key, body)
@@ -293,7 +292,8 @@ def _from_value(value: Any, key: str, body: str) -> Item:
 
 def _checked(name: str, arguments: str) -> Item:
     try:
-        return _named(name, _load(arguments) if arguments.strip() else {}, name + arguments)
+        given = strict_json.load(arguments) if arguments.strip() else {}
+        return _named(name, given, name + arguments)
     except ValueError as error:
         return Broken(name + arguments, f"its arguments are not JSON: {error}")
 
@@ -306,37 +306,6 @@ def _named(name: Any, arguments: Any, body: str) -> Item:
     return Written(name.strip(), arguments)
 
 
-def _load(text: str) -> Any:
-    """JSON as the standard has it. Raises `ValueError`, whatever is wrong with it."""
-    try:
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    level = [value]
-    for _ in range(MOST_DEEP):
-        level = [item for value in level for item in _inside(value)]
-        if not level:
-            return value
-    raise ValueError("nested too deep")
-
-
-def _inside(value: Any) -> Collection[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _finite(text: str) -> float:
-    """Python reads 1e999 as infinity, which could not be written down as JSON again."""
-    if not isfinite(number := float(text)):
-        raise ValueError(f"{text[:20]} is too large a number")
-    return number
-
-
 def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, Any]:
     schemas = [tool.parameters.get("properties", {}) for tool in tools if tool.name == name]
     found = schemas[0].get(key, {}) if schemas else {}
@@ -347,7 +316,7 @@ def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type") == "string":
         return value
     try:
-        return _load(value)
+        return strict_json.load(value)
     except ValueError:
         return value
 
@@ -357,7 +326,7 @@ def _embedded_call(line: str, tools: Sequence[ToolSpec]) -> Item:
     if not re.fullmatch(r"\w+", name):
         return Broken(line, "a call is a line `@name argument, argument`")
     try:
-        values = _load(f"[{rest}]")
+        values = strict_json.load(f"[{rest}]")
     except ValueError as error:
         return Broken(line, f"its arguments are not JSON parted by commas: {error}")
     keys: Iterator[str] = iter(())

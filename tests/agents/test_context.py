@@ -82,6 +82,18 @@ def test_the_summary_is_said_by_the_policy() -> None:
     assert rewrite == Rewrite(messages=(*OPENING, summary), added=(summary,))
 
 
+def test_a_policy_that_says_no_summary_loses_old_calls_and_not_all_it_knows() -> None:
+    view = [*OPENING, *step(0, 1), *talk(1), *step(1, 1)]
+    for tokens in (85, 95):
+        asked = manager("summary").rewrite(OPENING, view, tokens=tokens, rewrites=0)
+        assert isinstance(asked, AskFirst)
+        assert asked.rewritten_by(OPENING, " \n") == Rewrite(messages=(*OPENING, *talk(1)))
+    view = [*OPENING, *talk(1)]  # nothing of it may go
+    asked = manager("summary").rewrite(OPENING, view, tokens=85, rewrites=0)
+    assert isinstance(asked, AskFirst)
+    assert asked.rewritten_by(OPENING, "") == Rewrite(messages=tuple(view))
+
+
 def test_a_context_too_long_for_a_summary_is_shortened_first() -> None:
     view = [*OPENING, *step(0, 1), *step(1, 1)]
     asked = manager("summary").rewrite(OPENING, view, tokens=95, rewrites=0)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
-from keel.configs.load import load_config, load_distillation
+from keel.configs.load import load_config, load_distillation, load_recipe
 from keel.configs.schema import ConfigError
 from keel.data.distilled import select
 from keel.trainer.distill import Commands, _checked, distill
@@ -181,11 +182,23 @@ def test_what_was_selected_is_learned_and_fits_what_any_specialist_had_room_for(
     longer = ("rollout.sampling.max_tokens=1000", "model.embedded.max_context=2048")
     roomy = SpecialistConfig(name="speller", sources=("spelling",), overrides=longer)
     config = recipe(tmp_path, specialists=(roomy,), select=SelectConfig(least=0.7))
-    plain = _checked(recipe(tmp_path)).sft
-    made = _checked(config).sft
+    plain = _checked(recipe(tmp_path))[0].sft
+    made = _checked(config)[0].sft
     (source,) = made.sources
     assert source.least_reward == 0.7
     assert made.max_context_tokens > plain.max_context_tokens
+
+
+def test_what_the_hardware_decides_is_still_left_to_it_by_what_is_learned(tmp_path: Path) -> None:
+    overrides = ("rollout.engines=2", "trainer.ranks=2", "trainer.zero_stage=2")
+    ours = ("trainer.micro_batch_tokens=512",)
+    config = recipe(tmp_path, overrides=overrides, sft_overrides=ours)
+    assert distill(config, Keel()) == 0
+    made, left = load_recipe(tmp_path / "lessons.yaml")
+    assert left == KNOBS - {"trainer.micro_batch_tokens"}
+    assert made.trainer.micro_batch_tokens == 512
+    # The layout for RL is another's.
+    assert (made.rollout.engines, made.trainer.ranks, made.trainer.zero_stage) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("status", [143, 0])  # 0: Ctrl-C has stopped it, with a checkpoint

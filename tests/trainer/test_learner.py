@@ -21,8 +21,9 @@ from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
-from keel.trainer.learner import Learner, Limit
-from keel.trainer.run.restarts import Lost
+from keel.trainer.cluster.limits import Limit, Limits
+from keel.trainer.learner import Learner
+from keel.trainer.run.restarts import Lost, Stuck
 from keel.trainer.worker import PINNED, TrainerWorker, host_threads, last_lines, own_cores, shares
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
@@ -53,7 +54,9 @@ class Ranks:
     def learner(self, config: Config, *, direct: bool = False) -> Learner:
         learner = object.__new__(Learner)
         learner._config, learner._direct, learner._ranks = config, direct, self._actors
-        learner._order, learner._longest, learner._whereabouts = threading.Lock(), {}, []
+        learner._order, learner._whereabouts = threading.Lock(), []
+        sending_s = config.sending_deadline_s if direct else 0.0
+        learner._limits = Limits(config.trainer.deadline_s, sending_s)
         learner._senders = []
         return learner
 
@@ -99,10 +102,11 @@ SEND = "sending weights to the engines"
         ([(1, PEER), (71, ActorDiedError())], Lost, "rank 1 died during a step", 71),
         ([(99, PEER), (130, ActorDiedError())], Lost, "rank 1 died", 130),
         ([(1, ActorDiedError()), NEVER], Lost, "rank 0 died", 1),
-        ([(1, PEER), NEVER], RuntimeError, "rank 0 failed during a step: Connection cl", 91),
-        ([(1, raised(KeyError("own"))), NEVER], RuntimeError, "rank 0 failed .*own", 6),
+        ([(1, PEER), NEVER], Stuck, "rank 0 failed during a step: Connection cl", 91),
+        ([(1, raised(KeyError("own"))), NEVER], Stuck, "rank 0 failed .*own", 6),
+        ([(1, raised(KeyError("own"))), (2, "well")], RuntimeError, "rank 0 failed .*own", 2),
         ([(1, ObjectLostError("ref", "", "")), NEVER], Lost, "rank 0 failed", 1),
-        ([(1, raised(GetTimeoutError("its own"))), NEVER], RuntimeError, "its own", 91),
+        ([(1, raised(GetTimeoutError("its own"))), NEVER], Stuck, "its own", 91),
         ([(1, "well"), NEVER], Lost, "waited 100 s for a step: no answer from trainer rank 1", 100),
     ],
 )
@@ -167,10 +171,21 @@ def test_a_step_may_have_to_wait_until_weights_are_sent(
     config = make_config(2, 1)
     config = replace(config, trainer=replace(config.trainer, deadline_s=10_000.0))
     learner = Ranks(monkeypatch).learner(config, direct=direct)
-    learner._longest["a step"] = 40.0
+    limits = learner._limits
+    limits.took("a step", 2, 40.0)
     sending_s = config.sending_deadline_s if direct else 0
-    assert learner._hurried("a step").seconds == 400 + sending_s
-    assert learner._hurried("another").seconds == 10_000 + sending_s
+    assert limits.likely("a step", 2).seconds == 400 + sending_s
+    assert limits.likely("another", 2).seconds == 10_000 + sending_s
+
+
+def test_a_step_of_more_work_is_waited_for_longer() -> None:
+    limits = Limits(10_000.0, 0.0)
+    limits.took("a step", 2, 40.0)
+    limits.took("a step", 1, 35.0)  # loading, the optimizer's step
+    assert limits.likely("a step", 1).seconds == 400
+    more = limits.likely("a step", 20)
+    assert more.seconds == 7_000 and "and this one likely 700 s" in more.knob
+    assert limits.likely("a step", 40) == limits.of("a step")
 
 
 def scored_first(config: Config) -> list[list[int]]:

@@ -25,6 +25,7 @@ from typing import Any
 from keel.configs.diff import flatten_config
 from keel.configs.schema import Config
 from keel.trainer.run.manifest import MANIFEST, Entry, damage, sync_folder, write_manifest
+from keel.trainer.run.restarts import Stuck
 
 STATE = "state.json"
 FORMAT = 2
@@ -83,7 +84,8 @@ def save(
     `write` fills the folder it is given, and returns what it has sealed of it already. A crash at
     any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
     same step is replaced. Raises `Unwritten` naming the folder where it cannot be written, and
-    `RuntimeError` where a rank failed at it in another way, `Lost` where it is gone. `say`: told of
+    `RuntimeError` where a rank failed at it in another way (`Stuck`, where others then do not
+    answer), `Lost` where it is gone. `say`: told of
     older ones that cannot be deleted.
     """
     final = root / f"step_{state.step:06d}"
@@ -104,10 +106,11 @@ def save(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         # Any other says itself what is to be done: `Lost` that the run starts again.
-        if isinstance(error, (OSError, Unwritten)) or type(error) is RuntimeError:
+        if isinstance(error, (OSError, Unwritten, Stuck)) or type(error) is RuntimeError:
             text = f"{final}: cannot be written: {error}{_left(root)}"
             disk = isinstance(error, (OSError, Unwritten)) and not isinstance(error, TimeoutError)
-            raise (Unwritten(text) if disk else RuntimeError(text)) from error
+            kind = Stuck if isinstance(error, Stuck) else Unwritten if disk else RuntimeError
+            raise kind(text) from error
         raise
     try:
         prune(root, keep=keep)

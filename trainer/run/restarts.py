@@ -15,6 +15,11 @@ class Lost(RuntimeError):
     known: from the last checkpoint a new one does as well."""
 
 
+class Stuck(RuntimeError):
+    """A rank raised, and others wait for it in a collective: nothing more can be asked of them, not
+    even a checkpoint. What raised it would do so again after a new start."""
+
+
 class OutOfMemory(Lost):
     """A rank's GPU was too small for a step: with smaller micro-batches a new start does better.
     `dropped`: the ranks are well, and hold nothing of the step."""

@@ -27,7 +27,7 @@ from keel.trainer.run.checkpoint import (
     save,
 )
 from keel.trainer.run.manifest import MANIFEST, Entry, seal
-from keel.trainer.run.restarts import Lost
+from keel.trainer.run.restarts import Lost, Stuck
 
 
 def state(step: int) -> State:
@@ -85,6 +85,15 @@ def test_a_rank_that_is_lost_while_it_writes_is_as_lost_as_any(tmp_path: Path) -
     with pytest.raises(Lost, match=r"^trainer rank 0 died$"):
         save(tmp_path, state(2), dies, keep=1)
     assert names(tmp_path) == ["step_000001"]
+
+
+def test_ranks_that_wait_for_one_that_failed_are_not_asked_again(tmp_path: Path) -> None:
+    def stuck(_: Path) -> dict[str, Entry]:
+        raise Stuck("trainer rank 0 failed")
+
+    with pytest.raises(Stuck, match=r"step_000002: cannot be written: trainer rank 0 failed"):
+        save(tmp_path, state(2), stuck, keep=1)
+    assert names(tmp_path) == []
 
 
 def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
