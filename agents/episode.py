@@ -7,6 +7,7 @@ An environment that is lost, or cannot grade, leaves its trajectory out with a r
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,15 @@ class Episode:
             return f"{BROKE}{error}"
         finally:
             # It has a deadline of its own, and is to end even where this is cancelled.
-            await asyncio.shield(asyncio.ensure_future(self.environment.close()))
+            await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        try:
+            await self.environment.close()
+        except Exception as error:  # what was sampled is whole all the same
+            logging.getLogger(__name__).warning(
+                "the environment of %s could not be closed: %r", self.name, error
+            )
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)

@@ -32,8 +32,12 @@ class Arguments:
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         """Raises ValueError for tools that could not be called."""
         # Takes a fifth of a second, which runs without tools can do without.
-        from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415
-        from jsonschema.validators import extend, validator_for  # noqa: PLC0415
+        from jsonschema import (  # noqa: PLC0415
+            Draft202012Validator,
+            SchemaError,
+            validators,
+        )
+        from jsonschema.validators import validator_for  # noqa: PLC0415
         from referencing import Registry, Resource  # noqa: PLC0415
         from referencing.exceptions import Unresolvable  # noqa: PLC0415
         from referencing.jsonschema import DRAFT202012  # noqa: PLC0415
@@ -71,7 +75,9 @@ class Arguments:
                         f"tool {tool.name}: its schema has no {reference!r} in itself, and nothing "
                         "is fetched"
                     ) from error
-            self._validators[tool.name] = extend(kind, KEYWORDS)(schema, registry=registry)
+            self._validators[tool.name] = cast(Any, validators).extend(kind, KEYWORDS)(
+                schema, registry=registry
+            )
 
     def complaint(self, call: ToolCall) -> str:
         """What is wrong with `call`, for the policy to mend; "" if nothing is."""
@@ -157,7 +163,7 @@ def _additional_properties(
         if isinstance(wanted, Mapping):
             yield from validator.descend(value, wanted, path=key)
         elif wanted is False:
-            yield _error(f"{key[:MOST_SAID]!r} is no argument that is known here")
+            yield _error(f"Additional properties are not allowed ({key!r} was unexpected)")
 
 
 def _matches(pattern: str, text: str) -> bool:

@@ -34,6 +34,7 @@ from keel.trainer.prepare import (
 )
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt
+from keel.trainer.run.manifest import fingerprint
 from keel.trainer.system import Remote, System, episodes, running, scorer_of, with_episodes
 
 REWARDS = "rewards"
@@ -146,6 +147,9 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
         there = "has no checkpoint" if folder.path.exists() else "does not exist"
         print(f"warning: run.dir = {folder.path} {there}: this is the base model ({knob}=base)")
 
+    weights = fingerprint(chosen or Path(task.config.model.path).expanduser())
+    policy = f"{folder.path.resolve()}, {chosen.name}" if chosen else "the base model"
+
     @contextmanager
     def sampling(out: Path) -> Iterator[System]:
         say = partial(print, flush=True)
@@ -159,7 +163,7 @@ def _subject(recipe: str, overrides: Sequence[str], knob: str, checkpoint: str) 
     return Subject(
         config=task.config,
         dataset=task.dataset,
-        policy=f"{folder.path.resolve()}, {chosen.name}" if chosen else "the base model",
+        policy=policy + f" (weights {weights})" * bool(weights),
         name=chosen.name if chosen else "base",
         text=task.text(),
         sampling=sampling,

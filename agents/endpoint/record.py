@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import islice, takewhile
 from math import inf
 from time import monotonic
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keel.agents.budget import Budget, with_turn
 from keel.agents.conversation import SegmentRecord
@@ -216,7 +216,7 @@ class Recording:
             ),
             token_ids_T=ids_T,
         )
-        repeated = before.end - 1 if before is not None else self._in_common(ids_T)
+        repeated = before.end - 1 if before is not None else self._in_common(ids)
         self._growing.add(record)
         try:
             result = await self._sampled(request, context_key, limit)
@@ -331,13 +331,14 @@ class Recording:
         key = f"{self._seed}/{context_key}/{self._contexts.get(context_key, 0)}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
-    def _in_common(self, ids: NDArray[np.int32]) -> int:
+    def _in_common(self, ids: Sequence[int]) -> int:
         """Ids at the beginning that some record begins with, too."""
         most = 0
         for record in self._records:
-            other = np.array(record.ids[: len(ids)], np.int32)
-            differ = np.flatnonzero(other != ids[: len(other)])
-            most = max(most, int(differ[0]) if len(differ) else len(other))
+            other = record.ids
+            if ids[:most] == other[:most]:
+                more = zip(islice(ids, most, None), islice(other, most, None), strict=False)
+                most += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], more))
         return most
 
     def _tell(self, messages: Sequence[Message], keys: Sequence[str], said: Message) -> None:

@@ -67,6 +67,8 @@ class Parent:
                 self._sandbox = cast(ForkingWrap, wrap)
                 self._wrap = self._sandbox.parent
         self._running: _Running | None = None
+        self._not_loaded: EnvironmentLost | None = None
+        """What the last try to load it came to, of which all learn who waited for it meanwhile."""
         self._gate = asyncio.Lock()
         self._ends: set[asyncio.Task[Any]] = set()
 
@@ -85,10 +87,13 @@ class Parent:
     async def _fork(self, env: Mapping[str, str]) -> LineProcess | None:
         if self.why_not:
             return None
+        before = self._not_loaded
         async with self._gate:
             if self.why_not:  # meanwhile
                 return None
             if self._running is None:
+                if (told := self._not_loaded) is not None and told is not before:
+                    raise EnvironmentLost(told.fault, told.during, told.detail, told.words)
                 await self._start()
             if self._running is None:
                 return None
@@ -123,7 +128,8 @@ class Parent:
             self._running = None
             await running.end()
         except (TimeoutError, OSError, EOFError, ValueError) as error:
-            raise await self._lost(error) from error
+            self._not_loaded = await self._lost(error)
+            raise self._not_loaded from error
         except BaseException:
             self._running = None
             await running.end()

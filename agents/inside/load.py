@@ -30,7 +30,7 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
     if action:
         load(action)
     name = target.partition(":")[0]
-    module = sys.modules[os.path.basename(name)[:-3] if name.endswith(".py") else name]
+    module = sys.modules[_module_of(name) if name.endswith(".py") else name]
     for late in getattr(module, "PRELOAD", ()):
         with suppress(ImportError):  # said when it is wanted
             importlib.import_module(late)
@@ -47,7 +47,7 @@ def _load(target: str) -> Any:
     name, _, attribute = target.partition(":")
     try:
         if name.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(os.path.basename(name)[:-3], name)
+            spec = importlib.util.spec_from_file_location(_module_of(name), name)
             assert spec is not None and spec.loader is not None
             found = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = found
@@ -70,6 +70,18 @@ def _load(target: str) -> Any:
             raise Refused(f"{name} has no {part!r}; it has {known or 'nothing public'}")
         found = getattr(found, part)
     return found
+
+
+def _module_of(path: str) -> str:
+    """What a file is imported as: by its name, unless others would import another by that."""
+    name = os.path.basename(path)[:-3]
+    try:
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+    except (ImportError, ValueError):
+        found = None
+    origin = found.origin if found is not None else None
+    own = origin is None or (os.path.exists(origin) and os.path.samefile(origin, path))
+    return name if own else f"{name} ({path})"
 
 
 def make(request: dict[str, Any]) -> Any:

@@ -89,7 +89,7 @@ def _unpacked(path: Path) -> Tree:
         members = _zipped(data) if zipfile.is_zipfile(path) else _tarred(data)
         for name, kind, content in members:
             # The folder that everything lies in.
-            inside = name.partition("/")[2]
+            inside = name.removeprefix("./").partition("/")[2]
             size += len(content)
             if size > MOST_BYTES:
                 raise Refused("tree", f"{path.name} has more than {MOST_BYTES >> 20} MiB")
@@ -110,8 +110,15 @@ def _tarred(data: bytes) -> list[tuple[str, str, bytes]]:
                 raise tarfile.TarError(f"more than {MOST_BYTES >> 20} MiB")
             if member.issym():
                 found.append((member.name, "l", os.fsencode(member.linkname)))
-            elif member.isreg() and (file := archive.extractfile(member)) is not None:
-                found.append((member.name, "x" if member.mode & 0o100 else "f", file.read()))
+            elif member.isreg() or member.islnk():
+                try:
+                    file = archive.extractfile(member)
+                except KeyError as error:
+                    raise tarfile.TarError(f"{member.name}: {error}") from error
+                content = file.read() if file is not None else b""
+                # A hard link has no size of its own.
+                left -= len(content) if member.islnk() else 0
+                found.append((member.name, "x" if member.mode & 0o100 else "f", content))
     return found
 
 

@@ -147,7 +147,7 @@ class Attacker:
         """Each of them within its limit."""
         for _ in range(4):
             if os.fork() == 0:
-                held = bytearray(60 << 20)
+                held = bytearray(80 << 20)
                 held[:: 1 << 12] = bytes(len(held[:: 1 << 12])).replace(b"\0", b"x")
                 time.sleep(1000)
         time.sleep(1000)

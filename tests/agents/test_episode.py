@@ -168,6 +168,17 @@ def test_an_engine_that_fails_ends_it_and_the_environment_is_closed() -> None:
     assert sums.log == ["open 7", "close"]
 
 
+def test_an_environment_that_cannot_be_closed_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def close(self: Sums) -> None:
+        raise OSError("it is stuck")
+
+    monkeypatch.setattr(Sums, "close", close)
+    assert done(play(says("42"), Sums())).finish_reason == "stop"
+    assert "could not be closed: OSError('it is stuck')" in capsys.readouterr().err
+
+
 def test_an_opening_that_fills_the_window_is_named() -> None:
     reason = play(says("42"), Sums(), budget=replace(BUDGET, window=10))
     assert isinstance(reason, str) and "agents.window" in reason

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.host.client import Hosted
+from keel.agents.host.client import Hosted, parent_of
 from keel.agents.inside.games import observed
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
@@ -39,6 +39,31 @@ def test_functions(target: str, tmp_path: Path) -> None:
         assert await environment.reply({"role": "assistant", "content": "5"}) is None
         assert await environment.verdict(transcript()) == Verdict(parts={})
         await environment.close()
+
+    run(play())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("preload", [False, True])
+def test_a_file_may_be_named_as_a_module_that_others_import(preload: bool, tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Sum:\n    a: int = 1\n"
+        "def add(a: int) -> str:\n    'Add.'\n"
+        "    import random, tempfile\n"
+        "    return f'{random.Random(3).randint(a, a)} {Sum(a).a} {tempfile.gettempprefix()}'\n"
+    )
+    given = program(f"{tmp_path / 'random.py'}:add", preload=preload)
+
+    async def play() -> None:
+        parent = parent_of(given)
+        environment = Hosted(given, parent=parent)
+        await environment.open(TASK, seed=3)
+        assert (await use(environment, "add", a=2)).text == "2 2 tmp"
+        assert (parent is None) is not preload and (parent is None or not parent.why_not)
+        await environment.close()
+        if parent is not None:
+            await parent.close()
 
     run(play())
 

@@ -141,6 +141,28 @@ def test_a_program_that_does_not_load_fails_as_without_a_parent(
     run(play())
 
 
+def test_all_who_wait_for_a_program_that_does_not_load_wait_once() -> None:
+    async def play() -> None:
+        given = counter("hang")
+        async with parent_for(given) as parent:
+            parent._deadline_s, starts, start = 1.0, [], parent._start
+
+            async def counted() -> None:
+                starts.append(1)
+                await start()
+
+            parent._start = counted
+            tried = (parent.fork({}) for _ in range(20))
+            ended = await asyncio.gather(*tried, return_exceptions=True)
+            assert {str(one) for one in ended} == {str(ended[0])} and len(starts) == 1
+            assert isinstance(ended[0], EnvironmentLost) and ended[0].fault == "hang"
+            with pytest.raises(EnvironmentLost):  # who comes later tries again
+                await parent.fork({})
+            assert len(starts) == 2
+
+    run(play())
+
+
 @pytest.mark.parametrize("how", ["crash", "exit", "hang"])
 def test_one_that_ends_takes_no_other_along(how: str) -> None:
     async def play() -> None:

@@ -51,7 +51,8 @@ def edited(path: str, text: str, old: str, new: str) -> tuple[str, str]:
 
 
 def viewed(text: str, first: int, last: int) -> str:
-    lines = text.splitlines()
+    # By what `edited` and every tool that names a line counts them: not at form feeds, U+2028 …
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
     first = max(1, first)
     last = min(last or len(lines), len(lines), first + MOST_LINES - 1)
     shown = [f"{n:6}\t{lines[n - 1][:MOST_WIDE]}" for n in range(first, last + 1)]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,15 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_sampled_again(
 def test_an_engine_whose_step_hangs_is_replaced_while_its_process_runs_and_answers(
     pool: RayRolloutPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    list(pool.generate(prompts(4, shared=0, own=9, tag="b"), group_size=4))  # both have done steps
+    tries = count()
+
+    def worked() -> bool:
+        """Both: one that was just started again may still have the other do all of it."""
+        list(pool.generate(prompts(4, shared=0, own=9, tag=f"b{next(tries)}"), group_size=4))
+        asked = [actor.progress.remote() for actor in actors(pool)]
+        return min(each.steps for each in ray.get(asked, timeout=PATIENCE_S)) > 0
+
+    wait_for(worked)
     monkeypatch.setattr(pulse, "LOOK_S", 0.5)
     monkeypatch.setattr(pulse, "SAID_S", 1.0)
     monkeypatch.setattr(pulse, "STUCK_S", 5.0)

@@ -122,6 +122,27 @@ def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
             Releases(source(git="", archives=(old, str(broken)))).load("")
 
 
+def test_an_archive_made_of_here_and_with_hard_links(tmp_path: Path) -> None:
+    plain = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
+    other, linked = tmp_path / "adding-1.1.tar.gz", {**BEFORE, "CHANGES.md": f"# 1.1\n{ISSUE}\n"}
+    with tarfile.open(other, "w:gz") as archive:
+        for name, text in linked.items():
+            member = tarfile.TarInfo(f"./adding/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+        member = tarfile.TarInfo("./adding/NEWS.md")
+        member.type, member.linkname = tarfile.LNKTYPE, "./adding/CHANGES.md"
+        archive.addfile(member)
+        member.linkname = "./adding/nothing"
+    found = Releases(source(git="", archives=(plain, str(other)))).load("")
+    assert found.after.keys() == {*linked, "NEWS.md"}
+    assert found.after["NEWS.md"] == found.after["CHANGES.md"]
+    with tarfile.open(other, "w:gz") as archive:
+        archive.addfile(member)
+    with pytest.raises(Refused, match=r"cannot be unpacked: ./adding/NEWS.md: .*nothing"):
+        Releases(source(git="", archives=(plain, str(other)))).load("")
+
+
 LONG = "\n".join(f"x{n} = {n}" for n in range(500))
 TESTS = {"tests/test_adding.py": NEW_TEST}
 NAMED = {"CMakeLists.txt": "add_library(a new.cpp)", "new.cpp": "int a;", "tests/a.cpp": "int b;"}

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from keel.trainer.run import manifest
-from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, seal, sizes, write_manifest
+from keel.trainer.run.manifest import (
+    MANIFEST,
+    Entry,
+    damage,
+    fingerprint,
+    said,
+    seal,
+    sizes,
+    write_manifest,
+)
 
 WEIGHTS = bytes(range(256)) * 10
 
@@ -102,6 +111,28 @@ def test_a_rank_that_wrote_elsewhere_is_found_out(folder: Path) -> None:
         write_manifest(folder, sealed)
     with pytest.raises(ValueError, match=r"state: .* wrote 3 bytes, and 4 are here\. run\.dir"):
         write_manifest(folder, {"state": Entry(3, ["0"])})
+
+
+def test_other_weights_have_another_fingerprint_with_a_manifest_or_without(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert fingerprint(tmp_path / "nowhere") == fingerprint(tmp_path) == ""
+    tensors = folder / "model.safetensors"
+    tensors.write_bytes(WEIGHTS * 1000)
+    write_manifest(folder, {})
+    sealed = fingerprint(folder)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert fingerprint(copy) == sealed
+    (copy / MANIFEST).unlink()
+    sampled = fingerprint(copy)
+    other = shutil.copytree(copy, tmp_path / "other")
+    assert fingerprint(other) == sampled != sealed
+    trained = bytearray(WEIGHTS * 1000)
+    trained[100_000:900_000] = bytes(800_000)
+    for changed in (folder, other):
+        (changed / "model.safetensors").write_bytes(trained)
+    write_manifest(folder, {})
+    assert fingerprint(folder) != sealed and fingerprint(other) != sampled
 
 
 def test_a_long_list_is_cut() -> None:
