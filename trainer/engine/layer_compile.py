@@ -68,6 +68,12 @@ def worth_it(config: Config, *, gpu: bool, whole: bool) -> bool:
     return fits and (not whole or (trainer.compile and alone))
 
 
+def scores_apart(config: Config) -> bool:
+    """Whether there may be trajectories that no micro-batch holds whole: of several contexts. They
+    are looked at before a step without gradient, by graphs of their own."""
+    return config.algorithm.mask_delta is not None and config.with_agents
+
+
 def segments_of(tokens: int) -> int:
     """Trajectories of a dummy batch of so many tokens at most, but `SEGMENTS` at least. Beyond that
     they are even in number: offsets, one more, are odd then, which no size of a model is."""
@@ -121,9 +127,9 @@ def warm_up(
     *,
     whole: bool = False,
 ) -> None:
-    """A forward and a backward pass over a dummy batch, on all ranks. It has few tokens, or with
-    `whole` as many as steps have, up to `ENOUGH`: the memory of a step, and compiled layers are
-    compiled again for them. No parameter's gradient is kept and no random number drawn: what is
+    """A forward and a backward pass over a dummy batch, on all ranks, and one without gradient
+    where steps have such (`scores_apart`). It has few tokens, or with `whole` as many as steps
+    have, up to `ENOUGH`: the memory of a step, and compiled layers are compiled again for them. No parameter's gradient is kept and no random number drawn: what is
     trained afterwards is the same. Out of memory, it ends, and the first step compiles what is
     left."""
     routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
@@ -149,6 +155,9 @@ def warm_up(
                     # Asked for like this, it is added to no parameter's gradient, and DeepSpeed is
                     # told of none.
                     torch.autograd.grad(logp.sum() + log_mass.sum(), learning, allow_unused=True)
+                if scores_apart(config):
+                    with torch.no_grad():
+                        network(inputs=inputs)
         if device.type == "cuda" and summed_apart(config.model.dtype, config.trainer):
             from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415  (Triton: on GPUs)
 

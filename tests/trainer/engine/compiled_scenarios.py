@@ -11,14 +11,12 @@ from tests.trainer.engine import window_scenarios as windows
 from tests.trainer.engine.scenarios import TIGHT, Scenario, run_rank, training
 
 FAMILY = "qwen3_moe"
-UNSPLIT = 32
-"""Tokens of micro-batches that hold the whole of any of these sequences, as a warm-up's do: of
-others the parts are scored first, without gradient, which other graphs do."""
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         # First, so that what its steps need is compiled in its warm-up or not at all.
-        "warm compiled": training(0, tokens=UNSPLIT, compile=True, warm=True),
-        "compiled": training(0, tokens=UNSPLIT, compile=True),
+        # Sequences that no micro-batch holds whole are scored before, without gradient.
+        "warm compiled": training(0, tokens=TIGHT, compile=True, warm=True, agents=True),
+        "compiled": training(0, tokens=TIGHT, compile=True),
         "plain": training(0),
         "whole": windows.training(0),
         "whole, compiled": windows.training(0, tokens=TIGHT, compile=True),

@@ -17,6 +17,7 @@ from keel.configs.schema import (
     Config,
     DataConfig,
     Dtype,
+    EnvironmentConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
@@ -55,11 +56,15 @@ def make_config(
     mask_delta: float = MASK_DELTA,
     kept_mass_coef: float = 0.0,
     sleep: bool = False,
+    agents: bool = False,
     **trainer: Any,
 ) -> Config:
     source = SourceConfig(
         name="s", source="reasoning_gym", task="chain_sum", size=8, kl_coef=kl_coef
     )
+    if agents:
+        environment = EnvironmentConfig(target="shop:Shop")
+        source = SourceConfig(name="s", source="environment", size=8, environment=environment)
     options: dict[str, Any] = {
         "ranks": ranks,
         "zero_stage": stage,

@@ -14,6 +14,7 @@ import torch
 from keel.configs.schema import Config
 from keel.rl.futures import done
 from keel.rl.metrics import values
+from keel.trainer.cluster.limits import Limits
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import MOST, Lowering, Repeating, lowered
@@ -31,6 +32,7 @@ class Local(Learner):
 
     def __init__(self, model: Path, config: Config) -> None:
         self._config, self._make_room, self._direct = config, done, False
+        self._limits = Limits(config.trainer.deadline_s, 0.0)
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 
