@@ -129,9 +129,9 @@ def warm_up(
 ) -> None:
     """A forward and a backward pass over a dummy batch, on all ranks, and one without gradient
     where steps have such (`scores_apart`). It has few tokens, or with `whole` as many as steps
-    have, up to `ENOUGH`: the memory of a step, and compiled layers are compiled again for them. No parameter's gradient is kept and no random number drawn: what is
-    trained afterwards is the same. Out of memory, it ends, and the first step compiles what is
-    left."""
+    have, up to `ENOUGH`: the memory of a step, and compiled layers are compiled again for them. No
+    parameter's gradient is kept and no random number drawn: what is trained afterwards is the same.
+    Out of memory, it ends, and the first step compiles what is left."""
     routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
     truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated
     tokens = min(ENOUGH, int(rank_tokens(config))) if whole else 0
