@@ -22,7 +22,7 @@ CLOSING_S = 30.0
 MOST_SAID = 300
 LATER = "later: "
 """How the reason begins for a completion that the endpoint may give another time."""
-BUSY = 429
+BUSY, FORBIDDEN = 429, 403
 """HTTP status."""
 UNKNOWN = -1
 """In the place of token ids, which an endpoint does not say."""
@@ -39,6 +39,8 @@ class EndpointCompletions:
                 f"endpoint.api_key_env = {config.api_key_env}: no such environment variable"
             )
         self._config, self._key = config, key
+        self._answered = False
+        """Whether any request was: what is refused later is then about that request."""
 
     def __enter__(self) -> Self:
         from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  half a second, for few commands
@@ -134,6 +136,7 @@ class EndpointCompletions:
                     stop=list(sampling.stop) or None,
                     extra_body=extra or None,
                 )
+                self._answered = True
                 return response.model_dump()
         except (TimeoutError, openai.APITimeoutError):
             return f"no reply within endpoint.deadline_s = {config.deadline_s:g}"
@@ -142,6 +145,8 @@ class EndpointCompletions:
             openai.PermissionDeniedError,
             openai.NotFoundError,
         ) as error:
+            if self._answered and error.status_code == FORBIDDEN:  # this prompt's text, then
+                return self._public(f"the endpoint says HTTP {FORBIDDEN}: {error.message}")
             raise RuntimeError(
                 f"endpoint.base_url = {config.base_url}: {self._public(str(error))}"
             ) from error

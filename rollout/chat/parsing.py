@@ -165,19 +165,31 @@ def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
 def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     """GLM-4.5: `<tool_call>name`, then `<arg_key>` and `<arg_value>` in pairs. A value is text
     where the tool's schema says so, and JSON where it can be."""
-    pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
     def read(body: str) -> Item:
         name, mark, _ = body.partition("<arg_key>")
         arguments: dict[str, Any] = {}
         place = len(name) if mark else len(body)
-        while body[place:].strip():
-            found = pair.match(body, place)
-            if not found:
+
+        def inside(tag: str) -> str | None:
+            """What is in `<tag>`, which comes next; `place` is behind it then. Looks at nothing
+            twice."""
+            nonlocal place
+            begin = body.find(f"<{tag}>", place)
+            end = body.find(f"</{tag}>", begin)
+            if min(begin, end) < 0 or body[place:begin].strip():
+                return None
+            place = end + len(f"</{tag}>")
+            return body[begin + len(f"<{tag}>") : end]
+
+        body = body.rstrip()
+        while place < len(body):
+            key = inside("arg_key")
+            value = inside("arg_value") if key is not None else None
+            if key is None or value is None:
                 return Broken(body, "its <arg_key> and <arg_value> do not come in closed pairs")
-            key, value = found[1].strip(), found[2]
-            arguments[key] = _by_schema(value, _property(tools, name.strip(), key))
-            place = found.end()
+            schema = _property(tools, name.strip(), key.strip())
+            arguments[key.strip()] = _by_schema(value, schema)
         return _named(name, arguments, body)
 
     return _blocks(text, "<tool_call>", "</tool_call>", read)

@@ -102,11 +102,14 @@ def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
     """
     opens = raw.lstrip().startswith(THINK_START)
     text = THINK_START + raw if thinking and not opens else raw
-    content = _THINK_BLOCK.sub("", text)
+    # What is behind the last end holds no block: to look for one behind each of many beginnings
+    # would take a time that grows with their square.
+    before, end, behind = text.rpartition(THINK_END)
+    content = _THINK_BLOCK.sub("", before + end) + behind
     if THINK_START in content:
         content, reasoning = "", text.replace(THINK_START, "").replace(THINK_END, "")
     else:
-        reasoning = "\n".join(_THINK_BLOCK.findall(text))
+        reasoning = "\n".join(_THINK_BLOCK.findall(before + end))
     message = {"role": "assistant", "content": content.strip()}
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()

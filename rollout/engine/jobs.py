@@ -74,6 +74,12 @@ class SamplingEngine(Protocol):
     def finish_update(self, version: int, checksum: int | None) -> None: ...
 
 
+NOT_FINITE = (
+    "not finite: a token's log-probability is not a number; the model's logits may overflow in "
+    "rollout.dtype"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """What one request came to: N tokens."""
@@ -122,6 +128,9 @@ class GroupJob(Job):
     done: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
 
     def take(self, sibling: int, sampled: Sampled) -> None:
+        if not np.isfinite(sampled.recording.logp).all():
+            self.dropped.append(NOT_FINITE)
+            return
         segment = build_segment(
             self.prompt.prompt_id,
             self.context,

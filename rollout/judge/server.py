@@ -12,6 +12,7 @@ import os
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from keel.configs.schema import JudgeConfig
 from keel.model import ray_calls
 from keel.rollout.judge.process import STOP_S, JudgeProcess
 
-MAX_RESTARTS = 3
-"""Times that the server is started again before the run is given up."""
+MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
+"""Times within so many seconds that the server is started again before the run is given up."""
 REPLY_S = 30.0
 """Longest wait for the actor to say how its server is, and beyond the server's own deadline."""
 PLACED_S = 1.0
@@ -75,9 +76,14 @@ class JudgeServer:
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._stopped = False
-        self.restarts = 0
+        self._times: list[float] = []
         self._url = ""
         self._launch()
+
+    @property
+    def restarts(self) -> int:
+        """Times that it was started again in this run."""
+        return len(self._times)
 
     def url(self) -> str:
         """Of a server that runs; one that died is started again first.
@@ -89,12 +95,15 @@ class JudgeServer:
                 why = self._ended()
                 if not why:
                     return self._url
-                if self.restarts >= MAX_RESTARTS:
+                now = time.monotonic()
+                recent = sum(now - at < RECENT_S for at in self._times)
+                if recent >= MAX_RESTARTS:
                     raise RuntimeError(
-                        f"the judge's server died {self.restarts + 1} times; the last time: {why}"
+                        f"the judge's server died {recent + 1} times within "
+                        f"{RECENT_S / 3600:g} hours; the last time: {why}"
                     )
                 self._url = ""
-                self.restarts += 1
+                self._times.append(now)
                 log.warning("the judge's server died and is started again: %s", why)
                 ray_calls.kill(self._actor)
                 self._launch()

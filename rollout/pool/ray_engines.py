@@ -9,7 +9,15 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from keel.configs.schema import SamplingConfig
 from keel.model import ray_calls
@@ -53,14 +61,14 @@ class RayEngine:
     def generate(
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Future[Group]:
-        return as_future(
-            ray_calls.call(self.actor.generate, prompt, group_size, sampling, record, draw)
-        )
+        called = ray_calls.call(self.actor.generate, prompt, group_size, sampling, record, draw)
+        return as_future(called, gone=(*GONE, ObjectLostError))
 
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[TurnResult]:
-        return as_future(ray_calls.call(self.actor.turn, request, sampling, record))
+        called = ray_calls.call(self.actor.turn, request, sampling, record)
+        return as_future(called, gone=(*GONE, ObjectLostError))
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
         return as_future(ray_calls.call(self.actor.update, version, list(buckets)))
@@ -140,11 +148,17 @@ def _as_engine_errors(sent: Future[int]) -> Future[int]:
     return future
 
 
-def as_future(ref: ObjectRef) -> Future[Any]:
+GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+"""What Ray says of an actor that is no more. (`OutOfMemoryError`: that it killed it, because its
+machine ran out of memory.)"""
+
+
+def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
     """The result of an actor's call. Cancelling the future cancels the call.
 
     A dead actor, or one that is late by its own clock, is an `EngineError`; any other exception of
-    the call is passed on as it was raised.
+    the call is passed on as it was raised. gone: what says so; `ObjectLostError` too where the
+    actor's node had the result.
     """
     future: Future[Any] = Future()
 
@@ -155,9 +169,9 @@ def as_future(ref: ObjectRef) -> Future[Any]:
         if error is None:
             future.set_result(inner.result())
         elif isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-            future.set_exception(_as_engine_error(error.cause))
+            future.set_exception(_as_engine_error(error.cause, gone))
         else:
-            future.set_exception(_as_engine_error(error))
+            future.set_exception(_as_engine_error(error, gone))
 
     def cancelled(outer: Future[Any]) -> None:
         if outer.cancelled():
@@ -168,10 +182,11 @@ def as_future(ref: ObjectRef) -> Future[Any]:
     return future
 
 
-def _as_engine_error(error: BaseException) -> BaseException:
+def _as_engine_error(
+    error: BaseException, gone: tuple[type[RayError], ...] = GONE
+) -> BaseException:
     """The same, or an `EngineError` if it says that an engine died or is late."""
-    # Ray's name for an actor that it killed, itself, because its machine ran out of memory.
-    if isinstance(error, RayActorError | OutOfMemoryError):
+    if isinstance(error, gone):
         reason = _reason(error)
     elif isinstance(error, TimeoutError):
         reason = str(error)

@@ -13,6 +13,8 @@ from transformers.utils.hub import cached_file
 from keel.model.weight_transfer.buckets import Bucket
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Tensors of old checkpoints that engine and trainer both compute, and neither loads."""
 
 
 class Manifest:
@@ -23,7 +25,8 @@ class Manifest:
         behind the last one and neither engine nor trainer loads. `tied`: the output embedding is
         the input embedding, and may or may not be published."""
         self._optional = {"lm_head.weight"} if tied else set[str]()
-        self._names = {name for name in names if _layer(name) < layers} - self._optional
+        known = {name for name in names if not _COMPUTED.search(name)}
+        self._names = {name for name in known if _layer(name) < layers} - self._optional
         self._missing: set[str] = set()
 
     def begin(self) -> None:

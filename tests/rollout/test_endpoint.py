@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_what_every_request_would_meet_ends_it(
     with pytest.raises(RuntimeError, match=r"endpoint.base_url = http") as caught:
         group(endpoint, api_key_env="ENDPOINTS_KEY")
     assert "k3y" not in str(caught.value)
+
+
+def test_a_prompt_that_is_forbidden_is_dropped_once_others_were_not(endpoint: Server) -> None:
+    forbidden = Reply('{"error": {"message": "flagged"}}', status=403)
+    endpoint.behave = lambda _: forbidden
+    config = EndpointConfig(base_url=endpoint.url, model="m", deadline_s=PATIENCE_S, retries=0)
+    with EndpointCompletions(config) as completions:
+        asked = partial(completions.submit, ASKED, group_size=1, sampling=SAMPLING)
+        with pytest.raises(RuntimeError, match="flagged"):  # a key without rights, perhaps
+            asked().result(PATIENCE_S)
+        endpoint.behave = lambda _: words("x")
+        assert asked().result(PATIENCE_S).trajectories
+        endpoint.behave = lambda _: forbidden
+        (reason,) = asked().result(PATIENCE_S).dropped
+        assert reason.startswith("the endpoint says HTTP 403: ") and "flagged" in reason
+        endpoint.behave = lambda _: replace(forbidden, status=401)
+        with pytest.raises(RuntimeError, match="flagged"):
+            asked().result(PATIENCE_S)
 
 
 def spells(request: dict[str, Any]) -> Reply:

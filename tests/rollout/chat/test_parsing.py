@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -149,6 +150,37 @@ def test_what_is_no_call_is_said_to_be_none(name: str, text: str, why: str) -> N
     (call,) = parse(name, text).calls
     assert isinstance(call, Malformed)
     assert why in call.why and call.text and len(call.text) <= 300
+
+
+GLM = "<tool_call>f{}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("\n<arg_key> a </arg_key>\n<arg_value>x\n</arg_value>\n", {"a": "x\n"}),
+        ("<arg_key>a</arg_key><arg_value><arg_key>b</arg_value>", {"a": "<arg_key>b"}),
+        (
+            "<arg_key>a</arg_key><arg_value>[1]</arg_value><arg_key>b</arg_key>"
+            " <arg_value></arg_value>",
+            {"a": [1], "b": ""},
+        ),
+        ("<arg_key>a</arg_key>x<arg_value>1</arg_value>", None),
+        ("<arg_key>a</arg_key><arg_value>1</arg_value> x", None),
+        ("<arg_key>a</arg_key><arg_value>1", None),
+        ("<arg_key>a<arg_value>1</arg_value>", None),
+    ],
+)
+def test_pairs_of_glm(body: str, arguments: dict[str, Any] | None) -> None:
+    (call,) = parse("glm", GLM.format(body)).calls
+    assert isinstance(call, Malformed) if arguments is None else call.arguments == arguments  # pyright: ignore
+
+
+def test_pairs_of_glm_that_are_never_closed_take_no_time() -> None:
+    began = time.thread_time()
+    body = "<arg_key>k</arg_key>\n<arg_value>v\n" * 50_000
+    (call,) = parse("glm", GLM.format(body)).calls
+    assert isinstance(call, Malformed) and time.thread_time() - began < 5
 
 
 def test_one_broken_call_spoils_no_other() -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
-from keel.rollout.pool.ray_engines import as_future, deliver
+from keel.rollout.pool.ray_engines import RayEngine, as_future, deliver
 from keel.rollout.spec import EngineError
 
 
@@ -41,6 +49,8 @@ def outcomes(error: Exception) -> list[BaseException | None]:
     [
         (ActorDiedError(), "died"),
         (OutOfMemoryError("a worker was killed: the node runs low on memory"), "low on memory"),
+        (NodeDiedError("node 7 died"), "node 7 died"),
+        (WorkerCrashedError(), "died unexpectedly"),
         (raised(TimeoutError("waited 60 s for running answers")), "waited 60 s"),
     ],
 )
@@ -63,6 +73,23 @@ def test_a_killed_engine_is_one_line_without_rays_guesses() -> None:
     for outcome in outcomes(Died()):
         assert str(outcome).startswith("its process 3762 has died: it was killed, by the kernel")
         assert "common causes" not in str(outcome)
+
+
+def test_a_result_that_went_with_its_node_is_sampled_again() -> None:
+    lost = ObjectLostError("ref", "address", "generate")
+    assert as_future(cast(Any, Ref(lost))).exception(timeout=300) is lost  # of a bucket, perhaps
+    actor = SimpleNamespace(generate=None, turn=None)
+    engine = object.__new__(RayEngine)
+    engine.actor = actor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("keel.model.ray_calls.call", lambda *_: Ref(lost))
+        asked: Any = None
+        futures = [
+            engine.generate(asked, group_size=1, sampling=asked, record=True, draw=0),
+            engine.turn(asked, sampling=asked, record=True),
+        ]
+    for future in futures:
+        assert isinstance(future.exception(timeout=300), EngineError)
 
 
 def test_what_the_pool_cannot_repair_is_passed_on() -> None:

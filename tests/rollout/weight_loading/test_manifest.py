@@ -45,6 +45,17 @@ def test_an_unknown_tensor_is_named() -> None:
         update(manifest, *NAMES, "model.layers.0.b")
 
 
+def test_what_both_sides_compute_is_not_expected() -> None:
+    old = [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "transformer.rotary_pos_emb.inv_freq",
+        "model.layers.1.self_attn.rotary_emb.cos_cached",
+    ]
+    update(Manifest([*NAMES, *old], layers=3, tied=False), *NAMES)
+    with pytest.raises(ValueError, match="inv_freq_weight"):
+        update(Manifest([*NAMES, "rotary_emb.inv_freq_weight"], layers=3, tied=False), *NAMES)
+
+
 def test_layers_behind_the_last_are_not_expected() -> None:
     update(Manifest(NAMES, layers=2, tied=False), *NAMES[:3])
 
