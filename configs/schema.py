@@ -361,7 +361,8 @@ class Config:
         """Longest that scoring a group may take, in seconds, once it has begun."""
         judge = self.rewards.judge
         asking = (1 + judge.retries) * judge.deadline_s if judge.model else 0.0
-        return self.algorithm.group_size * self.rewards.deadline_s + asking
+        each = max(self.rewards.deadline_s, self.rewards.code.completion_s)
+        return self.algorithm.group_size * each + asking
 
     @property
     def group_deadline_s(self) -> float:

@@ -174,6 +174,8 @@ class EvaluationFolder:
             },
         }
         self.asked: list[Asked] = []
+        self._number = self._passes = 0
+        """Of all that were asked: known without going through them, since it is said after each."""
 
     def __enter__(self) -> Self:
         """Resumes an unfinished evaluation of the same settings, or begins a new one beside
@@ -189,6 +191,9 @@ class EvaluationFolder:
             folder.claim(self._settings)
             self._folder, self._lines = folder, folder.lines("samples.jsonl")
             self.asked = read_evaluation(self.path)
+            self._number = self._passes = 0
+            for asked in self.asked:
+                self._count(asked)
             self._opened = stack.pop_all()
         return self
 
@@ -211,12 +216,16 @@ class EvaluationFolder:
         """Write down what came of a prompt in a variant."""
         self._lines.add(asdict(asked))
         self.asked.append(asked)
+        self._count(asked)
 
     def said(self) -> str:
         """How it stands, in few words."""
-        number = sum(one.number for one in self.asked)
-        passes = sum(one.passes for one in self.asked)
-        return f"pass@1 so far {passes / number:.3f}" if number else "nothing to keep so far"
+        if not self._number:
+            return "nothing to keep so far"
+        return f"pass@1 so far {self._passes / self._number:.3f}"
+
+    def _count(self, asked: Asked) -> None:
+        self._number, self._passes = self._number + asked.number, self._passes + asked.passes
 
     def finish(self, found: Mapping[str, Any]) -> None:
         """All is there: write the results."""

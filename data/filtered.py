@@ -62,6 +62,8 @@ class FilterFolder:
             prompt.prompt_id: (prompt, name) for name, some in prompts.items() for prompt in some
         }
         self._rates: dict[str, PassRate] = {}
+        self._number = 0
+        """Kept so far: said after each, and too many to be counted each time."""
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the folder cannot be written, is in use, or holds pass rates of
@@ -77,6 +79,7 @@ class FilterFolder:
             self._lines = folder.lines(self.table.name)
             try:
                 self._rates = self._read()
+                self._number = len(self._kept())
             except ValueError as error:
                 raise folder.refused(str(error)) from error
             folder.claim(self._settings)
@@ -97,11 +100,12 @@ class FilterFolder:
         """Write down what came of a prompt."""
         rate = pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
         self._lines.add(rate.line())
+        self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
         self._rates[rate.id] = rate
 
     def said(self) -> str:
         """How it stands, in few words."""
-        return f"{len(self._kept()):,} kept so far"
+        return f"{self._number:,} kept so far"
 
     def finish(self) -> str:
         """Write the kept prompts, as far as there are pass rates; what came of it, for people."""
@@ -128,9 +132,12 @@ class FilterFolder:
         return rates
 
     def _kept(self) -> list[PassRate]:
-        bounds = (self._filter.least_pass_rate, self._filter.most_pass_rate)
         rates = [self._rates[name] for name in self._prompts if name in self._rates]
-        return [rate for rate in rates if rate.within(*bounds)]
+        return [rate for rate in rates if self._keeps(rate)]
+
+    def _keeps(self, rate: PassRate | None) -> bool:
+        bounds = (self._filter.least_pass_rate, self._filter.most_pass_rate)
+        return rate is not None and rate.within(*bounds)
 
     def _table(self) -> list[str]:
         """A row for each source, and for each domain that is not just one source."""

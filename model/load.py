@@ -152,14 +152,15 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The same for tokenizers that give the same ids; empty for one without a tokenizer.json."""
+    """The same for tokenizers that give the same ids to texts and to conversations; empty for one
+    without a tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
     # Truncation and padding are settings of a caller's.
     written = json.loads(backend.to_str())
     content = {key: value for key, value in written.items() if key not in ("truncation", "padding")}
-    text = json.dumps(content, sort_keys=True)
+    text = json.dumps([content, tokenizer.chat_template], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

@@ -41,7 +41,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         read_task(spec)
     else:
         try:
-            verifier_for(spec)
+            verifier_for(spec, ready=False)
         except (
             ArithmeticError,
             AttributeError,

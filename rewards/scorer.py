@@ -255,11 +255,14 @@ class Scorer:
             else:
                 kept.append(trajectory)
                 said.append(note)
-                scores.append(
-                    Score(0.0, {**found, "correct": 0.0})
-                    if cut and length.truncated == "zero"
-                    else compose(found, self._weights[group.prompt.domain])
-                )
+                weights = self._weights[group.prompt.domain]
+                if cut and length.truncated == "zero":
+                    # No better than what is wrong and came to its end.
+                    score = compose({**found, "correct": 0.0}, weights)
+                    score = replace(score, value=min(0.0, score.value))
+                else:
+                    score = compose(found, weights)
+                scores.append(score)
         if dropped:
             group = replace(group, trajectories=tuple(kept), dropped=(*group.dropped, *dropped))
         if length.active:

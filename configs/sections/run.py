@@ -77,6 +77,7 @@ class RunConfig:
         require(bool(self.dir), "run.dir", self.dir, "must name a folder")
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
         require(self.seed >= 0, "run.seed", self.seed, "must not be negative")
+        require(self.seed < 2**32, "run.seed", self.seed, "must be below 2**32, NumPy's limit")
         require(self.gpu_gib >= 0, "run.gpu_gib", self.gpu_gib, "must not be negative (GiB)")
         require(
             self.gpus_per_node >= 0, "run.gpus_per_node", self.gpus_per_node, "must not be negative"

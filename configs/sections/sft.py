@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from keel.configs.sections.base import require
@@ -12,6 +12,7 @@ TEXT = ("text", "retrieval")
 """Sources of plain text. What a source calls a conversation is a window of tokens there."""
 NEEDED = {"solutions": "task", "retrieval": "length"}
 """What a source cannot do without; the others: `path`."""
+OF_TRAJECTORIES = ("least_reward", "reward", "cut", "most_per_prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,16 @@ class ConversationsConfig:
         for name in ("size", "holdout", "repeat", "most_per_prompt", "length"):
             value = getattr(self, name)
             require(value >= 0, f"{knob}.{name}", value, "must not be negative")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            require(
+                self.source == "trajectories"
+                or one.name not in OF_TRAJECTORIES
+                or value == one.default,
+                f"{knob}.{one.name}",
+                value,
+                "is for source: trajectories alone; leave it out",
+            )
         require(
             self.repeat > 0 or self.holdout > 0,
             f"{knob}.repeat",

@@ -99,7 +99,8 @@ def _keyed(row: Row, first: bool, source: ConversationsConfig) -> dict[str, Any]
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
     """What runs have written in `trajectories`, or evaluations in `samples.jsonl`, of the worth
     that the source asks for. tokenizer: digest of the one that learns: what was sampled with
-    another is written again by its messages.
+    another, in another mode or without the source's system message is written again by its
+    messages.
 
     Raises ConfigError as `read_rows`, and where there is nothing to read.
     """
@@ -119,7 +120,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
             if why := _why_not(record, source, each):
                 left[why] += 1
                 continue
-            if not record.get("tokenizer") or record["tokenizer"] != tokenizer:
+            if not _as_sampled(record, source, tokenizer):
                 record.pop("segments", None)
             yield at, record
 
@@ -127,6 +128,14 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
     lines = ((f"{path}:{number}", line) for path in files for number, line in lines_of(path, knob))
     read = _read(source, lines, selected)
     return Read(examples=read.examples, skipped=read.skipped, unselected=left)
+
+
+def _as_sampled(record: Mapping[str, Any], source: ConversationsConfig, tokenizer: str) -> bool:
+    """Whether what is to be learned is what was sampled, id by id."""
+    modes = {"as-written": None, "with": True, "without": False}
+    mode = modes[source.thinking]
+    same = record.get("tokenizer") and record["tokenizer"] == tokenizer
+    return bool(same) and not source.system and mode in (None, record.get("thinking"))
 
 
 def _read(
@@ -156,13 +165,13 @@ def _read(
 
 def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) -> Example:
     messages, learned = conversation_of(record, source.system)
-    segments = ()
-    if record.get("segments"):
+    segments, written = (), source.source == "trajectories"
+    if written and record.get("segments"):
         try:
             segments = segments_of(record, at)
         except ValueError as error:
             raise BadLine(str(error)) from error
-    known = WRITTEN if source.source == "trajectories" or segments else KNOWN
+    known = WRITTEN if written else KNOWN
     return Example(
         origin=at,
         messages=tuple(messages),
@@ -170,7 +179,7 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
         tools=tuple(tools_of(record)),
         thinking=thinking_of(record, messages, source.thinking),
         segments=segments,
-        prompt_id=str(record.get("id") or "") if source.source == "trajectories" else "",
+        prompt_id=str(record.get("id") or "") if written else "",
         unread=unread_of(record, known),
     )
 

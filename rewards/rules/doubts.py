@@ -38,6 +38,7 @@ _BETWEEN = re.compile(rf"{_SIDE}(<=?|>=?)\s*[A-Za-z]\s*(<=?|>=?){_SIDE}")
 _BELOW = re.compile(rf"{_SIDE}(<=?|>=?)\s*[A-Za-z]")
 _BEYOND = re.compile(rf"[A-Za-z]\s*(<=?|>=?){_SIDE}")
 _DECIMAL = re.compile(r"\s*-?\d{1,15}(?:\.\d{1,15})?\s*")
+_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)")
 _TINY = 10.0**-5
 _DIGITS = 10.0**-6
 
@@ -59,7 +60,21 @@ def unlike(right: str, given: str, *, marked: bool) -> bool:
     based = _BASED.fullmatch(right.strip("$ ")), _BASED.fullmatch(given.strip("$ "))
     if based[0] and based[1] and based[0][2] != based[1][2]:
         return True
-    return marked and {_brackets(right), _brackets(given)} in ({"{", "("}, {"{", "["})
+    if marked and {_brackets(right), _brackets(given)} in ({"{", "("}, {"{", "["}):
+        return True
+    return marked and _brackets(right) != "{" and _repeat(right, given)
+
+
+def _repeat(right: str, given: str) -> bool:
+    """Whether one of two lists has a value more often, as of a root that counts twice: read as sets
+    they would be equal."""
+    values, others = (listed(_GROUPED.sub(_whole, text)) for text in (right, given))
+    longer = max(values, others, key=len)
+    return len(values) != len(others) and len(set(longer)) < len(longer)
+
+
+def _whole(found: re.Match[str]) -> str:
+    return re.sub(r"\D", "", found[0])
 
 
 def _contradicts(text: str) -> bool:

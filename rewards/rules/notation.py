@@ -53,6 +53,9 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _THOUSANDS = re.compile(
     r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ ~_\u00a0\u2009\u202f])\d{3})+(?![\w]|[.,]?\d)"
 )
+_SPACED_PERCENT = re.compile(r"\\[,;:! ]\s*(?=\\?%)")
+_ALL_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(-?\d[^{}\\]*)\}")
+"""12 hours, all of it set as text."""
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d{1,15})[ ~]\s*(\d{1,15})/(\d{1,15})(?![\w/.]*\d)")
 _SCIENTIFIC = re.compile(r"(?<![\w.,])(\d{1,40}(?:\.\d{1,40})?|\.\d{1,40})[eE]([+-]?\d{1,3})(?!\w)")
 _TIMES_TEN = re.compile(
@@ -88,13 +91,15 @@ def undressed(text: str, *, marked: bool) -> str:
 
 def plain_notation(text: str, *, alone: bool) -> str:
     """`text` in a notation that leaves no doubt. alone: a formula by itself, not in a sentence."""
-    text = text.translate(_SIGNS)
+    text = _SPACED_PERCENT.sub("", text.translate(_SIGNS))
     text = _MONEY.sub("", _LEADING_DASH.sub(r"\1-", text))
     text = _VULGAR.sub(lambda found: f" {_ascii(found[0])}", text).strip()
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _MIXED.sub(_improper, text)
     text = _TIMES_TEN.sub(_decimal, _SCIENTIFIC.sub(_decimal, text))
     text = _MANY.sub(_counted, _EMPTY.sub(r"\\emptyset ", text))
+    if alone and (whole := _ALL_TEXT.fullmatch(text)) is not None:
+        text = whole[1]
     if not alone:
         return text if "$" in text or "\\(" in text else _PROSE_PI.sub(_formula, text)
     text = _ABOUT.sub(lambda found: f"{found[1]} = " if found[1] else "", _WEIGHT.sub("", text))

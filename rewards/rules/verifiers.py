@@ -33,9 +33,12 @@ MAX_CHARACTERS = 32_768
 """A longer text is wrong, unless the right answer is that long."""
 
 
-def verifier_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> Verifier:
+def verifier_for(
+    spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
+) -> Verifier:
     """The verifier for a prompt's reward spec (`Prompt.reward`), or for a part that looks at the
-    whole trajectory (`TRAJECTORY_KINDS`). code: how programs are run.
+    whole trajectory (`TRAJECTORY_KINDS`). code: how programs are run. ready: to be used, and not
+    made only to see whether it can be (`mathematical`).
 
     Raises ValueError for a spec that no rule reads.
     """
@@ -44,11 +47,14 @@ def verifier_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> V
         return TRAJECTORY_KINDS[kind](spec)
     if kind not in KINDS:
         raise ValueError(f"reward spec has kind {spec.get('kind')!r}; there are {', '.join(KINDS)}")
-    verify = KINDS[kind](spec, code or CodeSettings())
+    if kind == "answer":
+        verify = answer(spec, ready=ready)
+    else:
+        verify = KINDS[kind](spec, code or CodeSettings())
     return lambda text: verify(outside_think(text))
 
 
-def answer(spec: Mapping[str, Any]) -> Verifier:
+def answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
     """Comparison with a known answer. Spec: `answer`, `match` (one of MATCHES), and what else that
     one reads.
 
@@ -59,7 +65,7 @@ def answer(spec: Mapping[str, Any]) -> Verifier:
         raise ValueError(f"reward spec has match {match!r}; there are {', '.join(MATCHES)}")
     if match != "schema" and not isinstance(right, str):
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
-    same = MATCHES[match](spec)
+    same = mathematics(spec, ready=ready) if match == "math" else MATCHES[match](spec)
     return lambda text: float(same(text))
 
 
@@ -102,8 +108,12 @@ def regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     return same
 
 
+def mathematics(spec: Mapping[str, Any], *, ready: bool = True) -> Callable[[str], bool]:
+    return mathematical(spec["answer"], tolerance=spec.get("tolerance"), ready=ready)
+
+
 MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
-    "math": lambda spec: mathematical(spec["answer"], tolerance=spec.get("tolerance")),
+    "math": mathematics,
     "exact": exact,
     "choice": choice,
     "schema": schema,

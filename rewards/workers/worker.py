@@ -43,8 +43,21 @@ and a worker that ended of one would look as if a completion had ended it."""
 MOST_SAID = 500
 """Characters of an error: it may quote a completion."""
 MEMORY_BYTES = 8 << 30
-"""Address space of a worker: a completion that asks for more gets a MemoryError, not the
-machine."""
+"""Address space of a worker, beyond what functions have made it take: a completion that asks for
+more gets a MemoryError, not the machine."""
+
+
+def bound(more: int | None) -> None:
+    """So many bytes of address space more than there are. None: no bound, for what the recipe's
+    author has written: it may keep a model, or use a GPU, whose driver reserves far more."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = hard
+    if more is not None:
+        with open("/proc/self/statm") as file:
+            wanted = int(file.read().split()[0]) * resource.getpagesize() + more
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
 def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
@@ -61,7 +74,7 @@ def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
 
 def serve(connection: socket.socket) -> None:
     """Serve requests until the other side closes."""
-    theirs = sys.stdout
+    theirs, unbound = sys.stdout, False
     with connection.makefile("rwb") as stream, open(os.devnull, "w") as nowhere:
 
         def send(reply: dict[str, Any]) -> None:
@@ -70,7 +83,11 @@ def serve(connection: socket.socket) -> None:
 
         for line in stream:
             request = json.loads(line)
-            sys.stdout = theirs if request["spec"].get("kind") == "function" else nowhere
+            ours = request["spec"].get("kind") == "function"
+            sys.stdout = theirs if ours else nowhere
+            if ours is not unbound:
+                unbound = ours
+                bound(None if ours else MEMORY_BYTES)
             try:
                 verifier = verifier_for(request["spec"], CodeSettings.from_knobs(request["code"]))
             except (KeyError, TypeError, ValueError) as error:
@@ -98,9 +115,7 @@ def main() -> None:
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)  # then it ends us
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = MEMORY_BYTES if limit == resource.RLIM_INFINITY else min(MEMORY_BYTES, limit)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, limit))
+    bound(MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")  # `eval` of an answer warns about the answer's own syntax
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keel.configs.load import load_config
-from keel.data.evaluated import EvaluationFolder
+from keel.data.evaluated import Asked, EvaluationFolder
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,27 @@ def test_completions_of_other_settings_are_not_taken_over(override: str, tmp_pat
 
     assert settings("run.steps=7", "data.sources[spelling].weight=2") == settings()
     assert settings(override) != settings()
+
+
+def test_how_it_stands_is_known_after_each_and_when_it_goes_on(tmp_path: Path) -> None:
+    config = load_config("quickstart", [f"run.dir={tmp_path}"])
+
+    def asked(number: int, *correct: float, missing: int = 0) -> Asked:
+        return Asked(
+            variant="recipe",
+            source="s",
+            domain="d",
+            id=f"s/{number}",
+            digest="x",
+            samples=[{"correct": one} for one in correct],
+            missing=["late"] * missing,
+        )
+
+    with EvaluationFolder(config, "the model", "model") as out:
+        assert out.said() == "nothing to keep so far"
+        out.add(asked(0, 1.0, 0.0))
+        out.add(asked(1, 1.0, missing=1))
+        assert out.said() == "pass@1 so far 0.500"
+    with EvaluationFolder(config, "the model", "model") as out:
+        out.add(asked(2, 1.0))
+        assert out.said() == "pass@1 so far 0.600" and len(out.asked) == 3

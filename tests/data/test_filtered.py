@@ -60,8 +60,10 @@ def test_it_goes_on_where_it_stopped_and_other_bounds_sample_nothing(tmp_path: P
         assert names(out.waiting) == [f"sums/{i}" for i in range(6)]
         for prompt, passes in zip(out.waiting[:3], (0, 4, 1), strict=True):
             out.record(prompt, [scored(prompt, passes)])
+            assert out.said() == f"{len(out._kept())} kept so far"
         lost = out.waiting[0]
         out.record(lost, [scored(lost, 0, dropped=("late",) * 4)])
+        assert out.said() == f"{len(out._kept())} kept so far" == "2 kept so far"
         said = out.finish()
     assert [line["id"] for line in kept(tmp_path)] == ["1", "2"]
     for part in (

@@ -199,6 +199,20 @@ def test_cut_answers(
     assert len(measured.rewards_G) == 2
 
 
+def always(prompt: Prompt, trajectory: object) -> float:
+    return 1.0
+
+
+def test_to_be_cut_off_is_no_better_than_to_be_wrong() -> None:
+    wrong, cut = trajectory(0, "</think>4"), trajectory(1, "</think>3", "length")
+    lengths = {"maths": LengthRule(truncated="zero")}
+    for weight, rewards in ((-0.5, [-0.5, -0.5]), (0.5, [0.5, 0.0])):
+        weights = {"maths": {"correct": 1.0, f"{__name__}.always": weight}}
+        with Scorer(weights, workers=0, lengths=lengths) as scorer:
+            (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(wrong, cut))])
+        assert scored.rewards_G.tolist() == rewards
+
+
 def test_no_reward_knows_which_limit_an_answer_was_cut_at() -> None:
     """The clock of an engine is nothing to learn from."""
     cuts = [trajectory(i, "</think>3", finish) for i, finish in enumerate(("length", "deadline"))]

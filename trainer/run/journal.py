@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -186,8 +187,10 @@ def note(folder: Path, step: int, kind: str, text: str, at: float | None = None)
     when = round(time.time() if at is None else at, 3)
     line = {"step": step, "time": when, "kind": kind, "text": text}
     # A disk that is full ends the run at the next step, with better words.
-    with suppress(OSError), (folder / EVENTS).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with suppress(OSError), (folder / EVENTS).open("ab+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        cut = file.read(1) not in (b"", b"\n")  # by a full disk, or a power cut
+        file.write(b"\n" * cut + json.dumps(line).encode() + b"\n")
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -229,6 +229,34 @@ def test_trajectories_are_chosen_by_their_worth_and_keep_their_tokens(tmp_path: 
         load(source(str(tmp_path), **knobs))
 
 
+@pytest.mark.parametrize(
+    ("knobs", "written_again"),
+    [
+        ({}, False),
+        ({"thinking": "without"}, False),
+        ({"thinking": "with"}, True),
+        ({"system": "Be brief."}, True),
+    ],
+)
+def test_what_is_asked_for_in_another_way_than_it_was_sampled_is_written_again(
+    tmp_path: Path, knobs: dict[str, Any], written_again: bool
+) -> None:
+    path = write(tmp_path / "step.jsonl", trajectory("a1", 1.0, thinking=False))
+    found = load(source(path, source="trajectories", **knobs))
+    assert found.report["s"].sampled == (not written_again)
+
+
+def test_ids_are_taken_from_trajectories_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", trajectory("a1", 0.0, tokenizer="another"))
+    found = load(source(path))
+    report = found.report["s"]
+    assert (report.learned, report.sampled) == (1, 0) and "segments" in report.unread
+    for knob in ({"least_reward": 0.5}, {"reward": "style"}, {"cut": True}, {"most_per_prompt": 1}):
+        (name,) = knob
+        with pytest.raises(ConfigError, match=rf"{name} = .* is for source: trajectories alone"):
+            source(path, **knob)
+
+
 def test_a_trajectory_of_a_prompt_that_is_held_out_is_not_learned(tmp_path: Path) -> None:
     lines = [trajectory(name, 1.0) for name in ("a1", "b1", "b2")]  # of p/a, p/b, p/b
     path = write(tmp_path / "step.jsonl", *lines)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from keel.rewards.code.compare import same_text, same_value
+from keel.rewards.rules import maths
 from keel.rewards.rules.doubts import interval
 from keel.rewards.rules.towers import endless
 from keel.rewards.rules.verifiers import verifier_for
@@ -47,6 +48,16 @@ def said(right: str, text: str, **more: Any) -> float:
         ("3.14", "7=3.14"),
         ("(-\\infty,3]", "x < 3"),
         ("[1,2]", "1 < x \\le 2"),
+        # How often is a part of it.
+        ("2,2,3", "2,3"),
+        ("2,3", "2,2,3"),
+        ("1,1", "1"),
+        ("-1,-1,2", "-1, 2"),
+        ("x=1, x=1, x=2", "x=1, x=2"),
+        ("5", "\\text{6 apples}"),
+        ("17", "18 \\pmod{20}"),
+        ("17 \\pmod{20}", "17"),
+        ("100,200", "100, 300"),
     ],
 )
 def test_something_else(right: str, given: str) -> None:
@@ -75,10 +86,36 @@ def test_something_else(right: str, given: str) -> None:
         ("(2,\\infty)", "x>2"),
         ("\\emptyset", "\\varnothing"),
         ("\\{\\}", "∅"),
+        ("2,2,3", "2, 2 \\text{ and } 3"),
+        ("2,3", "3,2"),
+        ("\\{1,1,2\\}", "\\{1,2\\}"),
+        ("1000000", "1,000,000"),
+        ("1,000,000", "1{,}000{,}000"),
+        ("100,200", "100, 200"),
+        ("10,100", "100 \\text{ and } 10"),
+        ("120,360", "120,360"),
+        ("25\\%", "25\\,\\%"),
+        ("25\\,\\%", "25\\%"),
+        ("12", "\\text{12 hours}"),
+        ("5", "\\text{5 apples}"),
+        ("17", "17 \\pmod{20}"),
+        ("17 \\pmod{20}", "17\\pmod{20}"),
     ],
 )
 def test_the_same(right: str, given: str) -> None:
     assert boxed(right, given) == 1.0
+
+
+def test_to_see_whether_a_rule_can_be_made_reads_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, verify = maths._library()
+    texts: list[str] = []
+    monkeypatch.setattr(maths, "_library", lambda: (lambda t: texts.append(t) or read(t), verify))
+    spec = {"kind": "answer", "answer": "\\sqrt{7} + 1"}
+    later = verifier_for(spec, ready=False)
+    assert texts == []
+    verifier_for(spec)
+    assert len(texts) == 1, "and no completion's deadline pays for it"
+    assert later("\\boxed{1+\\sqrt7}") == 1.0
 
 
 def test_what_is_not_marked() -> None:

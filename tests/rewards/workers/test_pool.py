@@ -182,6 +182,38 @@ def test_closing_ends_what_is_under_way_and_what_a_worker_has_started(waits: Wai
     wait_for(lambda: not waits.sleepers())
 
 
+def test_functions_may_take_memory_that_rules_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "takes.py").write_text(
+        "import mmap\nKEPT = []\n"
+        "def room(prompt, trajectory):\n"
+        "    KEPT.append(mmap.mmap(-1, 12 << 30, flags=0x4022))  # reserves none\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
+    takes = {"kind": "function", "name": "takes.room", "prompt": prompt_fields(prompt)}
+    one = TextTrajectory(messages=(), finish_reason="stop", sampled_tokens=1).dumps()
+    pool = WorkerPool(1, deadline_s=PATIENCE_S)
+    try:
+        (process,) = [worker._process for worker in pool._workers]
+        assert process is not None
+
+        def most() -> str:
+            limits = Path(f"/proc/{process.pid}/limits").read_text()
+            (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
+            return line.split()[3]
+
+        assert verify(pool, SUM, "3") == [Verdict(1.0)]
+        assert 8 << 30 < int(most()) < 9 << 30
+        assert verify(pool, takes, one, one) == [Verdict(1.0)] * 2
+        assert verify(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]
+        assert 32 << 30 < int(most()) < 33 << 30, "as much again beyond what the function keeps"
+    finally:
+        pool.close()
+
+
 def test_without_workers_completions_are_verified_in_process() -> None:
     pool = WorkerPool(0, deadline_s=1.0)
     assert verify(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]

@@ -189,7 +189,12 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return
                 self._next = self._at + len(line)
-                yield json.loads(line)
+                try:
+                    found = json.loads(line)
+                except ValueError:  # half of it: the disk was full, or the power gone
+                    self.passed()
+                    continue
+                yield found
 
     def passed(self) -> None:
         """The line is dealt with."""

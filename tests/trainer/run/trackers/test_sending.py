@@ -11,6 +11,7 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
+from keel.trainer.run.journal import note
 from keel.trainer.run.trackers.known import check_trackers
 from keel.trainer.run.trackers.sending import OWN, Sending, Trackers
 from keel.trainer.run.trackers.tracker import (
@@ -206,6 +207,19 @@ def test_a_line_that_is_being_written_is_left_until_it_is_whole(run: Run) -> Non
     trackers.look()
     trackers.close("finished", 1)
     assert run.tracker.steps[1] == (1, {"loss": 2.0})
+
+
+def test_half_a_line_of_the_events_keeps_none_back(run: Run) -> None:
+    note(run.folder, 0, "alarm", "before")
+    with (run.folder / "events.jsonl").open("a") as file:
+        file.write('{"step": 1, "kind": "al')  # the disk was full, or the power gone
+    note(run.folder, 2, "alarm", "after")
+    note(run.folder, 2, "alarm", "later")
+    run.write(0)
+    _, trackers = run.start()
+    trackers.close("finished", 1)
+    assert run.tracker.events == ["before", "after", "later"]
+    assert run.tracker.ends == ["finished"]
 
 
 def test_names_are_grouped() -> None:
