@@ -207,9 +207,9 @@ def test_functions_may_take_memory_that_rules_may_not(
 
         assert verify(pool, SUM, "3") == [Verdict(1.0)]
         assert 8 << 30 < int(most()) < 9 << 30
-        assert verify(pool, takes, one, one) == [Verdict(1.0)] * 2
+        assert verify(pool, takes, one) == [Verdict(1.0)]
         assert verify(pool, SUM, "3", "4") == [Verdict(1.0), Verdict(0.0)]
-        assert 32 << 30 < int(most()) < 33 << 30, "as much again beyond what the function keeps"
+        assert 20 << 30 < int(most()) < 21 << 30, "as much again beyond what the function keeps"
     finally:
         pool.close()
 
