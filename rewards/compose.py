@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keel.rewards.custom import load_function
 from keel.rewards.failures import is_function
@@ -117,6 +117,12 @@ def worst(weights: Mapping[str, float]) -> dict[str, float]:
     """The parts of what is worth the least that `weights` allow."""
     parts = {name: float(weight < 0) for name, weight in weights.items()}
     return {**parts, "correct": 0.0, ERROR: 0.0}
+
+
+def worth_nothing(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
+    """Of what was cut off: wrong, and no better than what is wrong and came to its end."""
+    wrong = compose({**parts, "correct": 0.0}, weights)
+    return replace(wrong, value=min(0.0, wrong.value))
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:

@@ -22,6 +22,7 @@ from keel.rewards.compose import (
     compose,
     of_functions,
     worst,
+    worth_nothing,
 )
 from keel.rewards.custom import TextTrajectory, prompt_fields, sees_group
 from keel.rewards.failures import Failures, is_function, to_standard_error
@@ -255,14 +256,8 @@ class Scorer:
             else:
                 kept.append(trajectory)
                 said.append(note)
-                weights = self._weights[group.prompt.domain]
-                if cut and length.truncated == "zero":
-                    # No better than what is wrong and came to its end.
-                    score = compose({**found, "correct": 0.0}, weights)
-                    score = replace(score, value=min(0.0, score.value))
-                else:
-                    score = compose(found, weights)
-                scores.append(score)
+                worth = worth_nothing if cut and length.truncated == "zero" else compose
+                scores.append(worth(found, self._weights[group.prompt.domain]))
         if dropped:
             group = replace(group, trajectories=tuple(kept), dropped=(*group.dropped, *dropped))
         if length.active:
