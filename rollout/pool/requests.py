@@ -57,7 +57,7 @@ class RolloutEngine(Protocol):
 Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """A place for an engine, which may be replaced."""
 

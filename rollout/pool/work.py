@@ -49,12 +49,8 @@ class Work:
 
     def send(self, slots: Sequence[Slot]) -> None:
         """Give orders to engines, until all are full."""
-        at = 0
-        while at < len(self._waiting):
-            able = [slot for slot in slots if slot.stage == "ready"]
-            able = [slot for slot in able if slot.sequences < self._config.max_num_seqs]
-            if not able:
-                return
+        at, able = 0, self._able(slots)
+        while able and at < len(self._waiting):
             order = self._waiting[at]  # and there still, to be failed, if the call raises
             slot = self._place(order, slots, able)
             if slot is None:
@@ -66,6 +62,12 @@ class Work:
             slot.sequences += order.sequences
             slot.load += order.tokens
             future.add_done_callback(partial(self._done_with, order.number))
+            able = self._able(slots)
+
+    def _able(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those that have room."""
+        most = self._config.max_num_seqs
+        return [slot for slot in slots if slot.stage == "ready" and slot.sequences < most]
 
     def _place(self, order: Order, slots: Sequence[Slot], able: Sequence[Slot]) -> Slot | None:
         """Of the slots that are able, the one with the least to do; for a conversation the one that
