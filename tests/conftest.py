@@ -37,6 +37,9 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # process starts later, in another file of tests, must be told the same.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as there, to save time
+# Memory is the tests' to plan, as in `keel.trainer.main.start_ray`: Ray would end an actor for what
+# other tests take.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 # `nohup` has it ignored, and what tests start would inherit that and not hear it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -29,6 +29,7 @@ from keel.rewards.scorer import Scorer
 from keel.rl.types import FUNCTIONS
 from keel.trainer.run.interrupt import Interrupt
 from tests.rewards.groups import group
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(keel.__file__).resolve().parents[1]
 ROWS = [{"prompt": "1 + 1?", "answer": "2", "grade": 3}, {"prompt": "2 + 2?", "answer": "4"}]
@@ -288,7 +289,10 @@ def test_prompts_without_an_answer_are_judged_by_functions_alone(tmp_path: Path)
     config = load_config(recipe)
     (item,) = load_jsonl(config.data.sources[0], check_spec).items
     assert item.prompt.reward == {"kind": FUNCTIONS, "columns": {"most": 3}}
-    with passing([short, unlike]), Scorer({"made": rewards}, workers=1) as scorer:
+    with (
+        passing([short, unlike]),
+        Scorer({"made": rewards}, workers=1, deadline_s=PATIENCE_S) as scorer,
+    ):
         check_prompts([item.prompt], rewards, code=CodeSettings())
         (scored,) = scorer.score([group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]

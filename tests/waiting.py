@@ -40,3 +40,16 @@ def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LI
         except (Exception, pytest.fail.Exception):
             continue
     return play(limits_s[-1])
+
+
+def patiently(start: Callable[[], Found], undo: Callable[[], object] = lambda: None) -> Found:
+    """What starts Ray, which gives a node 30 s to start in, whatever else its machine has to do.
+    undo: of a start that was late."""
+    for left in (3, 2, 1, 0):
+        try:
+            return start()
+        except Exception as error:  # Ray raises no more than that
+            if not left or "timed out during startup" not in str(error):
+                raise
+            undo()
+    raise AssertionError

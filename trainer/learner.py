@@ -89,7 +89,7 @@ class Learner:
         self._prepared = [prepare(rank.prepare) for rank in self._ranks]
         for rank in self._ranks:  # nobody waits for that but `start`, whose calls come after it
             ray_calls.call(rank.read, model_path, config)
-        self._warming: list[Any] = []
+        self._warming: list[list[Any]] = []
         self._order = threading.Lock()
         """Held to call all ranks: calls from two threads reach all of them in the same order."""
         self._senders: list[threading.Thread] = []
@@ -130,7 +130,7 @@ class Learner:
         """Have the ranks compile what steps need, beside the engines' start and first completions:
         not waited for before the first step (`TrainerEngine.warm_up`)."""
         with self._order:
-            self._warming += [ray_calls.call(rank.warm_up, whole) for rank in self._ranks]
+            self._warming.append([ray_calls.call(rank.warm_up, whole) for rank in self._ranks])
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
         """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps. examine:
@@ -189,7 +189,8 @@ class Learner:
     def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
         """Call a method of every rank with the share of its group."""
         if self._warming:
-            self._wait(self._warming, self._limits.of("compiling kernels"))
+            for refs in self._warming:
+                self._wait(refs, self._limits.of("compiling kernels"))
             self._warming = []
         began, work = time.monotonic(), work_of(shares[0])
         # One object a group of ranks: each fetches its own share and nothing else.

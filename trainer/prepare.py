@@ -145,7 +145,12 @@ def prepare(
         gpu=found.hardware.gpu,
     )
     if not config.endpoint.base_url:
-        check_engine_heads(config, head_size=facts.head_size, gpu=found.hardware.gpu)
+        check_engine_heads(
+            config,
+            heads=facts.attention_heads,
+            head_size=facts.head_size,
+            gpu=found.hardware.gpu,
+        )
         if config.model.path == EMBEDDED and config.model.embedded.cold_start.steps:
             taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)

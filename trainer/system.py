@@ -22,7 +22,7 @@ from keel.configs.schema import Config
 from keel.data.dataset import Dataset
 from keel.model.download import download_of
 from keel.model.embedded.cache import ensure_embedded
-from keel.model.ray_calls import CALL_S, awaited
+from keel.model.ray_calls import CALL_S, Unanswered, awaited
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Group, Prompt, Purpose
@@ -265,7 +265,9 @@ def _up(engines: Future[tuple[str, ...]], watch: Watch) -> tuple[str, ...]:
     """What they warn of. One that does not come up, where all have before, is a loss as any."""
     try:
         return wait_for(engines, watch.well)
-    except EngineError as error:
+    except Unanswered:  # Ray's own trouble
+        raise
+    except (EngineError, TimeoutError) as error:
         raise Lost(str(error)) from error
 
 

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from keel.rollout.pool.requests import Order, RolloutEngine, Slot, Update
 from keel.rollout.pool.work import Work
 from keel.rollout.spec import EngineError
 
-STOP_S = 10.0
+STOP_S, FREED_S = 10.0, 3.0
 """Longest wait for the pool's thread to end; it never waits for an engine itself."""
 
 
@@ -64,6 +65,8 @@ class RolloutPool:
         self._asleep: Future[None] | None = None
         """Of the last `sleep`, until there are new weights."""
         self._ended: Exception | None = None
+        self._gone = False
+        """Whether engines that failed for good have been ended: nothing of them is in the way."""
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """Wakes the thread: numbers of orders that an engine is done with, None for all else."""
         # The thread's own:
@@ -231,7 +234,8 @@ class RolloutPool:
         """Have every engine give up its GPU's memory until the next `update`; done when all have.
 
         An engine that is late (`rollout.update_deadline_s`) is replaced. Sleeping engines sleep on,
-        and those that are taking weights do that first: a checkpoint may be wanted at any time.
+        and those that are taking weights do that first: a checkpoint may be wanted at any time, and
+        also where engines have failed for good: none of them is in the way then.
         """
         with self._gate:
             update = self._update
@@ -239,7 +243,7 @@ class RolloutPool:
                 if self._asleep is None:
                     self._asleep = Future()
                     if self._ended is not None:
-                        self._asleep.set_exception(self._ended)
+                        self._rest(self._asleep)
                     self._call()
                 return self._asleep
         return then(update.done, lambda _: self.sleep())
@@ -275,18 +279,33 @@ class RolloutPool:
                 self._work.send(self._fleet.slots)
                 self._wait()
         except Exception as error:  # callers hold futures: none may be left without a result
+            if self._config.sleep:  # the trainer may yet save what it has, in their memory
+                with suppress(Exception):  # of Ray's; the first error says more
+                    self._fleet.kill()
+                    time.sleep(FREED_S)
+            with self._gate:
+                self._gone = self._config.sleep and self._ended is None
             self._end(error)
         assert self._ended is not None
         with self._gate:
             orders = [*self._work.end(), *self._asked]
             updates = (self._fleet.wanted, self._update)
             asked = [update.done for update in updates if update is not None]
-            asked += [self._asleep] if self._asleep is not None else []
+            resting = self._asleep
         for order in orders:
             order.fail(self._ended)
         for done in asked:
             if not done.done():
                 done.set_exception(self._ended)
+        if resting is not None and not resting.done():
+            self._rest(resting)
+
+    def _rest(self, asleep: Future[None]) -> None:
+        """What comes of waiting for sleep once it is over."""
+        if self._gone:
+            asleep.set_result(None)
+        else:
+            asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
         """Note what callers want. False: stop."""

@@ -24,10 +24,13 @@ print(time.time() - wall - (time.monotonic() - since))
 before = time.monotonic()
 timer.wait(0.3)
 print(time.monotonic() - before)
-before = time.monotonic()
-with open(PATH, "w") as file:
-    os.fsync(file.fileno())
-print(time.monotonic() - before)
+took = []
+for _ in range(5):  # the disk may have others to serve
+    before = time.monotonic()
+    with open(PATH, "w") as file:
+        os.fsync(file.fileno())
+    took.append(time.monotonic() - before)
+print(min(took))
 """
 
 

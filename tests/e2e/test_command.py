@@ -115,6 +115,7 @@ def small(folder: Path, cache: Path, steps: int) -> list[str]:
         "data.sources[spiral].holdout=8",
         "rollout.engines=1",
         "rewards.workers=1",
+        f"rewards.deadline_s={PATIENCE_S}",
         "algorithm.prompts_per_step=4",
         "algorithm.group_size=4",
     ]

@@ -4,9 +4,9 @@ with smaller micro-batches, and then with the ranks that there is room for."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import ray
@@ -17,23 +17,12 @@ from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.learner import Learner
 from keel.trainer.run.journal import EVENTS
 from tests.e2e.test_command import DEADLINE_S, metrics, small
+from tests.waiting import patiently
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 STEPS, SHORT_AFTER, LOST_AFTER = 4, 1, 2
 RANKS, LEFT = 3, 2
 """Two find room on a core."""
-Started = TypeVar("Started")
-
-
-def patiently(start: Callable[[], Started]) -> Started:
-    """Ray gives a node 30 s to start in, whatever else its machine has to do."""
-    for left in (3, 2, 1, 0):
-        try:
-            return start()
-        except Exception as error:  # Ray raises no more than that
-            if not left or "timed out during startup" not in str(error):
-                raise
-    raise AssertionError
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ def test_all_domains_train_together(
         "data.sources[code].holdout=0",
         "data.sources[chat].budget.max_tokens=5",
     ]
+    monkeypatch.setattr("keel.rewards.checks.REFERENCES_S", PATIENCE_S)
     with running(good) as server, in_this_process():
         url = f"rewards.judge.base_url={server.url}"
         status = main(words("train", "mixed-agents", tmp_path, url, *overrides))

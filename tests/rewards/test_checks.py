@@ -9,9 +9,13 @@ import pytest
 from keel.rewards import checks
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.code.verifier import CodeSettings
+from keel.rewards.sandbox.watch import Limits
 from keel.rl.types import Prompt
+from tests.waiting import PATIENCE_S
 
-TRUSTED = CodeSettings(isolation="none-i-trust-the-answers")
+TRUSTED = CodeSettings(
+    isolation="none-i-trust-the-answers", completion_s=PATIENCE_S, limits=Limits(time_s=PATIENCE_S)
+)
 RIGHT, WRONG = "print(input())", "print(1)"
 
 

@@ -24,8 +24,13 @@ from tests.rewards.judge.judge_server import (
     running,
     says,
 )
+from tests.waiting import PATIENCE_S
 
-TRUSTED = {"isolation": "none-i-trust-the-answers", "completion_s": 5.0}
+TRUSTED = {
+    "isolation": "none-i-trust-the-answers",
+    "completion_s": PATIENCE_S,
+    "time_s": PATIENCE_S,
+}
 CRITERIA = [
     {"name": "blue", "text": "says blue", "weight": 0.75},
     {"name": "sky", "text": "says sky", "weight": 0.25},

@@ -161,9 +161,8 @@ def driven(folder: Path, code: str, **more: Any) -> Config:
     (folder / "my_agent.py").write_text(
         "import os\nfrom http.client import HTTPConnection\n" + code
     )
-    return config(
-        **{"target": "", "program": "my_agent:solve", "folder": str(folder), "open_s": 20.0, **more}
-    )
+    own = {"program": "my_agent:solve", "folder": str(folder), "open_s": PATIENCE_S}
+    return config(**{"target": "", **own, **more})
 
 
 ASKS = """

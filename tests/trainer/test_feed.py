@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from random import Random
@@ -33,6 +33,7 @@ class FakeRequests:
         self.asked: dict[str, Future[Group]] = {}
         self.judged: dict[str, Future[ScoredGroup]] = {}
         self.waits: list[str] = []
+        self.meanwhile: Callable[[], object] | None = None
         self.feed = Feed(
             config,
             next_prompts=self.next_prompts,
@@ -66,6 +67,9 @@ class FakeRequests:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         self.waits.append(what)
+        if self.meanwhile is not None:  # by another thread, once this one waits
+            threading.Thread(target=self.meanwhile).start()
+            self.meanwhile = None
         yield
 
     def take(self) -> list[str]:
@@ -101,7 +105,7 @@ def test_waiting_is_for_samples_first_and_then_for_scores() -> None:
         world.judged["p0"].set_result(finished("p0"))
         world.judged["p1"].set_result(finished("p1"))
 
-    threading.Timer(0.05, other_threads).start()
+    world.meanwhile = other_threads
     assert world.take() == ["p0", "p1"]
     assert world.waits[0] == "rollout"
     assert set(world.waits) <= {"rollout", "reward"}
@@ -114,7 +118,7 @@ def test_a_long_group_is_waited_for_and_holds_up_nothing_else() -> None:
     world.feed.open()
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
     world.finish("p1", "p2", "p3")
-    threading.Timer(0.05, lambda: world.finish("p0")).start()
+    world.meanwhile = lambda: world.finish("p0")
     assert world.take() == ["p0", "p1"]
     assert world.take() == ["p2", "p3"], "there already"
     assert "rollout" in world.waits
@@ -126,7 +130,7 @@ def test_what_is_waited_for_is_what_the_batch_needs() -> None:
     world.feed.open()
     world.finish("p1")
     world.sampled("p0")
-    threading.Timer(0.05, lambda: world.judged["p0"].set_result(finished("p0"))).start()
+    world.meanwhile = lambda: world.judged["p0"].set_result(finished("p0"))
     assert world.take() == ["p0", "p1"]
     assert set(world.waits) == {"reward"}
 

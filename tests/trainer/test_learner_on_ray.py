@@ -25,7 +25,7 @@ from keel.trainer.run.restarts import Lost
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, patiently
 
 pytestmark = pytest.mark.e2e
 
@@ -35,9 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
     with without_unused_processes():
-        ray.init(
-            address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False
-        )
+        local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+        patiently(lambda: ray.init(num_cpus=1, num_gpus=0, **local), ray.shutdown)
     yield folder
     ray.shutdown()
 

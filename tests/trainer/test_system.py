@@ -13,19 +13,27 @@ from keel.rollout.spec import EngineError
 from keel.trainer import system
 from keel.trainer.run.restarts import Lost, Restarts
 from keel.trainer.run.waits import Wait
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 20.0
 
-
-def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_never_begun() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("rollout engine 0 did not start: its node has died"),
+        TimeoutError("waited 600 s for rollout engine 0 to start"),
+    ],
+)
+def test_an_engine_that_does_not_come_up_is_a_loss_which_ends_a_run_that_has_never_begun(
+    error: Exception,
+) -> None:
     class Well:
         def well(self) -> bool:
             return False
 
     engines: Future[tuple[str, ...]] = Future()
-    engines.set_exception(EngineError("rollout engine 0 did not start: its node has died"))
+    engines.set_exception(error)
     watch: Any = Well()
-    with pytest.raises(Lost, match="engine 0 did not start: its node has died") as raised:
+    with pytest.raises(Lost, match=str(error)) as raised:
         system._up(engines, watch)
     restarts = Restarts(most=3)
     with pytest.raises(Lost):

@@ -77,9 +77,10 @@ class Layouts:
 
     def _wait_for_silent_ones(self) -> None:
         """Ray would put actors on a node that is gone until it has given it up."""
-        began = self.clock()
+        began, told = self.clock(), False
         while (silent := self.silent()) and self.clock() - began < GIVEN_UP_S:
-            if self.clock() == began:
+            if not told:
+                told = True
                 self._tell(
                     "restart",
                     f"node {', '.join(silent)} does not answer. The run starts when it does, or "

@@ -45,6 +45,7 @@ from keel.trainer.planning.placement import (
     place,
 )
 from keel.trainer.run.interrupt import shielded
+from keel.trainer.worker import own_cores
 
 CONNECT_S = 10.0
 JOIN_S = 180.0
@@ -202,7 +203,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 def this_machine() -> list[Node]:
     """The node that Ray would start here; none without GPUs."""
-    gpus, cores = visible_gpus(), os.cpu_count() or 1
+    gpus, cores = visible_gpus(), own_cores()
     name = socket.gethostname()
     node = Node(
         name=name,
@@ -235,9 +236,10 @@ def gpu_name() -> str:
     return torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else ""
 
 
-def taken_gib() -> float:
+def taken_gib(*, every: bool = False) -> float:
     """Memory that others already have of a GPU here, of the one where it is most, in GiB; 0 for
-    less than `NOTICED_GIB`, and where nvidia-smi does not say."""
+    less than `NOTICED_GIB`, and where nvidia-smi does not say. every: of the one where it is least:
+    on a cluster Ray knows which are somebody's, and gives out the others."""
     program = shutil.which("nvidia-smi")
     if not program or not visible_gpus():
         return 0.0
@@ -247,17 +249,18 @@ def taken_gib() -> float:
     except (OSError, subprocess.SubprocessError):
         return 0.0
     here = {str(torch.cuda.get_device_properties(i).uuid) for i in range(visible_gpus())}
-    return most_taken(done.stdout, here)
+    return most_taken(done.stdout, here, every=every)
 
 
-def most_taken(listed: str, here: Set[str]) -> float:
-    """Of lines `GPU-<uuid>, <MiB>`, those whose uuid is `here`."""
-    taken = 0.0
+def most_taken(listed: str, here: Set[str], *, every: bool = False) -> float:
+    """Of lines `GPU-<uuid>, <MiB>`, those whose uuid is `here`. every: as `taken_gib`."""
+    taken: list[float] = []
     for line in listed.splitlines():
         uuid, _, used = line.partition(",")
         if uuid.strip().removeprefix("GPU-") in here and used.strip().isdecimal():
-            taken = max(taken, int(used) / 1024)
-    return taken if taken >= NOTICED_GIB else 0.0
+            taken.append(int(used) / 1024)
+    noticed = min(taken, default=0.0) if every else max(taken, default=0.0)
+    return noticed if noticed >= NOTICED_GIB else 0.0
 
 
 def visible_gpus() -> int:
@@ -269,13 +272,19 @@ def hardware_here(config: Config) -> Hardware:
     no more of it than the recipe says."""
     if not uses_gpus(config):
         return Hardware(gpu=False)
-    run, size = config.run, gpu_gib()
+    run, whole = config.run, gpu_gib()
+    clustered = bool(os.environ.get("RAY_ADDRESS"))
+    size = min(run.gpu_gib or whole, whole or run.gpu_gib)
+    if clustered:  # whose other GPUs need not be like those of this node
+        size = run.gpu_gib or whole
+    taken = taken_gib(every=clustered)
     return Hardware(
         gpu=True,
         nodes=tuple(allowed(_nodes_found(), run)),
-        gpu_gib=min(run.gpu_gib or size, size or run.gpu_gib),
+        gpu_gib=size,
         gpu_name=gpu_name(),
-        taken_gib=taken_gib(),
+        # Of a GPU that the run takes a part of, others may have the rest.
+        taken_gib=max(0.0, taken - max(0.0, whole - size)),
         note=_place_found(),
     )
 

@@ -334,6 +334,7 @@ def room(config: Config, device: torch.device) -> float:
     free, whole = torch.cuda.mem_get_info(device)
     others = whole - free - torch.cuda.memory_reserved(device)
     gpu = min(whole, int(config.run.gpu_gib * GIB) or whole)
+    others = max(0, others - (whole - gpu))  # they may have what the run leaves
     rest = (1 - config.rollout.gpu_memory_utilization) * gpu
     return max(0.0, rest - others - config.trainer.publish_bucket_mib * MIB - SPARE)
 

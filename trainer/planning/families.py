@@ -37,11 +37,17 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
         )
 
 
-def check_engine_heads(config: Config, *, head_size: int, gpu: bool) -> None:
+def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool) -> None:
     """Raise `ConfigError` for attention that vLLM's CPU backend has no kernel for, which it says
-    when the first prompt comes, and for engines of several processes. `head_size`: 0 for a latent
-    cache."""
-    if not gpu and (wide := config.rollout.tensor_parallel) > 1:
+    when the first prompt comes, for engines of several processes there, and for heads that cannot
+    be dealt out to the GPUs of an engine. `head_size`: 0 for a latent cache."""
+    wide = config.rollout.tensor_parallel
+    if gpu and heads % wide:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {wide}: must divide the model's {heads} attention heads; "
+            f"set it to {max(n for n in range(1, wide) if heads % n == 0)}"
+        )
+    if not gpu and wide > 1:
         raise ConfigError(
             f"rollout.tensor_parallel = {wide}: on a CPU an engine is one process, so it must be 1"
         )

@@ -9,12 +9,12 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, TypeVar
 
-from keel.configs.schema import Config, RolloutConfig, TrainerConfig
+from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.trainer.planning.families import no_sharing
 from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes
-from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.placement import Hardware, place
 
 Section = TypeVar("Section", RolloutConfig, TrainerConfig)
 Values = Mapping[str, Any]
@@ -110,6 +110,11 @@ class Options:
         most = self.step_sequences * trainer.sequence_parallel  # more have nothing to do
         eighths = (gpus * part // 8 for part in (1, 2, 4, 6, 7, 8))
         wanted = {*eighths, gpus - config.rollout.tensor_parallel, min(most, gpus)}
+        wide = config.rollout.tensor_parallel
+        if config.data.sources and "rollout.engines" not in self.left:
+            wanted.add(gpus - config.rollout.engines * wide)
+        elif wide > 1:
+            wanted |= {gpus - engines * wide for engines in range(1, gpus // wide)}
         counts = {min(n, most) // unit * unit for n in wanted}
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
@@ -240,10 +245,17 @@ class Options:
         each = config.sft.tokens_per_step // config.sft.max_context_tokens
         return max(1, each or config.sft.conversations_per_step)
 
+    def _legal(self, seats: Values) -> bool:
+        try:
+            place(with_values(self.config, seats), self.hardware.idle)
+        except ConfigError:
+            return False
+        return True
+
     def frugal(self) -> Iterator[Values]:
         """What needs the least memory; the least of the recipe's rules first."""
         config = self.config
-        seats = self.placements[0] if self.placements else {}
+        seats = next(filter(self._legal, self.placements), {})
         ranks = seats.get("trainer.ranks", config.trainer.ranks)
         shared = self.gpus == 1 or seats.get("rollout.colocated", config.rollout.colocated)
         stays = (STAYING_GIB + self.hardware.taken_gib) / self.hardware.gpu_gib

@@ -152,6 +152,7 @@ def test_what_was_begun_when_the_channel_was_closed_is_ended_too(
     sender._group = Slow()
     with pytest.raises(TimeoutError):
         sender.send(torch.zeros(8, dtype=torch.uint8))
+    wait_for(lambda: ended)
     met.set()
     wait_for(lambda: len(ended) == 3)
     assert ended == ["aborted", "begun", "aborted"]

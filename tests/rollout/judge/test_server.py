@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +20,7 @@ from keel.rollout.judge.process import JudgeProcess
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer.cluster.ray_internals import without_unused_processes
 from tests.rewards.groups import group
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, patiently
 
 pytestmark = pytest.mark.e2e
 
@@ -66,10 +65,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    # Memory is the test's to plan, as in `keel.trainer.main.start_ray`.
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     with without_unused_processes():
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+        patiently(lambda: ray.init(num_cpus=2, **local), ray.shutdown)
     yield
     ray.shutdown()
 

@@ -249,7 +249,7 @@ def test_an_engine_that_is_late_with_new_weights_is_replaced() -> None:
     world.update_all(3, [])
     assert world.names() == ["0.0", "1.0", "1.1"]
     assert world.lives[1].killed
-    assert [engine.version for engine in world.lives if not engine.killed] == [3, 3]
+    wait_for(lambda: [engine.version for engine in world.lives if not engine.killed] == [3, 3])
 
 
 def test_a_wrong_version_after_an_update_is_an_error() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from keel.rollout.pool import pool
 from keel.rollout.spec import EngineError, Started
 from tests.rl.rollouts import prompt
-from tests.rollout.pool.fake_engines import FakeEngine, World, done
+from tests.rollout.pool.fake_engines import FakeEngine, World, done, failed
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -132,6 +133,22 @@ def test_engines_that_are_taking_weights_sleep_after_that() -> None:
     world.pool.shutdown()
     with pytest.raises(EngineError, match="has been shut down"):
         resting.result(timeout=PATIENCE_S)
+
+
+def test_engines_that_fail_for_good_leave_their_memory_to_a_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "FREED_S", 0.0)
+    world = sleepers()
+    world.update_all(0)
+    world.update = lambda *_: failed(ValueError("no tensor 'x'"))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no tensor 'x'"):
+        world.update_all(1)
+    world.pool.sleep().result(timeout=PATIENCE_S)
+    assert all(engine.killed for engine in world.lives)
+    with pytest.raises(ValueError, match="no tensor 'x'"):
+        world.update_all(2)
+    world.pool.shutdown()
 
 
 def test_the_end_of_the_pool_is_the_end_of_waiting_for_sleep() -> None:

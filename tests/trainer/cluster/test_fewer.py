@@ -185,7 +185,12 @@ def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(
 ) -> None:
     cluster = Cluster(lambda now: BOTH[:1] if now >= 60 else BOTH)
     layouts = cluster.layouts(recipe(min_ranks=1, fewer_after_s=0.0), facts, tmp_path)
-    layouts.silent = lambda: ["host-b"] if cluster.now < 60 else []
+
+    def silent() -> list[str]:
+        cluster.now += 0.01  # it asks, and waits
+        return ["host-b"] if cluster.now < 60 else []
+
+    layouts.silent = silent
     layouts.next()
     assert cluster.now == 0 and layouts.next().trainer.ranks == 2
     assert 60 <= cluster.now <= 66

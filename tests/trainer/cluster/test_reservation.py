@@ -35,7 +35,7 @@ from keel.trainer.cluster.ray_internals import without_unused_processes
 from keel.trainer.cluster.reservation import Reservation, reserved
 from keel.trainer.planning.placement import ENGINE, RANK, Hardware
 from tests.model.hub import SIZES, Hub
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import PATIENCE_S, patiently, wait_for
 
 pytestmark = pytest.mark.e2e
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -105,12 +105,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(fake_gpus: None, hub: str, cache: Path) -> Iterator[Cluster]:
     own = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
     with without_unused_processes():
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False},
-        )
-        cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=own)
-    cluster.wait_for_nodes()
+        head = {"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False}
+        cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=own))
+    cluster.wait_for_nodes(PATIENCE_S)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
     yield cluster
     ray.shutdown()
@@ -192,6 +190,7 @@ def test_a_run_that_has_lost_a_node_has_the_gpus_of_the_others(
     with reserved(start.next(), deadline_s=PATIENCE_S) as reservation:
         assert len({seat.node.id for seat in reservation.placement.seats}) == 3
     cluster.remove_node(third, allow_graceful=False)
+    wait_until_free(6)
     with reserved(start.next(), deadline_s=PATIENCE_S) as reservation:
         seats = reservation.placement.seats
         assert [sum(s.kind == kind for s in seats) for kind in (RANK, ENGINE)] == [3, 3]

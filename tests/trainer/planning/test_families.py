@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,22 @@ def test_the_sizes_of_heads_are_those_of_vllms_cpu_backend() -> None:
 
 def test_heads_without_a_kernel_are_refused_on_a_cpu() -> None:
     for size in (0, 32, 128):
-        check_engine_heads(recipe("bfloat16"), head_size=size, gpu=False)
-    check_engine_heads(recipe("bfloat16"), head_size=16, gpu=True)
+        check_engine_heads(recipe("bfloat16"), heads=4, head_size=size, gpu=False)
+    check_engine_heads(recipe("bfloat16"), heads=4, head_size=16, gpu=True)
     with pytest.raises(ConfigError, match=r"model\.path = 'some/model' \(head_dim 16 .* GPU"):
-        check_engine_heads(recipe("bfloat16"), head_size=16, gpu=False)
+        check_engine_heads(recipe("bfloat16"), heads=4, head_size=16, gpu=False)
+
+
+def test_heads_that_cannot_be_dealt_out_to_an_engines_gpus_are_refused() -> None:
+    config = recipe("bfloat16")
+    for wide, instead in ((1, 0), (2, 0), (4, 0), (3, 2), (8, 7)):
+        made = replace(config, rollout=replace(config.rollout, tensor_parallel=wide))
+        if not instead:
+            check_engine_heads(made, heads=28, head_size=128, gpu=True)
+            continue
+        said = rf"tensor_parallel = {wide}: must divide the model's 28 .*; set it to {instead}$"
+        with pytest.raises(ConfigError, match=said):
+            check_engine_heads(made, heads=28, head_size=128, gpu=True)
 
 
 def test_what_an_engine_cannot_serve_or_nobody_can_teach_is_refused_by_the_check(

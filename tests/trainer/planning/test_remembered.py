@@ -69,3 +69,6 @@ def test_what_others_hold_is_read_of_the_gpus_that_are_visible() -> None:
     assert most_taken(listed, {"aa-1", "cc-3"}) == 40.0
     assert most_taken(listed, {"cc-3"}) == 0.0  # an idle driver's own
     assert most_taken("GPU-aa-1, [N/A]\n", {"aa-1"}) == 0.0
+    # On a cluster Ray knows which are somebody's.
+    assert most_taken(listed, {"aa-1", "bb-2"}, every=True) == 40.0
+    assert most_taken(listed, {"aa-1", "cc-3"}, every=True) == 0.0

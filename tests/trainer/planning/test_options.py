@@ -1,0 +1,52 @@
+"""Layouts that are tried where a recipe has fixed a part of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keel.configs.auto import KNOBS
+from keel.configs.schema import Config, ConfigError
+from keel.model.load import ModelFacts, facts_of
+from keel.trainer.planning.choose import choose
+from tests.trainer.planning.test_choose import SHAPES, machine, recipe
+
+
+def facts(shape: str) -> ModelFacts:
+    return replace(facts_of(SHAPES[shape]), max_context=40_960)
+
+
+def rollout(**knobs: Any) -> Config:
+    made = recipe()
+    return replace(made, rollout=replace(made.rollout, **knobs))
+
+
+def test_what_fixed_engines_leave_is_the_trainers() -> None:
+    config, left = rollout(engines=3), KNOBS - {"rollout.engines"}
+    choice = choose(config, left, facts("1.7b"), machine(8, 79.0)).config
+    assert (choice.trainer.ranks, choice.rollout.engines) == (5, 3)
+    # Four ranks would have no room for it.
+    fixed = replace(config, trainer=replace(config.trainer, offload_optimizer=False))
+    left -= {"trainer.offload_optimizer"}
+    assert choose(fixed, left, facts("8b"), machine(8, 40.0)).config.trainer.ranks == 5
+
+
+def test_engines_of_several_gpus_leave_what_is_no_eighth() -> None:
+    choice = choose(rollout(tensor_parallel=4), KNOBS, facts("1.7b"), machine(12, 79.0)).config
+    assert choice.trainer.ranks + 4 * choice.rollout.engines == 12
+
+
+def test_a_refusal_speaks_of_a_layout_that_the_recipe_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keel.trainer.planning.cures.TRIED", 1)
+    monkeypatch.setattr("keel.trainer.planning.layouts.CURES_TRIED", 1)
+    config, left = rollout(engines=3), KNOBS - {"rollout.engines", "trainer.offload_optimizer"}
+    config = replace(config, trainer=replace(config.trainer, offload_optimizer=False))
+    with pytest.raises(ConfigError) as refused:
+        choose(config, left, facts("8b"), machine(8, 22.0))
+    assert "a trainer rank needs 39.2 GiB (optimizer 18.3 GiB" in str(refused.value), (
+        "of five, under ZeRO 3"
+    )
