@@ -17,6 +17,7 @@ from keel.trainer.planning.families import (
 )
 from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import (
+    BYTES,
     GIB,
     DoesNotFit,
     Memory,
@@ -99,9 +100,21 @@ def plan_on(
 
 
 def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement: Placement) -> None:
-    """Raises DoesNotFit where a machine's memory is too small for what its ranks keep there."""
-    each = host_bytes(config, facts, waits)
+    """Raises DoesNotFit where a machine's memory is too small for what its ranks keep there, or for
+    the model where several of them read it at the same time."""
+    each, trainer = host_bytes(config, facts, waits), config.trainer
+    whole = facts.parameters * BYTES[config.model.dtype]
+    # As `keel.trainer.engine.weights.readers`: the first ranks.
+    readers = 1 if trainer.zero_stage == 3 else trainer.expert_parallel
     for node, ranks in placement.ranks_by_node:
+        here = min(ranks, readers)
+        readers -= here
+        if 0 < node.memory_gib * GIB < here * whole:
+            raise DoesNotFit(
+                f"{here} trainer rank(s) read the model, {gib(whole)} each, into the memory of "
+                f"{node.name} as they start (trainer.expert_parallel; under ZeRO 3 one does), "
+                f"which has {gib(node.memory_gib * GIB)}"
+            )
         if 0 < node.memory_gib * GIB < ranks * each:
             raise DoesNotFit(
                 f"{ranks} trainer rank(s) keep at least {gib(ranks * each)} in the memory of "

@@ -11,6 +11,7 @@ from keel.configs.auto import KNOBS
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.planning.choose import choose
+from keel.trainer.planning.placement import Hardware, idle_nodes
 from tests.trainer.planning.test_choose import SHAPES, machine, recipe
 
 
@@ -50,3 +51,22 @@ def test_a_refusal_speaks_of_a_layout_that_the_recipe_allows(
     assert "a trainer rank needs 39.2 GiB (optimizer 18.3 GiB" in str(refused.value), (
         "of five, under ZeRO 3"
     )
+
+
+def test_a_model_that_several_ranks_read_has_to_fit_their_machine() -> None:
+    """Each of the ranks that have experts of their own reads it whole, 57 GiB."""
+
+    def on(memory_gib: float) -> Hardware:
+        (node,) = idle_nodes(1, 8)
+        return Hardware(gpu=True, nodes=(replace(node, memory_gib=memory_gib),), gpu_gib=139.0)
+
+    config = recipe()
+    config = replace(
+        config, trainer=replace(config.trainer, ranks=8, expert_parallel=4, zero_stage=1)
+    )
+    left = KNOBS - {"trainer.zero_stage", "trainer.ranks"}
+    for roomy in (0.0, 1024.0):
+        assert choose(config, left, facts("30b-a3b"), on(roomy)).config.trainer.zero_stage == 1
+    said = r"4 trainer rank\(s\) read the model, 56\.9 GiB each, into the memory of .* 200\.0 GiB"
+    with pytest.raises(ConfigError, match=said):
+        choose(config, left, facts("30b-a3b"), on(200.0))
