@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.ports import free_ports
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import PATIENCE_S, patiently, wait_for
 
 BIN = Path(sys.executable).parent
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -74,6 +74,7 @@ class Shell:
         self._env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         self._env |= {"HOME": str(self.home), "PATH": f"{bin_}:{self._env['PATH']}"}
         self._env |= {"OMP_WAIT_POLICY": "PASSIVE", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._env |= {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600"}
 
     def run(self, lines: str) -> str:
         with tempfile.TemporaryFile("w+") as said:  # the cluster goes on holding it
@@ -139,7 +140,7 @@ def test_the_lines_of_the_readme(tmp_path: Path) -> None:
         token = path.read_text()
         assert len(token.strip()) >= 32 and stat.S_IMODE(path.stat().st_mode) == 0o600
         # Now as where there is one already, of another use.
-        said = shell.run(lines)
+        said = patiently(lambda: shell.run(lines), shell.stop)
         assert "stabilisers" in said and "succeeded" in said
         assert "step 2/2" in said
         assert "held-out spelling/pass@1" in said

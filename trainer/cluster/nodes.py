@@ -275,12 +275,13 @@ def hardware_here(config: Config) -> Hardware:
     run, whole = config.run, gpu_gib()
     clustered = bool(os.environ.get("RAY_ADDRESS"))
     size = min(run.gpu_gib or whole, whole or run.gpu_gib)
-    if clustered:  # whose other GPUs need not be like those of this node
+    nodes = tuple(allowed(_nodes_found(), run))
+    if clustered and len(nodes) > 1:  # whose GPUs need not be like those of this one
         size = run.gpu_gib or whole
     taken = taken_gib(every=clustered)
     return Hardware(
         gpu=True,
-        nodes=tuple(allowed(_nodes_found(), run)),
+        nodes=nodes,
         gpu_gib=size,
         gpu_name=gpu_name(),
         # Of a GPU that the run takes a part of, others may have the rest.

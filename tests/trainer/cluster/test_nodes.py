@@ -42,7 +42,7 @@ from keel.trainer.cluster.ray_internals import (
     without_unused_processes,
 )
 from keel.trainer.planning.memory import GIB
-from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.placement import Hardware, idle_nodes
 from tests.waiting import PATIENCE_S
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -229,6 +229,38 @@ def test_what_a_check_plans_on_and_what_a_run_has(
             assert sizes(hardware) == expected
     if check == train:
         assert hardware_said(wanted) == hardware_here(wanted)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said", "taken", "size", "left"),
+    [
+        # nodes: of a cluster, 0 without one; said: run.gpu_gib; taken: of each of two GPUs of 80
+        (0, 0, (35, 0), 80, 45),
+        (0, 40, (35, 0), 40, 40),  # others may have the half that the run leaves
+        (0, 40, (60, 0), 40, 20),
+        (1, 0, (70, 0), 80, 80),  # Ray knows which is somebody's
+        (1, 0, (70, 50), 80, 30),
+        (1, 139, (0, 0), 80, 80),
+        (2, 139, (0, 0), 139, 139),  # the others are larger, says the recipe
+    ],
+)
+def test_what_others_hold_and_what_a_gpu_has(
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    said: float,
+    taken: tuple[float, float],
+    size: float,
+    left: float,
+) -> None:
+    here(monkeypatch, gpus=2, gib=80.0)
+    if nodes:
+        monkeypatch.setenv("RAY_ADDRESS", "a cluster")
+    module = "keel.trainer.cluster.nodes"
+    monkeypatch.setattr(f"{module}._nodes_found", lambda: idle_nodes(max(1, nodes), 2))
+    monkeypatch.setattr(f"{module}._place_found", lambda: "here")
+    monkeypatch.setattr(f"{module}.taken_gib", lambda *, every: min(taken) if every else max(taken))
+    found = hardware_here(recipe(RunConfig(gpu_gib=said)))
+    assert (found.gpu_gib, found.gpu_gib - found.taken_gib) == (size, left)
 
 
 def test_a_recipe_for_a_cpu_does_not_speak_of_gpus() -> None:
