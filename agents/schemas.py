@@ -184,7 +184,7 @@ KEYWORDS = {
     "uniqueItems": _unique,
 }
 """What the policy writes is checked between the turns of all episodes: these of jsonschema's own
-take a time that it decides."""
+take a time that it decides. (`unevaluatedProperties` beside `patternProperties` still does.)"""
 
 
 def _references(value: Any) -> Iterator[str]:

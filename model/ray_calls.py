@@ -59,10 +59,16 @@ class Unanswered(TimeoutError):
     """Ray's own processes on this machine did not answer in time."""
 
 
-LOSSES = (
-    *(RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError),
-    *(ObjectLostError, Unanswered),
+GONE = (
+    RayActorError,
+    WorkerCrashedError,
+    OutOfMemoryError,
+    NodeDiedError,
+    LocalRayletDiedError,
 )
+"""What Ray says of an actor that is no more. (`OutOfMemoryError`: that Ray killed it, because its
+machine ran out of memory.)"""
+LOSSES = (*GONE, ObjectLostError, Unanswered)
 
 
 def of_a_loss(error: BaseException) -> bool:

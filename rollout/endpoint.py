@@ -24,6 +24,8 @@ LATER = "later: "
 """How the reason begins for a completion that the endpoint may give another time."""
 BUSY, FORBIDDEN = 429, 403
 """HTTP status."""
+MOST_FORBIDDEN = 64
+"""Refusals in a row that may be about the prompts; after more it is the key that is refused."""
 UNKNOWN = -1
 """In the place of token ids, which an endpoint does not say."""
 
@@ -39,8 +41,8 @@ class EndpointCompletions:
                 f"endpoint.api_key_env = {config.api_key_env}: no such environment variable"
             )
         self._config, self._key = config, key
-        self._answered = False
-        """Whether any request was: what is refused later is then about that request."""
+        self._forbidden = MOST_FORBIDDEN
+        """Since the last answer. Before the first one a refusal is about all requests."""
 
     def __enter__(self) -> Self:
         from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  half a second, for few commands
@@ -136,7 +138,7 @@ class EndpointCompletions:
                     stop=list(sampling.stop) or None,
                     extra_body=extra or None,
                 )
-                self._answered = True
+                self._forbidden = 0
                 return response.model_dump()
         except (TimeoutError, openai.APITimeoutError):
             return f"no reply within endpoint.deadline_s = {config.deadline_s:g}"
@@ -145,7 +147,8 @@ class EndpointCompletions:
             openai.PermissionDeniedError,
             openai.NotFoundError,
         ) as error:
-            if self._answered and error.status_code == FORBIDDEN:  # this prompt's text, then
+            self._forbidden += error.status_code == FORBIDDEN
+            if error.status_code == FORBIDDEN and self._forbidden <= MOST_FORBIDDEN:
                 return self._public(f"the endpoint says HTTP {FORBIDDEN}: {error.message}")
             raise RuntimeError(
                 f"endpoint.base_url = {config.base_url}: {self._public(str(error))}"

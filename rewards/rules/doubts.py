@@ -70,6 +70,8 @@ def _repeat(right: str, given: str) -> bool:
     they would be equal."""
     values, others = (listed(_GROUPED.sub(_whole, text)) for text in (right, given))
     longer = max(values, others, key=len)
+    if any(mark in part for part in longer for mark in "()[]"):  # a function's arguments
+        return False
     return len(values) != len(others) and len(set(longer)) < len(longer)
 
 

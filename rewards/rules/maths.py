@@ -72,6 +72,8 @@ def mathematical(
     bounds = interval(right)
     within = alike(bounds) if bounds else None
     modulus = _MODULO.search(right) is not None
+    # 100,200 may be one number, or two.
+    several = sorted(listed(right)) if isinstance(plain, Number) else []
 
     def verify_text(text: str) -> bool:
         marked = marked_answer(text)
@@ -94,8 +96,7 @@ def mathematical(
             given = _MODULO.sub("", given)
         if not given or normalise(given) == wanted:
             return bool(given)
-        several = sorted(listed(right)) if alone and isinstance(plain, Number) else []
-        if len(several) > 1 and sorted(listed(given)) == several:  # 100,200 may be one, or two
+        if alone and len(several) > 1 and sorted(listed(given)) == several:
             return True
         if words:  # as mathematics, Paris and Pairs are the same product
             told = said(given)

@@ -30,8 +30,10 @@ from keel.rollout.pool.requests import Order, RolloutEngine, Slot, Update
 from keel.rollout.pool.work import Work
 from keel.rollout.spec import EngineError
 
-STOP_S, FREED_S = 10.0, 3.0
+STOP_S = 10.0
 """Longest wait for the pool's thread to end; it never waits for an engine itself."""
+FREED_S = 3.0
+"""After engines that failed for good were killed: until their memory is free."""
 
 
 class RolloutPool:

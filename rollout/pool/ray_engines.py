@@ -9,18 +9,11 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import (
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from keel.configs.schema import SamplingConfig
 from keel.model import ray_calls
+from keel.model.ray_calls import GONE
 from keel.model.weight_transfer.buckets import Bucket
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
@@ -146,11 +139,6 @@ def _as_engine_errors(sent: Future[int]) -> Future[int]:
 
     sent.add_done_callback(done)
     return future
-
-
-GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
-"""What Ray says of an actor that is no more. (`OutOfMemoryError`: that it killed it, because its
-machine ran out of memory.)"""
 
 
 def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:

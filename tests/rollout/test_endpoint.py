@@ -14,7 +14,7 @@ import pytest
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
-from keel.rollout.endpoint import EndpointCompletions
+from keel.rollout.endpoint import MOST_FORBIDDEN, EndpointCompletions
 from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.waiting import PATIENCE_S
@@ -128,6 +128,13 @@ def test_a_prompt_that_is_forbidden_is_dropped_once_others_were_not(endpoint: Se
         endpoint.behave = lambda _: forbidden
         (reason,) = asked().result(PATIENCE_S).dropped
         assert reason.startswith("the endpoint says HTTP 403: ") and "flagged" in reason
+        # A key that was revoked meanwhile is no prompt's doing.
+        for _ in range(MOST_FORBIDDEN - 1):
+            assert asked().result(PATIENCE_S).dropped
+        with pytest.raises(RuntimeError, match="flagged"):
+            asked().result(PATIENCE_S)
+        endpoint.behave = lambda _: words("x")
+        assert asked().result(PATIENCE_S).trajectories
         endpoint.behave = lambda _: replace(forbidden, status=401)
         with pytest.raises(RuntimeError, match="flagged"):
             asked().result(PATIENCE_S)

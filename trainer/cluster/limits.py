@@ -10,8 +10,8 @@ from keel.model.ray_calls import Patience
 from keel.rl.packing import TrainBatch
 
 MANY, AT_LEAST_S = 10.0, 300.0
-"""What has been done before is taken for lost after so many times what makes likely of it, and no
-sooner than this; the first time after `trainer.deadline_s`."""
+"""What has been done before is taken for lost after so many times as long as it is likely to take,
+and no sooner than this; the first time after `trainer.deadline_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +65,4 @@ class Limits:
 def work_of(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
     """Micro-batches that a group of ranks is given at once: as many as any other group."""
     batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
-    return sum(len(batch.micro_batches) for batch in batches)
+    return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)

@@ -104,7 +104,7 @@ def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement:
     the model where several of them read it at the same time."""
     each, trainer = host_bytes(config, facts, waits), config.trainer
     whole = facts.parameters * BYTES[config.model.dtype]
-    # As `keel.trainer.engine.weights.readers`: the first ranks.
+    # As `keel.trainer.engine.weights.readers`, without its imports: the first ranks.
     readers = 1 if trainer.zero_stage == 3 else trainer.expert_parallel
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, readers)
@@ -112,8 +112,8 @@ def check_machines(config: Config, facts: ModelFacts, waits: Waiting, placement:
         if 0 < node.memory_gib * GIB < here * whole:
             raise DoesNotFit(
                 f"{here} trainer rank(s) read the model, {gib(whole)} each, into the memory of "
-                f"{node.name} as they start (trainer.expert_parallel; under ZeRO 3 one does), "
-                f"which has {gib(node.memory_gib * GIB)}"
+                f"{node.name} as they start (as many as trainer.expert_parallel, under ZeRO 3 "
+                f"one), which has {gib(node.memory_gib * GIB)}"
             )
         if 0 < node.memory_gib * GIB < ranks * each:
             raise DoesNotFit(

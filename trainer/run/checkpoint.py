@@ -85,8 +85,7 @@ def save(
     any moment leaves the older checkpoints as they were. Returns the finished folder; one of the
     same step is replaced. Raises `Unwritten` naming the folder where it cannot be written, and
     `RuntimeError` where a rank failed at it in another way (`Stuck`, where others then do not
-    answer), `Lost` where it is gone. `say`: told of
-    older ones that cannot be deleted.
+    answer), `Lost` where it is gone. `say`: told of older ones that cannot be deleted.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
