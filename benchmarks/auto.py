@@ -252,10 +252,11 @@ def main() -> None:
         shapes = {name: shapes[name] for name in options.shapes.split(",")}
     found: dict[str, list[Arm]] = {}
     for number, (name, shape) in enumerate(shapes.items()):
-        model, prompts = options.out / name / "model", options.out / name / "prompts.jsonl"
         base = shape.workload if gpu else SMALL
         if name == "30b-a3b-slice":
             shape.model.num_hidden_layers = options.layers
+            name = f"{name}-{options.layers}"
+        model, prompts = options.out / name / "model", options.out / name / "prompts.jsonl"
         made_apart(model, shape.model, base.shape.tokens, base.sharpness)
         workload = replace(base, model=str(model), prompts=str(prompts))
         write_prompts(prompts, workload)
@@ -281,8 +282,9 @@ def main() -> None:
                     knobs=options.set,
                 )
             print(f"{name}: {arm.row()}", flush=True)
-            if arm.name == "defaults" and len(waiting) < options.arms:
-                waiting |= neighbours(arm.chosen)
+            if arm.name == "defaults":
+                beside = [*waiting.items(), *neighbours(arm.chosen).items()]
+                waiting = dict(beside[: options.arms])
             content = {shape: [asdict(one) for one in those] for shape, those in found.items()}
             (options.out / "auto.json").write_text(json.dumps(content, indent=1) + "\n")
             if not waiting:

@@ -1,4 +1,4 @@
-"""All figures of docs/performance.md and docs/learning.md that want GPUs, unattended.
+"""Most figures of docs/performance.md and docs/learning.md that want GPUs, unattended.
 
     python -m benchmarks.run_all --out OUT --gpus 0,1,2,3 --seconds 1500
 
@@ -281,8 +281,8 @@ class Figures:
         path = out / "figures.json"
         self._done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
-    def run(self, jobs: list[Job]) -> None:
-        """Each job once, in this order where GPUs are free."""
+    def run(self, jobs: list[Job]) -> bool:
+        """Each job once, in this order where GPUs are free. Whether all of them are done."""
         waiting = [job for job in jobs if self._done.get(job.name, {}).get("status") != "done"]
         size = len(self._free)
         for job in [job for job in waiting if job.gpus > size]:
@@ -303,6 +303,7 @@ class Figures:
                     break  # or smaller jobs would keep it from ever having enough
             time.sleep(POLL_S)
             self._look()
+        return all(self._done.get(job.name, {}).get("status") == "done" for job in jobs)
 
     def _leave_out(self, job: Job, waiting: list[Job], why: str) -> None:
         waiting.remove(job)
@@ -386,7 +387,8 @@ def main() -> None:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
-    Figures(out, options.gpus.split(","), end=end, commit=commit()).run(jobs)
+    done = Figures(out, options.gpus.split(","), end=end, commit=commit()).run(jobs)
+    sys.exit(int(not done))
 
 
 if __name__ == "__main__":

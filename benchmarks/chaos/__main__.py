@@ -204,7 +204,9 @@ def main() -> int:
         found["reference"] = compared(out / "disk" / "run", out / "reference")
     (out / "summary.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
-    wrong = [*found["ledger"].values(), found["left at the end"], found["unexpected statuses"]]
+    left = [some["processes left"] for some in found["by fault"].values()]
+    wrong = [*found["ledger"].values(), *left, found["left at the end"]]
+    wrong += [found["unexpected statuses"], found["ended late"]]
     return 1 if any(wrong) or not found["steps, each once"] else 0
 
 

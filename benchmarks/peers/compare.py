@@ -50,7 +50,15 @@ from benchmarks.peers.memory import (
     settled,
     tree_reader,
 )
-from benchmarks.peers.report import GOALS, ArmRun, Status, allowed_gib, report
+from benchmarks.peers.report import (
+    GOALS,
+    ArmRun,
+    Status,
+    allowed_gib,
+    check_same,
+    earlier,
+    report,
+)
 from benchmarks.peers.workload import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +114,8 @@ class Bench:
         self._idle = self._read_gpu() if self._read_gpu else 0.0
         self._took: dict[str, float] = {}
         self.runs = earlier(options.out)
+        if self.runs:
+            check_same(options.out, self.facts())
 
     @property
     def left(self) -> float:
@@ -283,12 +293,6 @@ def system(arm: str) -> str:
     return arm.partition("-")[0]
 
 
-def earlier(out: Path) -> list[ArmRun]:
-    """The runs that a folder has already."""
-    path = out / "results.json"
-    return [ArmRun(**run) for run in json.loads(path.read_text())["runs"]] if path.exists() else []
-
-
 def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
     """End what is left of an arm: first politely, then everything that carries its mark."""
     if process.poll() is None:
@@ -314,16 +318,20 @@ def last_line(log: Path) -> str:
 
 def build(options: argparse.Namespace, scratch: Path) -> Workload:
     """Model and prompts, unless they are there; made by a process of its own, since this one must
-    hold no GPU memory."""
-    if (scratch / "workload.json").exists():
-        return Workload.load(scratch / "workload.json")
+    hold no GPU memory. Raises SystemExit where those that are there are of other options."""
     command = [sys.executable, "-m", "benchmarks.peers.shape", f"--out={scratch}"]
     command += ["--small"] if options.small else ["--long"] if options.long else []
     command += [f"--sharpness={options.sharpness}"] if options.sharpness else []
     command += [f"--seed={options.seed}"]
     command += [] if options.draw is None else [f"--draw={options.draw}"]
-    made = environment("build")
-    subprocess.run(command, check=True, timeout=BUILD_S, env=made, cwd=ROOT)
+    made, asked = scratch / "made.txt", " ".join(command[4:])
+    if made.exists():
+        if (known := made.read_text()) != asked:
+            raise SystemExit(f"{scratch} has the model of {known!r}, not of {asked!r}")
+        return Workload.load(scratch / "workload.json")
+    variables = environment("build")
+    subprocess.run(command, check=True, timeout=BUILD_S, env=variables, cwd=ROOT)
+    made.write_text(asked)
     return Workload.load(scratch / "workload.json")
 
 
@@ -365,7 +373,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
-    """Exit status: 0 if every arm that was started is done."""
+    """Exit status: 0 if every arm that was asked for is done."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its arm ends with it
     options.out.mkdir(parents=True, exist_ok=True)
     scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="peers-"))).resolve()
@@ -381,7 +389,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         if options.scratch is None:
             shutil.rmtree(scratch, ignore_errors=True)
     say((options.out / "report.md").read_text())
-    return int(any(each.status in ("failed", "cut short") for each in bench.runs[before:]))
+    return int(any(each.status != "done" for each in bench.runs[before:]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 Each is drawn by its seed (`workload.drawn`): model, batch, lengths, truncation, and whether
 completions end by themselves. Keel runs with all defaults (`keel-auto`), or told only in how much
-memory (`keel-within`); of the peer's arms the fastest counts, with its memory.
+memory (`keel-within`); of the peer's arms the fastest counts, with its memory. Runs that did not
+end by themselves count for nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.peers.compare import earlier
 from benchmarks.peers.keel_grpo import AUTO, WITHIN
-from benchmarks.peers.report import Summary, best_peer, summarize
+from benchmarks.peers.report import GOALS, Summary, best_peer, earlier, summarize, whole
 
-GOALS = (2.2, 0.40)
-"""Speed relative to the peer's best arm at least, and peak memory at most, in every draw."""
 LEAST = 4
 """Draws for a verdict."""
 
@@ -65,12 +63,13 @@ class Draw:
 def read(folder: Path, arm: str = AUTO) -> Draw | str:
     """Of a folder of `compare`; or why there is none to count. arm: ours."""
     runs = earlier(folder)
-    summaries = summarize(runs)
+    counted = whole(runs)
+    summaries = summarize(counted)
     peer = best_peer(summaries)
     if arm not in summaries or peer is None:
-        said = "; ".join(f"{run.arm} {run.status} {run.why}" for run in runs if not run.steps)
+        said = "; ".join(f"{run.arm} {run.status} {run.why}" for run in runs if run not in counted)
         return f"{folder.name}: no figures of both systems ({said})"
-    starts = {run.arm: run.start_s for run in runs if run.steps}
+    starts = {run.arm: run.start_s for run in counted if run.steps}
     return Draw(
         workload=json.loads((folder / "results.json").read_text())["workload"],
         ours=summaries[arm],

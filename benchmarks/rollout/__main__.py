@@ -341,6 +341,7 @@ def main() -> None:
         f"{report.values['seconds']:.0f} s in all"
     )
     show(report)
+    sys.exit(int(bool(report.values["failed"])))
 
 
 if __name__ == "__main__":

@@ -93,51 +93,65 @@ ARMS = {
 
 
 class Steps:
-    """Counts the engine's steps and adds up the time of their parts.
+    """Counts the steps that the model makes, those of a burst one by one, and adds up the time of
+    their parts.
 
     The parts are those of this process: where vLLM's core runs in another one, only `process` and
-    the wait for it are seen.
+    the wait for it are seen, and calls of the engine are counted.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.parts: dict[str, float] = {}
         self.hooks: dict[int, Callable[[], None]] = {}
-        """Called before the step of that number."""
+        """Called before the first call of the engine after so many steps."""
 
     def reset(self) -> None:
         self.count, self.parts = 0, {}
 
     def watch(self, engine: Any) -> None:
         """`engine`: a vLLM `LLMEngine`."""
-        self._time(engine, "step", "step", counted=True)
-        self._time(engine.output_processor, "process_outputs", "outputs")
+        from keel.rollout.fastpath.bursts import steps_in  # noqa: PLC0415  (imports vLLM)
+
+        def steps_of(output: Any, **_: Any) -> int:
+            return steps_in(output) if output.total_num_scheduled_tokens else 0
+
         core = getattr(engine.engine_core, "engine_core", None)
+        self._time(engine, "step", "step", steps=None if core else lambda: 1, hooked=True)
+        self._time(engine.output_processor, "process_outputs", "outputs")
         if core is None:
             self._time(engine.engine_core, "get_output", "wait for the core")
             return
         self._time(core.scheduler, "schedule", "schedule")
         self._time(core.scheduler, "update_from_output", "update")
-        self._time(core.model_executor, "execute_model", "launch model")
+        self._time(core.model_executor, "execute_model", "launch model", steps=steps_of)
         self._time(core.model_executor, "sample_tokens", "launch sampling")
         with suppress(ImportError):
             from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: PLC0415
 
             self._split_wait(AsyncOutput)
 
-    def _time(self, owner: Any, name: str, part: str, *, counted: bool = False) -> None:
+    def _time(
+        self,
+        owner: Any,
+        name: str,
+        part: str,
+        *,
+        steps: Callable[..., int] | None = None,
+        hooked: bool = False,
+    ) -> None:
+        """steps: how many a call was, by its arguments, once it has returned."""
         inner = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if counted:
-                if hook := self.hooks.pop(self.count, None):
-                    hook()
-                self.count += 1
+            while hooked and self.hooks and (due := min(self.hooks)) <= self.count:
+                self.hooks.pop(due)()
             began = time.perf_counter()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - began
+                self.count += steps(*args, **kwargs) if steps else 0
 
         setattr(owner, name, timed)
 

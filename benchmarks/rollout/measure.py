@@ -124,16 +124,19 @@ def trace(driver: Driver, steps: Steps, size: Size) -> dict[str, Any]:
     def start() -> None:
         torch.cuda.synchronize()
         tracer.start()
-        span["began"] = time.perf_counter()
+        span["began"], span["first"] = time.perf_counter(), steps.count
 
     def stop() -> None:
         torch.cuda.synchronize()
         span["seconds"] = time.perf_counter() - span["began"]
+        span["steps"] = steps.count - span["first"]
         tracer.stop()
 
     first = size.completion // 2
     steps.hooks = {first: start, first + TRACED_STEPS: stop}
     driver.run(make_prompts(size, "trace"), size.completion)
+    if steps.hooks:
+        raise RuntimeError(f"{steps.count} steps are too few: {TRACED_STEPS} from {first} on")
     kernels: dict[str, list[float]] = {}
     spans: list[tuple[float, float]] = []
     for event in tracer.events() or ():
@@ -147,11 +150,11 @@ def trace(driver: Driver, steps: Steps, size: Size) -> dict[str, Any]:
         until = max(until, ended)
     longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:25]
     return {
-        "ms_per_step": 1e3 * span["seconds"] / TRACED_STEPS,
-        "busy_ms_per_step": busy / 1e3 / TRACED_STEPS,
+        "ms_per_step": 1e3 * span["seconds"] / span["steps"],
+        "busy_ms_per_step": busy / 1e3 / span["steps"],
         "busy_fraction": busy / 1e6 / span["seconds"],
         "kernels_ms_per_step": {
-            name: [sum(times) / 1e3 / TRACED_STEPS, len(times) / TRACED_STEPS]
+            name: [sum(times) / 1e3 / span["steps"], len(times) / span["steps"]]
             for name, times in longest
         },
     }

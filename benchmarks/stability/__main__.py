@@ -23,7 +23,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,7 @@ class Curves:
 
 def run_arm(run: Run, engines: Engines, folder: Path) -> dict[str, Any]:
     """One run, from the cold-started model of its seed. Returns its line of `runs.jsonl`."""
-    spec, arm = EXPERIMENTS[run.experiment], run.arm
-    overrides = [*COMMON[spec.recipe], *spec.overrides, *run.knobs]
+    spec, arm, overrides = EXPERIMENTS[run.experiment], run.arm, overrides_of(run)
     changes = [*overrides, f"run.seed={run.seed}", f"run.steps={run.steps}"]
     task = prepare(spec.recipe, changes)
     config = task.config
@@ -147,11 +146,25 @@ def run_arm(run: Run, engines: Engines, folder: Path) -> dict[str, Any]:
     return line
 
 
-def done_runs(path: Path) -> set[tuple[str, str, int]]:
-    if not path.exists():
-        return set()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {(line["experiment"], line["arm"], line["seed"]) for line in lines}
+def overrides_of(run: Run) -> list[str]:
+    spec = EXPERIMENTS[run.experiment]
+    return [*COMMON[spec.recipe], *spec.overrides, *run.knobs]
+
+
+def done_runs(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def is_done(run: Run, lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is one of the same seed, length and knobs."""
+    asked = {
+        "experiment": run.experiment,
+        "arm": run.arm,
+        "seed": run.seed,
+        "steps": run.steps,
+        "overrides": overrides_of(run),
+    }
+    return any(all(line[name] == value for name, value in asked.items()) for line in lines)
 
 
 def parse() -> argparse.Namespace:
@@ -169,7 +182,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wanted(options: argparse.Namespace, done: Container[tuple[str, str, int]]) -> list[Run]:
+def wanted(options: argparse.Namespace, done: Sequence[Mapping[str, Any]]) -> list[Run]:
     """Arm by arm, so that one engine serves all seeds. Raises SystemExit for an arm to try of an
     experiment that there is not."""
     only = options.only
@@ -187,12 +200,12 @@ def wanted(options: argparse.Namespace, done: Container[tuple[str, str, int]]) -
         if name not in EXPERIMENTS or not arm:
             raise SystemExit(f"--try {text!r}: must be EXPERIMENT/ARM: KNOBS, of {[*EXPERIMENTS]}")
         arms[name, arm] = tuple(knobs.split())
-    return [
+    runs = [
         Run(name, arm, seed, options.steps or EXPERIMENTS[name].steps, knobs)
         for (name, arm), knobs in arms.items()
         for seed in options.seeds
-        if (name, arm, seed) not in done
     ]
+    return [run for run in runs if not is_done(run, done)]
 
 
 def run_all(options: argparse.Namespace) -> None:

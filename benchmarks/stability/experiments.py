@@ -150,5 +150,4 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         arms={"unbiased_k3": (), "k3": ("algorithm.kl=k3",)},
         recipe=LARGE,
     ),
-    "truncation_hot_100m": Experiment(steps=40, overrides=HOT, arms=TRUNCATION_ARMS, recipe=LARGE),
 }

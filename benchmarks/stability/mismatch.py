@@ -295,8 +295,13 @@ def main() -> None:
         os._exit(0)  # vLLM's own threads need not be waited for
     options.out.mkdir(parents=True, exist_ok=True)
     gpu = shutil.which("nvidia-smi") is not None
-    if options.model is None and not (folder / "config.json").exists():
-        make(folder, size, gpu=gpu)
+    if options.model is None:
+        made, asked = options.out / "made.json", json.dumps([size.seed, size.sharpness, gpu])
+        if made.exists() and made.read_text() != asked:
+            parser.error(f"--out {options.out} has a model of {made.read_text()}, not of {asked}")
+        if not made.exists():
+            make(folder, size, gpu=gpu)
+            made.write_text(asked)
     rows: dict[str, Any] = {}
     for name in options.arms:
         command = [
@@ -311,25 +316,27 @@ def main() -> None:
         config = rollout_config(ARMS[name], size)
         variables = environment(config, gpu=gpu, batch_invariant=invariant)
         log = options.out / f"{name}.log"
-        with log.open("w") as file:
-            done = subprocess.run(
-                command,
-                env={**os.environ, **variables},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=DEADLINE_S,
-                check=False,
-            )
         result = options.out / f"{name}.json"
-        if done.returncode or not result.exists():
-            print(f"{name}: failed ({done.returncode}), see {log}", flush=True)
-            print(log.read_text()[-1500:], flush=True)
+        result.unlink(missing_ok=True)
+        try:
+            with log.open("w") as file:
+                subprocess.run(
+                    command,
+                    env={**os.environ, **variables},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=DEADLINE_S,
+                    check=True,
+                )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"{name}: {error}\n{log.read_text()[-1500:]}", flush=True)
             continue
         rows[name] = json.loads(result.read_text())
         shown = {k: v for k, v in rows[name].items() if k != "gap"}
         print(name, json.dumps(shown), json.dumps(rows[name]["gap"]), flush=True)
         report = {"commit": commit(), "size": asdict(size), "arms": rows}
         (options.out / "mismatch.json").write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(int(len(rows) < len(options.arms)))
 
 
 if __name__ == "__main__":

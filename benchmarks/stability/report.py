@@ -91,13 +91,22 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def write_report(source: Path, folder: Path) -> None:
-    """All of it; experiments that `source` has nothing of are left as they were."""
+    """All of it; experiments that `source` has nothing of are left as they were. Raises ValueError
+    where `source` has only some of an experiment's runs, or an arm's have different lengths."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = folder / "runs.jsonl"
     runs = [json.loads(line) for line in source.read_text().splitlines()]
     runs = [run for run in runs if run["experiment"] in EXPLAINED_BY]
     new = {run["experiment"] for run in runs}
     before = raw.read_text().splitlines() if raw.exists() else []
+    lost = {key(json.loads(line)) for line in before} - {key(run) for run in runs}
+    if lost := {each for each in lost if each[0] in new}:
+        raise ValueError(f"{source} lacks runs that {raw} has, which would be lost: {sorted(lost)}")
+    lengths: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for run in runs:
+        lengths[run["experiment"], run["arm"]].add(run["steps"])
+    if mixed := {each: some for each, some in lengths.items() if len(some) > 1}:
+        raise ValueError(f"{source} has runs of different lengths of one arm: {mixed}")
     kept = [line for line in before if json.loads(line)["experiment"] not in new]
     raw.write_text("\n".join([*kept, *(json.dumps(compact(run)) for run in runs)]) + "\n")
     page = folder.with_suffix(".md")
@@ -112,6 +121,10 @@ def write_report(source: Path, folder: Path) -> None:
             block = "\n\n".join([f"![{experiment}](stability/{experiment}.png)", *tables(arms)])
             text = replace_block(text, experiment, block)
     page.write_text(text)
+
+
+def key(run: Mapping[str, Any]) -> tuple[str, str, int]:
+    return run["experiment"], run["arm"], run["seed"]
 
 
 def replace_block(text: str, name: str, block: str) -> str:

@@ -10,7 +10,7 @@
 Packed trajectories of one length, recorded routes (drawn evenly, as a model sends its tokens that
 was trained to) and sampling masks of 8 ids on average: what Keel trains with. A step is forward,
 backward and optimizer with the host's work in it; a figure is the median of `--rounds` steps after
-one that does not count. What counts as the model's work is said in `training_measure.step_flops`;
+one that does not count. What counts as the model's work is said in `measure.step_flops`;
 the utilisation (MFU) is against 989 TFLOP/s a GPU. `full`: with a whole head, `ref`: with the
 reference policy's forward pass. `fit` and `fit t` are what trainer/planning/memory.py and
 trainer/planning/step_time.py say, divided by what was measured.
@@ -241,7 +241,9 @@ def main() -> None:
     if options.out is None:
         parser.error("--out is needed")
     options.out = options.out.resolve()
-    show(measure(options))
+    rows = measure(options)
+    show(rows)
+    sys.exit(int(any("failed" in row for row in rows)))
 
 
 if __name__ == "__main__":

@@ -163,8 +163,6 @@ def run(job: Job) -> None:
                     raise
                 release(engine)
                 engine = None
-                if not isinstance(error, torch.OutOfMemoryError):
-                    policy.use_fused_layers = lambda _: None  # the likeliest to fail
         release(engine)
         engine = None
         free()

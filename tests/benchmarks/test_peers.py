@@ -14,10 +14,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers import compare, keel_grpo, memory
-from benchmarks.peers.compare import arguments, earlier
+from benchmarks.peers.compare import arguments
 from benchmarks.peers.draws import Draw, read
 from benchmarks.peers.draws import report as over_draws
-from benchmarks.peers.report import ArmRun, allowed_gib, report, summarize, verdict
+from benchmarks.peers.report import (
+    ArmRun,
+    allowed_gib,
+    check_same,
+    earlier,
+    report,
+    summarize,
+    verdict,
+)
 from benchmarks.peers.shape import MARKS, write
 from benchmarks.peers.workload import QWEN3_06B, SMALL, Workload, drawn
 from keel.configs.load import load_config
@@ -157,7 +165,7 @@ def arm(name: str, seconds: list[float], peak: float, **fields: Any) -> ArmRun:
 
 def test_the_report_is_of_all_runs_of_an_arm(tmp_path: Path) -> None:
     runs = [
-        arm("trl", [10.0, 12.0], 100.0),
+        arm("trl", [11.0, 12.0], 100.0),
         arm("keel", [4.0, 5.0], 39.0),
         arm("keel", [5.0, 8.0], 40.0),
         ArmRun(arm="trl-lean", run=4, status="failed", steps=[], why="out of memory"),
@@ -174,7 +182,7 @@ def test_the_report_is_of_all_runs_of_an_arm(tmp_path: Path) -> None:
     assert ours.phases == {"rollout": 2.5, "rest": 2.5}
     assert "met" in verdict(summaries) and "NOT" not in verdict(summaries)
     text = report(runs, {"machine": "made up"})
-    row = "| keel | 2, 4 | 5.00 | 200 | 125 … 250 | 40.0 | 2.18 | 40% |"
+    row = "| keel | 2, 4 | 5.00 | 200 | 125 … 250 | 40.0 | 2.30 | 40% |"
     assert row in text
     assert "trl-lean: failed" in text and "out of memory" in text
 
@@ -224,6 +232,7 @@ def test_memory_is_measured_by_the_fastest_arm_of_the_peer() -> None:
     runs = [arm("trl", [12.0], 80.0), arm("trl-liger", [10.0], 70.0), arm("keel", [5.0], 10.0)]
     assert allowed_gib(runs) == 28.0
     assert allowed_gib([arm("keel", [5.0], 10.0), arm("trl", [], 80.0)]) == 0.0
+    assert allowed_gib([replace(runs[1], status="cut short"), runs[0]]) == 32.0
 
 
 def test_the_verdict_over_draws_counts_the_best_arm_of_the_peer(tmp_path: Path) -> None:
@@ -244,3 +253,16 @@ def test_the_verdict_over_draws_counts_the_best_arm_of_the_peer(tmp_path: Path) 
     runs = [run.as_json() for run in (arm("keel-auto", [], 0.0), arm("trl", [12.0], 90.0))]
     (tmp_path / "3" / "results.json").write_text(json.dumps({"workload": {}, "runs": runs}))
     assert "no figures of both" in over_draws([*found[:3], read(tmp_path / "3"), found[0]])
+    cut = replace(arm("trl-liger", [1.0], 100.0), status="cut short")
+    runs = [run.as_json() for run in (arm("keel-auto", [4.0], 39.0), arm("trl", [12.0], 90.0), cut)]
+    made = {"workload": asdict(drawn(3)), "runs": runs}
+    (tmp_path / "3" / "results.json").write_text(json.dumps(made))
+    assert isinstance(again := read(tmp_path / "3"), Draw) and again.peer.arm == "trl"
+
+
+def test_runs_of_another_commit_are_not_added_to(tmp_path: Path) -> None:
+    facts = {"machine": "m", "commit": "a", "model": "x", "a step": "y"}
+    (tmp_path / "results.json").write_text(json.dumps({"facts": facts}))
+    check_same(tmp_path, facts | {"command": "again"})
+    with pytest.raises(SystemExit, match="whose commit was 'a', now 'b': give them another --out"):
+        check_same(tmp_path, facts | {"commit": "b"})
