@@ -201,7 +201,8 @@ def verdict(summaries: Mapping[str, Summary]) -> str:
     met = speed >= GOALS[0] and memory <= GOALS[1]
     return (
         f"{best} has {speed:.2f} times the tokens per second of {base.arm} in {memory:.0%} of its "
-        f"peak memory: the goal ({GOALS[0]:g} times, {GOALS[1]:.0%}) is {'met' if met else 'NOT met'}"
+        f"peak memory: the goal ({GOALS[0]:g} times, {GOALS[1]:.0%}) is "
+        + ("met" if met else "NOT met")
     )
 
 
