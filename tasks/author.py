@@ -20,8 +20,6 @@ from keel.rewards.judge.bounded import bounded_http
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 
 CONNECT_S = 10.0
-CHARACTERS_PER_TOKEN = 3
-"""At least, for the bound that a call is held to before its usage is known."""
 MOST_SAID = 300
 TOO_LONG = re.compile(
     r"context.?(length|window|size)|max(imum)?[ _]model[ _]len|prompt is too long", re.IGNORECASE
@@ -93,16 +91,9 @@ class Budget:
     ) -> None:
         """spent: by earlier starts; record: keeps a call's usage for later ones."""
         self._limits, self._record = limits, record
-        self.spent = list(spent)
+        self.tokens = sum(usage.tokens for usage in spent)
+        self.usd = sum(usage.usd for usage in spent)
         self._held_tokens, self._held_usd = 0, 0.0
-
-    @property
-    def tokens(self) -> int:
-        return sum(usage.tokens for usage in self.spent)
-
-    @property
-    def usd(self) -> float:
-        return sum(usage.usd for usage in self.spent)
 
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
@@ -126,7 +117,8 @@ class Budget:
             self._held_usd -= usd
 
     def _took(self, usage: Usage) -> None:
-        self.spent.append(usage)
+        self.tokens += usage.tokens
+        self.usd += usage.usd
         self._record(usage)
 
 
@@ -159,8 +151,17 @@ class EndpointAuthor:
         config = self._config
         offered = [tool.as_json() for tool in tools]
         asked = _encodable(list(messages))
-        characters = len(json.dumps([*asked, *offered], ensure_ascii=False))
-        bound = characters // CHARACTERS_PER_TOKEN, config.max_tokens
+        bound = most_tokens(json.dumps([*asked, *offered], ensure_ascii=False)), config.max_tokens
+
+        def used(tokens: tuple[int, int]) -> Usage:
+            return Usage(
+                model=self.name,
+                purpose=purpose,
+                prompt_tokens=tokens[0],
+                completion_tokens=tokens[1],
+                usd=self._price(*tokens),
+            )
+
         async with self._slots:
             with self._budget.call(sum(bound), self._price(*bound)) as took:
                 try:
@@ -175,6 +176,7 @@ class EndpointAuthor:
                             extra_body=dict(config.extra) or None,
                         )
                 except (TimeoutError, openai.APITimeoutError) as error:
+                    took(used(bound))  # it may have been at work on it all the time
                     raise AuthorLost(
                         f"{self.name}: no reply within author.deadline_s = {config.deadline_s:g}"
                     ) from error
@@ -192,16 +194,8 @@ class EndpointAuthor:
                 except openai.APIError as error:
                     why = self._public(str(error.__cause__ or error))
                     raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
-                said, usage = _read(response.text, characters)
-                took(
-                    Usage(
-                        model=self.name,
-                        purpose=purpose,
-                        prompt_tokens=usage[0],
-                        completion_tokens=usage[1],
-                        usd=self._price(*usage),
-                    )
-                )
+                said, usage = _read(response.text, bound[0])
+                took(used(usage))
                 if said is None:
                     raise AuthorLost(f"{self.name}: its reply is no chat completion")
                 return said
@@ -229,10 +223,14 @@ class EndpointAuthor:
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
-    """The reply, and the tokens of its prompt and of itself: as many as can be where the endpoint
-    does not count them."""
-    asked = characters // CHARACTERS_PER_TOKEN
+def most_tokens(text: str) -> int:
+    """That it can have: a token is a byte at least, with any of today's tokenizers."""
+    return len(text.encode(errors="replace"))
+
+
+def _read(text: str, asked: int) -> tuple[Said | None, tuple[int, int]]:
+    """The reply, and the tokens of its prompt and of itself: as many as can be (`asked`, of the
+    prompt) where the endpoint does not count them."""
     try:
         body = _encodable(json.loads(text))
         choice = body["choices"][0]
@@ -246,11 +244,11 @@ def _read(text: str, characters: int) -> tuple[Said | None, tuple[int, int]]:
         )
         usage = dict(body.get("usage") or {})
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None, (asked, len(text) // CHARACTERS_PER_TOKEN)
-    written = len(content) + len(said.reasoning) + len(str(message.get("tool_calls") or ""))
+        return None, (asked, most_tokens(text))
+    written = most_tokens(content + said.reasoning + str(message.get("tool_calls") or ""))
     return said, (
         _count(usage.get("prompt_tokens"), asked),
-        _count(usage.get("completion_tokens"), written // CHARACTERS_PER_TOKEN),
+        _count(usage.get("completion_tokens"), written),
     )
 
 

@@ -199,8 +199,8 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
     with Ledger(folder, depends_on(config)) as ledger:
         loop = asyncio.get_running_loop()
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, stop.set)
+        # asyncio's own tells the loop, which preparing may keep busy for an hour.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         budget = Budget(config.budget, ledger.spent, ledger.used)
         authors: list[EndpointAuthor] = []
 
@@ -217,21 +217,25 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
                 with show("preparing what tasks are made of"):
                     pipeline = open_pipeline(config, author, folder, author_of)
                     await stack.enter_async_context(pipeline)
-                why = await make_all(
-                    pipeline.keys,
-                    pipeline.make,
-                    ledger,
-                    at_once=config.at_once,
-                    say=say,
-                    stop=stop,
-                    show=show,
-                )
+                for name in (signal.SIGINT, signal.SIGTERM):
+                    loop.add_signal_handler(name, stop.set)
+                try:
+                    why = await make_all(
+                        pipeline.keys,
+                        pipeline.make,
+                        ledger,
+                        at_once=config.at_once,
+                        say=say,
+                        stop=stop,
+                        show=show,
+                    )
+                finally:
+                    told(ledger.report(), say)
         finally:
             for each in authors:
                 await each.close()
             for name in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(name)
-            told(ledger.report(), say)
     if why:
         say(f"keel synthesize: {why}. The same command goes on from here")
     return int(bool(why))

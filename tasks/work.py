@@ -3,9 +3,10 @@ author who looks things up, an agent who tries to answer."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import ToolResult
@@ -13,6 +14,7 @@ from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.tasks.author import Author
 
 Call = Callable[[ToolCall], Awaitable[ToolResult]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +67,22 @@ async def _result(one: ToolCall | Malformed, schemas: Arguments, call: Call) -> 
         return ToolResult(text=f"error: {complaint}", failed=True)
     result = await call(one)
     return ToolResult(text=f"error: {result.text}") if result.failed else result
+
+
+async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """The results of all. What one raises ends the others, which would go on to spend tokens."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def spec_of(given: Mapping[str, Any]) -> ToolSpec:
+    """Of a tool as environments have it."""
+    return ToolSpec(
+        name=given["name"], description=given["description"], parameters=given["parameters"]
+    )

@@ -18,6 +18,7 @@ from keel.rewards.text import (
     BOXED,
     THINK_CLOSE,
     THINK_OPEN,
+    WRAPPED,
     answer_in,
     blank,
     normalise,
@@ -85,10 +86,19 @@ def code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
 
 
 def exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """The same text, up to Unicode form and white space; all of it, or what it marks as answer."""
+    r"""The same text, up to Unicode form and white space; all of it, or what it marks as answer,
+    also as `\text{…}`."""
     wanted = normalise(spec["answer"])
     longest = max(MAX_CHARACTERS, 4 * len(spec["answer"]))
-    return lambda text: len(text) <= longest and normalise(answer_in(text)) == wanted
+
+    def same(text: str) -> bool:
+        if len(text) > longest:
+            return False
+        said = answer_in(text)
+        wrapped = WRAPPED.fullmatch(said)
+        return wanted in (normalise(said), normalise(wrapped[1]) if wrapped else None)
+
+    return same
 
 
 def regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:

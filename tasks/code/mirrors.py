@@ -23,7 +23,10 @@ _NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
 
 
 class Mirror:
-    """A `Source`. Reads the repository, and runs nothing of it: no hook, no filter, no config."""
+    """A `Source`. Reads the repository, and runs nothing of it: no hook, filter or configuration.
+
+    So it asks git's plumbing alone: `git log` runs `gpg.program` where `log.showSignature` is set.
+    """
 
     def __init__(self, source: CodeSourceConfig) -> None:
         """Raises ConfigError."""
@@ -35,16 +38,14 @@ class Mirror:
             )
         try:
             self._folder = self._found_folder()
-            text = self._git("log", "--first-parent", "--format=%H%x00%P%x00%B%x01", source.ref)
+            told_of = self._told(["%H", "%P", "%B"], "--first-parent", source.ref)
         except subprocess.CalledProcessError as error:
             raise ConfigError(
                 f"code.sources[{source.name}].git = {source.git!r}: "
                 f"{error.stderr.decode(errors='replace').strip()}"
             ) from error
         self._commits: dict[str, tuple[str, list[str], str]] = {}
-        for part in text.split("\x01"):
-            commit, _, rest = part.strip("\n").partition("\x00")
-            parents, _, message = rest.partition("\x00")
+        for commit, parents, message in told_of:
             if not parents or (source.refers and not _REFERS.search(message)):
                 continue
             if len(self._commits) == source.most:
@@ -65,13 +66,14 @@ class Mirror:
         numbers = [int(one) for one in _REFERS.findall(message)]
         known = [self._issues[number] for number in numbers if number in self._issues]
         if not known and merged and _MERGE.match(message):
-            message = message + "\n" + self._git("log", "--format=%B", f"{parent}..{merged[0]}")
+            merges = self._told(["%B"], f"{parent}..{merged[0]}")
+            message = "\n".join([message, *(text for (text,) in merges)])
         try:
             tag = self._git("describe", "--tags", "--abbrev=0", parent)
         except subprocess.CalledProcessError:
             tag = ""
         version = re.search(r"\d+(\.\d+)+", tag)
-        date = self._git("log", "-1", "--format=%cI", commit).strip()
+        ((date,),) = self._told(["%cI"], "--max-count=1", commit)
         return Candidate(
             key=key,
             source=self._source,
@@ -108,6 +110,13 @@ class Mirror:
     def _found_folder(self) -> str:
         folder = Path(self._source.git).expanduser().absolute()
         return str(folder / ".git" if (folder / ".git").exists() else folder)
+
+    def _told(self, what: Sequence[str], *which: str) -> list[list[str]]:
+        """Each of these commits in these words of git's formats. No message holds a zero byte."""
+        form = "".join(f"%x00{word}" for word in what)
+        parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
+        size = len(what) + 1  # and the line with the commit's name
+        return [parts[at + 1 : at + size] for at in range(0, len(parts) - 1, size)]
 
     def _git(self, *words: str) -> str:
         return self._run(list(words)).decode(errors="replace")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -11,7 +10,7 @@ from keel.agents.types import EnvironmentLost, Transcript, Unscored
 from keel.tasks.author import Author
 from keel.tasks.general.gates import general
 from keel.tasks.general.rooms import Rooms
-from keel.tasks.work import work
+from keel.tasks.work import together, work
 
 
 @runtime_checkable
@@ -32,16 +31,8 @@ class Policy:
         self.name, self._author = author.name, author
 
     async def passed(self, rooms: Rooms, environment: Path, number: int) -> int:
-        tries = [
-            asyncio.create_task(self._passes(rooms, environment, number))
-            for _ in range(rooms.config.attempts)
-        ]
-        try:
-            return sum(await asyncio.gather(*tries))
-        finally:  # a spent budget ends them all
-            for each in tries:
-                each.cancel()
-            await asyncio.gather(*tries, return_exceptions=True)
+        tries = range(rooms.config.attempts)
+        return sum(await together(*(self._passes(rooms, environment, number) for _ in tries)))
 
     async def _passes(self, rooms: Rooms, environment: Path, number: int) -> bool:
         try:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.schemas import Arguments
-from keel.rl.turns import ToolCall, ToolSpec
+from keel.rl.turns import ToolCall
 from keel.tasks.general.grounding import CHANGES, Leaf, Replay, Results, as_it_is, fewer
 from keel.tasks.general.mutations import EMPTY, hollow, mutations, plausible
 from keel.tasks.general.rooms import SLACK_S, Rooms, lost_to
 from keel.tasks.ledger import Refused
+from keel.tasks.work import spec_of
 
 Specs = Mapping[str, Mapping[str, Any]]
 """The tools by name: description, parameters, and whether they return `text` or `json`."""
@@ -53,12 +54,6 @@ async def typed(rooms: Rooms, environment: Path) -> Specs:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise Refused("typed", f"the tools' schemas: {error}") from error
     return specs
-
-
-def spec_of(given: Mapping[str, Any]) -> ToolSpec:
-    return ToolSpec(
-        name=given["name"], description=given["description"], parameters=given["parameters"]
-    )
 
 
 async def deterministic(

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from keel.tasks.author import Said
 from keel.tasks.ledger import Refused
 
-_HEADING = re.compile(r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE)
+_HEADING = re.compile(
+    r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
+)
 _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 GATE = "form"
 
@@ -20,13 +22,14 @@ def sections(said: Said, wanted: Sequence[str], optional: Sequence[str] = ()) ->
     if said.cut:
         raise Refused(GATE, "the reply was cut off, by author.max_tokens or the context; be brief")
     text = _outside_blocks(said.content)
-    heads = [found for found in _HEADING.finditer(text) if found[1] in (*wanted, *optional)]
+    known = {*wanted, *optional}
+    heads = [found for found in _HEADING.finditer(text) if found[1].lower() in known]
     found: dict[str, str] = {}
     for n, head in enumerate(heads):
         end = heads[n + 1].start() if n + 1 < len(heads) else len(text)
         body = said.content[head.end() : end]
         block = _BLOCK.search(body)
-        found[head[1]] = (block[2] if block else body).strip() + "\n"
+        found[head[1].lower()] = (block[2] if block else body).strip() + "\n"
     for name in wanted:
         if not found.get(name, "").strip():
             raise Refused(GATE, f"the reply has no section under a heading `## {name}`")

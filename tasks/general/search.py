@@ -4,18 +4,17 @@ function of the user's searches."""
 from __future__ import annotations
 
 import asyncio
-import html
 import importlib
 import json
-import re
-import sqlite3
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.text import excerpt, terms
 from keel.configs.schema import ConfigError
 from keel.configs.sections.tasks.general import GeneralConfig
 from keel.rl.turns import ToolSpec
@@ -38,18 +37,17 @@ PASSAGE = 1200
 PASSAGES = 5
 MOST_SAID = 12_000
 DEADLINE_S = 60.0
-_TAGS = re.compile(r"(?s)<(script|style)\b.*?</\1>|<[^>]*>")
 
 
 def search_of(config: GeneralConfig) -> Search | None:
     """None where there is none. Raises ConfigError."""
     if config.documents:
-        folder = Path(config.documents).expanduser()
-        documents = Documents(folder)
-        if not documents.count:
-            raise ConfigError(
-                f"general.documents = {config.documents}: no .txt, .md, .html or .jsonl in there"
-            )
+        try:
+            documents = Documents(Path(config.documents).expanduser())
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"general.documents = {config.documents}: {error}") from error
+        if not len(documents):
+            raise ConfigError(f"general.documents = {config.documents}: there is no text in there")
         return documents
     if not config.search:
         return None
@@ -91,41 +89,26 @@ def _begun(function: Callable[[str], Any], query: str) -> Future[Any]:
 
 
 class Documents:
-    """A folder of text, by passages, in SQLite's full-text index."""
+    """A folder of text, by passages, in the index that policies search, too."""
 
     def __init__(self, folder: Path) -> None:
-        self._index = sqlite3.connect(":memory:")
-        self._index.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text)")
-        rows = [
-            (title, text[start : start + PASSAGE])
-            for title, text in _texts(folder)
-            for start in range(0, len(text), PASSAGE)
-        ]
-        self._index.executemany("INSERT INTO passages VALUES (?, ?)", rows)
-        self.count = len(rows)
+        """Raises ValueError, OSError for one that cannot be read."""
+        self._index = Index(ensure_index(folder))
+
+    def __len__(self) -> int:
+        return len(self._index)
 
     async def __call__(self, query: str) -> str:
-        words = list(dict.fromkeys(re.findall(r"\w+", query)))[:32]
-        if not words:
+        wanted = terms(query)
+        if not wanted:
             raise ValueError("a query has words")
-        found = self._index.execute(
-            "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?",
-            (" OR ".join(f'"{word}"' for word in words), PASSAGES),
-        )
-        return _text([{"title": title, "text": text} for title, text in found])
-
-
-def _texts(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(folder.rglob("*")):
-        if path.suffix not in (".txt", ".md", ".html", ".jsonl") or not path.is_file():
-            continue
-        text, name = (
-            path.read_text(encoding="utf-8", errors="replace"),
-            str(path.relative_to(folder)),
-        )
-        if path.suffix == ".html":
-            text = html.unescape(_TAGS.sub(" ", text))
-        yield name, text
+        found: list[dict[str, str]] = []
+        for hit in self._index.search(query, PASSAGES):
+            document = self._index.document(hit.name)
+            if document is not None:
+                text = excerpt(document.text, wanted, PASSAGE)
+                found.append({"document": hit.name, "title": hit.title, "text": text})
+        return _text(found)
 
 
 def _text(found: Any) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keel.agents.environments.search.text import squeezed
 from keel.rewards.text import answer_in, outside_think
 from keel.tasks.author import Author
 from keel.tasks.ledger import Refused
-from keel.tasks.search.desk import Desk, together
+from keel.tasks.search.desk import Desk
+from keel.tasks.search.rule import alike
+from keel.tasks.work import together
 
 LONGEST = 300
 """Characters of an answer."""
@@ -50,16 +51,16 @@ async def answer(desk: Desk, answerer: Answerer, question: str, *, at_length: bo
 
 
 async def candidates(
-    desk: Desk, answerers: Sequence[Answerer], question: str, right: Sequence[str]
+    desk: Desk, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
-    """The different answers of all agents. Raises Refused where one of them is among the `right`
-    ones, or nobody has an answer."""
+    """The different answers of all agents. Raises Refused where one of them would be rewarded
+    (`right`), or nobody has an answer."""
     said = await together(*(answer(desk, one, question) for one in answerers))
-    spellings = {squeezed(one) for one in right}
-    found = {squeezed(one): one for one in said if squeezed(one)}
-    if easy := [one for key, one in found.items() if key in spellings]:
-        count = sum(squeezed(one) in spellings for one in said)
-        raise Refused("too easy", f"{count} of {len(said)} agents answer it rightly: {easy[0]!r}")
+    if easy := [one for one in said if one and right(one)]:
+        raise Refused(
+            "too easy", f"{len(easy)} of {len(said)} agents answer it rightly: {easy[0]!r}"
+        )
+    found = {alike(one): one for one in said if one}
     if not found:
         raise Refused("no candidate", "no agent has an answer, so nothing says how hard it is")
     return list(found.values())

@@ -32,12 +32,34 @@ def check_evidence(
             raise Refused("evidence", f"{one.document!r} was not opened; name documents you read")
         if wrong := quoted(one.quote, document):
             raise Refused("evidence", wrong)
-    facts = {(one.document, squeezed(one.quote)) for one in evidence}
-    if len(facts) < breadth:
-        raise Refused("breadth", f"{len(facts)} facts are joined; at least {breadth} are wanted")
+    facts = sum(len(quotes) for quotes in _apart(evidence, search).values())
+    if facts < breadth:
+        raise Refused("breadth", f"{facts} facts are joined; at least {breadth} are wanted")
     documents = {one.document for one in evidence}
     if len(documents) < depth:
         raise Refused("depth", f"{len(documents)} documents are used; at least {depth} are wanted")
+
+
+def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple[int, int]]]:
+    """Of each document the places that are quoted, [start, end) of its letters and digits. Quotes
+    that overlap are one."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name in {one.document for one in evidence}:
+        whole = squeezed(search.opened[name].text)
+        places: list[tuple[int, int]] = []
+        for one in evidence:
+            if one.document == name:
+                quote = squeezed(one.quote)
+                start = whole.find(quote)
+                places.append((start, start + len(quote)))
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted(places):
+            if joined and start < joined[-1][1]:
+                joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            else:
+                joined.append((start, end))
+        found[name] = joined
+    return found
 
 
 def check_chain(evidence: Sequence[Evidence], search: Search, index: Index) -> None:

@@ -16,8 +16,9 @@ from keel.rl.turns import ToolSpec
 from keel.tasks.author import Author
 from keel.tasks.ledger import Refused
 from keel.tasks.search.answers import Answerer, answer
-from keel.tasks.search.desk import Desk, list_of, shape, texts, together
+from keel.tasks.search.desk import Desk, list_of, shape, texts
 from keel.tasks.search.question import EVIDENCE, MOST, Evidence, evidence_of
+from keel.tasks.work import together
 
 LEAST_CRITERIA, MOST_CRITERIA = 3, 8
 READS = 3

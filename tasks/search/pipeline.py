@@ -7,7 +7,6 @@ recipe.yaml   the source of a run's recipe that reads it
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from keel.configs.sections.base import ConfigError
 from keel.configs.sections.tasks.search import SearchTasksConfig
 from keel.rl.seeds import seed_of
 from keel.tasks.author import Author
+from keel.tasks.ledger import Refused
 from keel.tasks.search.answers import Answerer, candidates
 from keel.tasks.search.desk import Desk
 from keel.tasks.search.entities import Entity, long_tail, proposed
@@ -33,9 +33,8 @@ from keel.tasks.search.gates import (
 )
 from keel.tasks.search.helpful import Request, check_gain, write_request
 from keel.tasks.search.question import Draft, write_question
+from keel.tasks.search.rule import rule_of, taken_by
 from keel.tasks.search.verification import verify
-
-_NUMBER = re.compile(r"[-+−]?\d[\d,.\s]*%?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +142,11 @@ class SearchPipeline:
             breadth=config.breadth,
             gate=gate,
         )
-        right = (draft.answer, *draft.also)
-        wrong = await candidates(self._desk, self._answerers, draft.question, right)
+        rule = rule_of(draft.spellings)
+        taken = taken_by(rule)
+        if lost := [one for one in draft.spellings if not taken(one)]:
+            raise Refused("rule", f"no rule takes the answer {lost[0]!r}")
+        wrong = await candidates(self._desk, self._answerers, draft.question, taken)
         await verify(
             self._desk,
             self._verifier,
@@ -156,7 +158,7 @@ class SearchPipeline:
         )
         return {
             "prompt": draft.question,
-            **rule_of(right),
+            **rule,
             "environment": {"evidence": draft.documents},
             "provenance": {
                 "answer": draft.answer,
@@ -219,7 +221,9 @@ class SearchPipeline:
             )
         if len(entities) < config.count:
             raise ConfigError(
-                f"search.count = {config.count}: the corpus has {len(entities)} entities that "
+                f"search.count = {config.count}: the corpus has {len(entities)} documents; lower it"
+                if config.entities == "author"
+                else f"search.count = {config.count}: the corpus has {len(entities)} entities that "
                 f"stand in at most search.most_documents = {config.most_documents} documents; "
                 "lower count, raise most_documents, or set search.entities: author"
             )
@@ -272,12 +276,3 @@ class SearchPipeline:
             "rewards": {"correct": 0.9, "citations": 0.1},
         }
         return {"data": {"sources": [source]}}
-
-
-def rule_of(right: Sequence[str]) -> dict[str, str]:
-    """How a line of JSONL has it: a number by its value, and text up to case and white space, in
-    any of its spellings."""
-    if _NUMBER.fullmatch(right[0]):
-        return {"answer": right[0], "match": "math"}
-    spelled = (r"\s+".join(map(re.escape, one.split())) for one in dict.fromkeys(right))
-    return {"answer": f"(?i:{'|'.join(spelled)})[.。]?", "match": "regex"}

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.text import squeezed
 from keel.rl.turns import ToolSpec
 from keel.tasks.author import Author
 from keel.tasks.search.desk import Desk, list_of, shape, texts
+from keel.tasks.search.rule import alike
 
 MOST = 12
 """Facts of a question's, and other spellings of an answer."""
@@ -52,10 +52,10 @@ class Draft:
 
     @property
     def spellings(self) -> list[str]:
-        """All that is right, the answer first; those that differ in more than signs."""
+        """All that is right, the answer first; those that the rule does not take for one."""
         found: dict[str, str] = {}
         for one in (self.answer, *self.also):
-            found.setdefault(squeezed(one), one)
+            found.setdefault(alike(one), one)
         return list(found.values())
 
     @property

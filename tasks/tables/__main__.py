@@ -52,7 +52,7 @@ def _asked(
     """Data in which the question has one clear answer."""
     for _ in range(MOST_DRAWS):
         data = make(draw)
-        if (answer := ask(data, draw)) is not None:
+        if (answer := ask(data, draw)) is not None and answer.clear:
             return data, answer
     raise RuntimeError(f"{ask.__name__}: no clear answer in {MOST_DRAWS} draws")
 

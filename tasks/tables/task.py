@@ -24,6 +24,14 @@ class Answer:
     decimals: int = 0
 
     @property
+    def clear(self) -> bool:
+        """Whether a neighbour in the last decimal can be told from another answer: of 0.001 they
+        are 0 and its double."""
+        if isinstance(self.value, str) or not self.decimals:
+            return True
+        return round(abs(self.value) * 10**self.decimals) not in (1, 2)
+
+    @property
     def rule(self) -> dict[str, Any]:
         """As a line of JSONL has it. A last decimal that was rounded the other way is right."""
         if isinstance(self.value, str):
@@ -32,7 +40,7 @@ class Answer:
         if not self.decimals:
             return {"answer": text, "match": "math"}
         # Relative to what is written; absolute for a 0.
-        near = min(0.99, 1.1 * 10**-self.decimals / (abs(float(text)) or 1.0))
+        near = 1.1 * 10**-self.decimals / (abs(float(text)) or 1.0)
         return {"answer": text, "match": "math", "tolerance": float(f"{near:.3g}")}
 
 

@@ -6,11 +6,13 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -18,7 +20,7 @@ from keel.configs.load import load_synthesis
 from keel.configs.schema import ConfigError
 from keel.tasks.author import AuthorLost, BudgetSpent, Usage
 from keel.tasks.ledger import Ledger, Outcome, Refused
-from keel.tasks.synthesize import MOST_LOST, Make, make_all, told
+from keel.tasks.synthesize import MOST_LOST, Make, make_all, synthesize, told
 from keel.trainer.cli import main
 from keel.trainer.run.waits import Wait
 from tests.waiting import PATIENCE_S
@@ -214,6 +216,34 @@ def test_recipes_are_as_strict_as_those_of_runs(
     assert main(["synthesize", str(recipe)]) == 2
     error = capsys.readouterr().err
     assert "must be the name of an environment variable" in error and "sk-1-2" not in error
+
+
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGINT, KeyboardInterrupt), (0, ConfigError)])
+def test_what_tasks_are_made_of_takes_an_hour_to_prepare(
+    number: int, why: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends it at once, in the middle of what keeps the event loop busy; and a corpus that
+    cannot be used is all that is said."""
+
+    class Corpus:
+        ready = False
+
+        async def __aenter__(self) -> Self:
+            os.kill(os.getpid(), number)
+            if not number:
+                raise ConfigError("no corpus")
+            self.ready = True
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    corpus, said = Corpus(), list[str]()
+    monkeypatch.setattr("keel.tasks.synthesize.open_pipeline", lambda *_: corpus)
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(RECIPE.format(out=tmp_path / "out"))
+    with pytest.raises(why):
+        synthesize(load_synthesis(recipe, []), said.append)
+    assert not corpus.ready and said == []
 
 
 @pytest.mark.e2e

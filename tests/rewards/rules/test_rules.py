@@ -221,6 +221,9 @@ def test_exact_matches_ignore_white_space_only() -> None:
     assert answer("a b", " a\n b ", "exact") == 1.0
     assert answer("a b", "so \\boxed{a b}", "exact") == 1.0
     assert answer("a b", "A b", "exact") == 0.0
+    assert answer("Monday", "so \\boxed{\\text{Monday}}", "exact") == 1.0
+    assert answer("Monday", "so \\boxed{\\text{Mon}day}", "exact") == 0.0
+    assert answer("\\text{Monday}", "\\boxed{\\text{Monday}}", "exact") == 1.0
     assert answer("0.10", "0.1", "exact") == 0.0
 
 

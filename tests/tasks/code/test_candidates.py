@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,6 +73,34 @@ def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     for settings in ({"git": str(tmp_path / "no")}, {"ref": "nowhere"}):
         with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
             Mirror(source(git, **settings))
+
+
+@pytest.mark.e2e
+def test_no_program_that_a_repository_names_is_run(tmp_path: Path) -> None:
+    """`git log` would, to look at a signature."""
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
+    ran, evil = tmp_path / "ran", tmp_path / "evil"
+    evil.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    evil.chmod(0o755)
+
+    def told_git(*words: str, given: str = "") -> str:
+        command = ["git", "-C", str(git), *words]
+        ran = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+        return ran.stdout
+
+    for knob, value in (("log.showSignature", "true"), ("gpg.program", str(evil))):
+        told_git("config", knob, value)
+    head, empty, message = told_git("cat-file", "commit", "HEAD").partition("\n\n")
+    signature = "gpgsig -----BEGIN PGP SIGNATURE-----\n \n -----END PGP SIGNATURE-----"
+    signed = f"{head}\n{signature}{empty}{message}"
+    commit = told_git("hash-object", "-t", "commit", "-w", "--stdin", given=signed).strip()
+    told_git("update-ref", "refs/heads/main", commit)
+    mirror = Mirror(source(git))
+    (key,) = mirror.keys
+    assert mirror.load(key).origin["commit"] == commit
+    assert not ran.exists()
+    told_git("log", "-1")
+    assert ran.exists()
 
 
 @pytest.mark.e2e

@@ -43,6 +43,8 @@ def test_sections_of_a_reply() -> None:
     assert found["question"] == "Which is it? A list.\n"
     assert renamed(found["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
     assert found["verify"].endswith("== [1]\n")
+    capitals = REPLY.replace("## verify", "## Verify")
+    assert sections(Said(content=capitals), ("question", "solve", "verify")) == found
     for said, reason in (
         (Said(content=REPLY, cut=True), "cut off, by author.max_tokens or the context"),
         (Said(content=REPLY.replace("verify:", "proof")), "no section under a heading `## verify`"),
@@ -77,16 +79,23 @@ def test_mutations_reach_every_part() -> None:
     assert None in EMPTY and {} in EMPTY
 
 
-def test_documents_and_functions_are_searched(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.html").write_text("<p>Hotels &amp; <script>inns</script>bars</p>")
-    (tmp_path / "b.md").write_text("Trains from Anlo. " + "filler " * 400 + "A bus to Brevik.")
-    search = search_of(GeneralConfig(documents=str(tmp_path)))
+def test_documents_and_functions_are_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "documents"
+    (folder / "in").mkdir(parents=True)
+    (folder / "in/a.html").write_text("<p>Hotels &amp; <script>inns</script>bars</p>")
+    (folder / "b.md").write_text("Trains from Anlo. " + "filler " * 400 + "A bus to Brevik.")
+    (folder / "c.txt").write_text("我在北京大学学习。")
+    search = search_of(GeneralConfig(documents=str(folder)))
     assert search is not None
     assert "Hotels & " in asyncio.run(search("hotels?"))
     assert "inns" not in asyncio.run(search("hotels"))
     found = asyncio.run(search('"bus" NEAR('))
     assert "A bus to Brevik" in found and "Trains from Anlo" not in found
+    for query in ("北京大学", "北京"):
+        assert "我在北京大学学习" in asyncio.run(search(query))
     with pytest.raises(ValueError, match="a query has words"):
         asyncio.run(search("?"))
     own = search_of(GeneralConfig(search="textwrap:dedent"))
@@ -111,7 +120,7 @@ def test_a_search_that_hangs_keeps_nothing_from_ending(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"documents": "/nowhere"}, r"no \.txt"),
+        ({"documents": "/nowhere"}, "general.documents = /nowhere: .*there is no such folder"),
         ({"search": "nowhere:x"}, "No module named 'nowhere'"),
     ],
 )

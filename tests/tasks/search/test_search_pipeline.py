@@ -17,7 +17,7 @@ from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 from keel.tasks.author import AuthorLost, Said
 from keel.tasks.ledger import Refused
-from keel.tasks.search.pipeline import rule_of
+from keel.tasks.search.rule import alike, rule_of, taken_by
 from tests.tasks.authors import ScriptedAuthor
 from tests.tasks.search.agents import (
     EVIDENCE,
@@ -101,6 +101,21 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "breadth",
         "1 facts are joined",
         {"submits": [submitted(evidence=[EVIDENCE[2]] * 3)]},
+    ),
+    "one fact, in overlapping quotes": (
+        "breadth",
+        "1 facts are joined",
+        {
+            "submits": [
+                submitted(
+                    evidence=[
+                        EVIDENCE[2],
+                        {**EVIDENCE[2], "quote": "1874 by Tobias Wrenfield"},
+                        {**EVIDENCE[2], "quote": "by Tobias"},
+                    ]
+                )
+            ]
+        },
     ),
     "one document for all facts": (
         "depth",
@@ -314,3 +329,29 @@ def test_rules() -> None:
     assert rule_of(["3.5 %"])["match"] == "math" and rule_of(["1874 AD"])["match"] == "regex"
     verify = verifier_for({"kind": "answer", **rule_of(["a.b (c|d)", "林晓梅"])})
     assert [verify(said) for said in ("A.B (c|d)", "axb (c|d)", "林晓梅。", "c")] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("right", "taken", "refused"),
+    [
+        (["192.168.0.1"], [], ["192.168.0.2", "192.168.01"]),
+        (["3.10"], [], ["3.1", "3.100"]),
+        (["2,5"], [], ["5,2", "2.5", "25"]),
+        (["007"], [], ["7"]),
+        (["1.5 km", "1500 m"], [], ["15 km", "1.5 m"]),
+        (["C++"], ["c++"], ["C", "C#"]),
+        (["O’Brien"], ["O'Brien", "o‘brien"], ["OBrien"]),
+        (["Dvořák"], ["Dvor\u030ca\u0301k", "DVOŘÁK"], ["Dvorak"]),
+        (["Saint-Denis"], ["Saint‑Denis", "saint–denis"], ["Saint Denis"]),
+        (["7", "seven"], ["Seven"], ["8"]),
+        (["1874", "in 1874"], ["1,874"], ["1875", "1.874"]),
+        (["1,874", "1874"], ["1874.0", "1874"], ["1875"]),
+    ],
+)
+def test_a_rule_takes_what_was_verified_and_nothing_else(
+    right: list[str], taken: list[str], refused: list[str]
+) -> None:
+    takes = taken_by(rule_of(right))
+    assert [one for one in (*right, *taken) if not takes(one)] == []
+    assert [one for one in refused if takes(one)] == []
+    assert [one for one in refused if alike(one) == alike(right[0])] == []

@@ -155,6 +155,13 @@ def test_a_rounding_is_right_and_a_neighbour_is_not() -> None:
         ]
 
 
+def test_an_answer_whose_neighbours_are_others_is_not_asked_for() -> None:
+    given = ((0.001, False), (-0.002, False), (0.003, True), (0.0, True), (12.0, True))
+    for value, clear in given:
+        assert Answer("?", value, 3).clear == clear
+    assert Answer("?", 1, 0).clear and Answer("?", "Monday").clear
+
+
 def test_ties_are_no_answer() -> None:
     assert clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
     found = clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
