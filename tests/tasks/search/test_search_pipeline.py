@@ -111,7 +111,7 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
                     evidence=[
                         EVIDENCE[2],
                         {**EVIDENCE[2], "quote": "1874 by Tobias Wrenfield"},
-                        {**EVIDENCE[2], "quote": "by Tobias"},
+                        {**EVIDENCE[2], "quote": "founded in 1874 by"},
                     ]
                 )
             ]
