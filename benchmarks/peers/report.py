@@ -226,7 +226,8 @@ DIFFERENCES = """\
 - Order: TRL samples, then trains. So does `keel`; `keel-async` samples the next batch meanwhile
   (`algorithm.max_lag: 1`), from weights one step older. TRL's GRPOTrainer has no such mode.
 - Memory: `trl` has its default engine share of 0.3, whatever its completions need, and keeps all
-  activations (by default TRL recomputes them); attention is transformers' default; `trl-lean` has
+  activations (by default TRL recomputes them); attention is transformers' default; `trl-fit` has
+  Liger's kernels and an engine of the size that its completions need; `trl-lean` has
   gradient checkpointing, a smaller micro-batch and engine share, and vLLM's sleep mode
   (`trl-lean-awake`: without sleep). `keel` checkpoints activations, with the same engine
   share as `trl-lean`; its engine does not sleep. `keel-fast` keeps all activations, `keel-lean` has

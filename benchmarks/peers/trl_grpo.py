@@ -41,7 +41,7 @@ class Settings:
     """Sequences, at most: fewer where they would be more than `HELD` tokens."""
     gradient_checkpointing: bool = False
     gpu_memory_utilization: float = 0.3
-    """Share of the GPU for vLLM; 0.3 is TRL's default."""
+    """Share of the GPU for vLLM; 0.3 is TRL's default. 0: what the completions need."""
     sleep: bool = False
     """vLLM gives its memory back while the trainer works."""
     correction: bool = True
@@ -60,6 +60,7 @@ ARMS = {
     "trl-fast": Settings(correction=False, detokenize=False),
     "trl-master": Settings(weights="float32"),
     "trl-liger": Settings(liger=True),
+    "trl-fit": Settings(liger=True, gpu_memory_utilization=0.0),
 }
 
 
@@ -67,6 +68,9 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
     micro = min(settings.micro_batch, workload.sequences)
     while micro * workload.context > HELD and micro > 1:
         micro //= 2
+    share = settings.gpu_memory_utilization
+    if gpu and not share:
+        share = workload.engine_share(torch.cuda.get_device_properties(0).total_memory)
     return GRPOConfig(
         output_dir="unused",
         max_steps=steps,
@@ -91,7 +95,7 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         generation_kwargs=None if settings.detokenize or not gpu else {"detokenize": False},
         use_vllm=gpu,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=settings.gpu_memory_utilization,
+        vllm_gpu_memory_utilization=share,
         vllm_max_model_length=workload.context,
         vllm_enable_sleep_mode=settings.sleep and gpu,
         vllm_importance_sampling_correction=settings.correction,

@@ -84,6 +84,15 @@ class Workload:
     def context(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
+    def engine_share(self, gpu_bytes: float) -> float:
+        """Of a GPU's memory, for an engine in bfloat16 that samples all sequences of a step at
+        once: weights twice (a peer's trainer has them in the same process), keys and values at
+        full length, and 6 GiB for what it works with."""
+        shape = self.shape
+        of_token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
+        cache = self.sequences * self.context * of_token
+        return (4 * shape.parameters + cache + 6 * 2**30) / gpu_bytes
+
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 

@@ -115,6 +115,13 @@ def test_the_sizes_are_those_of_the_model_they_stand_for() -> None:
     assert QWEN3_06B.shape.tokens < QWEN3_06B.shape.vocab_size
 
 
+def test_the_share_of_an_engine_is_what_its_completions_need() -> None:
+    # 0.6 B parameters, and 128 × 1,152 tokens of 112 KiB: 15.75 GiB.
+    assert 0.15 < QWEN3_06B.engine_share(140 * 2**30) < 0.19
+    longer = replace(QWEN3_06B, completion_tokens=2 * QWEN3_06B.completion_tokens)
+    assert longer.engine_share(2**40) > 1.4 * QWEN3_06B.engine_share(2**40)
+
+
 def test_a_workload_comes_back_from_its_file(given: Workload) -> None:
     assert Workload.load(Path(given.model).parent / "workload.json") == given
 
