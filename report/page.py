@@ -17,8 +17,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from keel.configs.schema import ConfigError
-from keel.report.folders import Chunks, read_folder
-from keel.report.shape import RunData, as_json
+from keel.report.folders import read_folder
+from keel.report.progress import Progress
+from keel.report.shape import Chunks, RunData, as_json
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """In `report/page`, in the order in which they run."""
@@ -92,20 +93,26 @@ def policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def thinned(runs: Sequence[tuple[RunData, Chunks]]) -> list[tuple[RunData, Chunks]]:
-    """Without some steps' trajectories, evenly, where a page would be too large for a browser."""
-    total = sum(len(data) for _, chunks in runs for data in chunks.values())
+    """Without some of their trajectories, evenly, where a page would be too large for a browser."""
+    total = sum(chunks.size(name) for _, chunks in runs for name in chunks)
     every = -(-total // MOST_BYTES)
     if every <= 1:
         return list(runs)
     for run, chunks in runs:
         names = list(chunks)
         kept = {name for at, name in enumerate(reversed(names)) if at % every == 0}
+        if len(kept) == len(names):
+            continue
         for name in names:
             if name not in kept:
                 del chunks[name]
-        run.groups = [group for group in run.groups if group.chunk in kept]
+        groups = [group for group in run.groups if group.chunk in kept]
+        some = f"{len(kept)} of {len(names)} steps"
+        if run.kind == "evaluation":
+            some = f"{len(groups)} of {len(run.groups)} prompts"
+        run.groups = groups
         run.notes.append(
-            f"trajectories of {len(kept)} of {len(names)} steps are in this page, which would be "
+            f"trajectories of {some} are in this page, which would be "
             f"too large with all of them; `keel watch {run.path}` shows every one"
         )
     return list(runs)
@@ -113,7 +120,8 @@ def thinned(runs: Sequence[tuple[RunData, Chunks]]) -> list[tuple[RunData, Chunk
 
 def report(folders: Sequence[str], out: str | None) -> str:
     """`keel report`: write the page, and say where. Raises ConfigError."""
-    runs = [read_folder(Path(folder)) for folder in folders]
+    tell = Progress()
+    runs = [read_folder(Path(folder), tell=tell) for folder in folders]
     name_apart([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
     if path.is_dir():
@@ -124,13 +132,14 @@ def report(folders: Sequence[str], out: str | None) -> str:
         raise ConfigError(f"{error}: trajectories have gone meanwhile; run it again") from error
     fresh = path.with_name(f".{path.name}.tmp")
     try:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_text(text, encoding="utf-8", errors="replace")  # a name may be of other bytes
         fresh.replace(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error}); --out names another") from error
     notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]
     size = path.stat().st_size / 2**20
-    return "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])
+    said = "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])
+    return said.encode(errors="replace").decode()
 
 
 def name_apart(runs: Sequence[RunData]) -> None:

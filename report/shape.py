@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
+
+from keel.report.files import UNREADABLE, brief, number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +26,59 @@ class Group:
     rewards: list[float]
     tokens: list[int]
     """Sampled by each."""
+
+
+def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> Group:
+    """Of a line of a chunk. Ends in `UNREADABLE`."""
+    return Group(
+        step=step,
+        chunk=chunk,
+        line=line,
+        prompt=str(group["prompt"]),
+        domain=str(group["domain"]),
+        rewards=[number(one["reward"]) or 0.0 for one in group["trajectories"]],
+        tokens=[int(one["tokens"]) for one in group["trajectories"]],
+    )
+
+
+class Chunks(MutableMapping[str, bytes]):
+    """Lines of JSON, a group each, compressed; by name. They are read when they are asked for,
+    which ends in OSError where that cannot be."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Callable[[], bytes]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def add(self, name: str, read: Callable[[], bytes], size: int | None = None) -> None:
+        """size: about how many bytes it has, where that is known without reading it."""
+        self._read[name] = read
+        if size is not None:
+            self._sizes[name] = size
+
+    def size(self, name: str) -> int:
+        if name not in self._sizes:
+            self[name] = self[name]  # whoever asks for its size will want it next
+        return self._sizes[name]
+
+    def __getitem__(self, name: str) -> bytes:
+        read = self._read[name]
+        try:
+            return read()
+        except UNREADABLE as error:
+            raise OSError(f"{name}: {brief(error)}") from error
+
+    def __setitem__(self, name: str, data: bytes) -> None:
+        self.add(name, lambda: data, len(data))
+
+    def __delitem__(self, name: str) -> None:
+        del self._read[name]
+        self._sizes.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +113,10 @@ def packed(lines: list[str]) -> bytes:
 
 def as_json(value: Any) -> str:
     """ASCII that a browser can read: null for numbers that JSON does not know."""
-    return json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # seldom, and all of it has to be gone through
+        return json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
 
 
 def finite(value: Any) -> Any:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from keel.configs.schema import ConfigError
-from keel.report.folders import UNREADABLE, Chunks, Known, read_folder
+from keel.report.folders import Known, Tell, read_folder
 from keel.report.page import name_apart, page, state
-from keel.report.shape import RunData
+from keel.report.progress import Progress
+from keel.report.shape import Chunks, RunData
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
@@ -33,14 +36,16 @@ class Follower:
         self._lock = Lock()
         self._mark = ""
         self._runs: list[tuple[RunData, Chunks]] = []
-        self._known: Known = {}
+        self._known = Known()
+        self._tell: Tell | None = Progress()
         self.runs()
+        self._tell = None  # what is read from now on is little
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
         """As they are now, and a mark that is another after a change."""
         with self._lock:
             if (mark := self._stamp()) != self._mark:
-                self._runs = [read_folder(folder, self._known) for folder in self._folders]
+                self._runs = [read_folder(each, self._known, self._tell) for each in self._folders]
                 name_apart([run for run, _ in self._runs])
                 self._mark = mark
             return self._runs, self._mark
@@ -67,6 +72,11 @@ class Server(ThreadingHTTPServer):
             super().__init__((HOST, port), Handler)
         except OSError as error:
             raise ConfigError(f"--port {port}: {os.strerror(error.errno or 0)}") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A tab that was closed or loaded anew meanwhile is nobody's concern."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -96,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, what: str, asked: dict[str, str]) -> None:
         runs, mark = self.server.follower.runs()
         if what == "":
-            self._send(HTTPStatus.OK, page(runs, live=True).encode(), TYPES[""])
+            self._send(HTTPStatus.OK, page(runs, live=True).encode(errors="replace"), TYPES[""])
         elif what == "data" and self.headers.get("If-None-Match") == mark:
             self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
         elif what == "data":
@@ -134,7 +144,7 @@ def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> byte
         return None
     try:
         return runs[int(number)][1].get(asked.get("chunk", ""))
-    except UNREADABLE:  # it has gone since
+    except OSError:  # it has gone since
         return None
 
 

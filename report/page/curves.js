@@ -3,6 +3,19 @@
 
 keel.curves = {
   first: ["held out", "reward", "by domain", "training", "length"],
+  rows: 200, // events of a run in the table below
+  // What happens besides steps: in words, and the colour of its dotted line.
+  kinds: new Map(Object.entries({
+    resume: ["resumed", "#5b6673"],
+    engine: ["an engine started again", "#8a2d7c"],
+    alarm: ["an alarm", "#c40b4a"],
+    frozen: ["a process stood still", "#0b9cc4"],
+    restart: ["started again from a checkpoint", "#c4570b"],
+    fewer: ["went on with fewer ranks", "#2d8a4e"],
+    "out of memory": ["out of memory", "#a18b00"],
+    end: ["engines or rewards ended it", "#1c2430"],
+  })),
+  other: ["something else", "#b8c0ca"],
 
   // Several series share a plot: those of one metric, over domains or held-out sets.
   place(metric) {
@@ -61,21 +74,42 @@ keel.curves = {
     return String(name).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll("%{", "% {");
   },
 
+  // A line for each; those of several runs say whose they are.
   events(axis) {
-    const look = { resume: "#5b6673", engine: "#8a2d7c", alarm: "#c40b4a" };
     return keel.runs.flatMap((run) =>
-      run.events.filter(({ kind }) => !["ledger", "tracker"].includes(kind)).map((event) => ({
-        kind: event.kind,
-        x: axis === "hours" ? (event.time - run.times[0]) / 3600 : event.step,
-        colour: look[event.kind] || "#5b6673",
-      })),
+      run.events.filter(({ kind }) => !["ledger", "tracker"].includes(kind)).map((event) => {
+        const [words, colour] = keel.curves.kinds.get(event.kind) || keel.curves.other;
+        return {
+          words, colour,
+          x: axis === "hours" ? (event.time - run.times[0]) / 3600 : event.step,
+          whose: keel.runs.length > 1 ? run.name : "",
+        };
+      }),
     );
+  },
+
+  legend(axis) {
+    const found = new Map(keel.curves.events(axis).map(({ words, colour }) => [words, colour]));
+    const known = [...keel.curves.kinds.values(), keel.curves.other].filter(([words]) => found.has(words));
+    const labels = known.map(([words, colour]) => {
+      const label = keel.make("span", { class: "event" }, words);
+      label.style.color = colour;
+      return label;
+    });
+    return labels.length ? [keel.make("span", { class: "dim" }, "dotted lines: "), ...labels] : [];
+  },
+
+  // The last events of each run, by their time.
+  table() {
+    return keel.runs
+      .flatMap((run) => run.events.slice(-keel.curves.rows).map((event) => [run.name, event]))
+      .sort(([, a], [, b]) => a.time - b.time);
   },
 
   layout(title, axis, traces) {
     const seen = new Set();
-    const lines = keel.curves.events(axis).filter(({ kind, x }) => {
-      const key = `${kind} ${x}`;
+    const lines = keel.curves.events(axis).filter(({ words, x, whose }) => {
+      const key = `${words} ${x} ${whose}`;
       return Number.isFinite(x) && !seen.has(key) && seen.add(key);
     });
     return {
@@ -86,9 +120,11 @@ keel.curves = {
       hovermode: "x unified",
       xaxis: { zeroline: false, gridcolor: "#eef1f4" },
       yaxis: { zeroline: false, gridcolor: "#eef1f4", exponentformat: "power" },
-      shapes: lines.map(({ x, colour }) => ({
+      shapes: lines.map(({ x, colour, whose }) => ({
         type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
         line: { color: colour, width: 1, dash: "dot" },
+        label: { text: keel.curves.text(whose.slice(-30)), textangle: -90, textposition: "end",
+          xanchor: "right", font: { size: 9, color: colour } },
       })),
     };
   },
@@ -131,13 +167,7 @@ keel.curves = {
     const axis = asked.axis || "step";
     const page = [keel.make("div", { class: "bar" },
       keel.choice("across", "axis", { step: "steps", hours: "hours since the start" }, axis),
-      keel.make("span", { class: "dim" }, "dotted lines: "),
-      ...[["resumed", "#5b6673"], ["an engine started again", "#8a2d7c"], ["an alarm", "#c40b4a"]]
-        .map(([name, colour]) => {
-          const label = keel.make("span", {}, name);
-          label.style.color = colour;
-          return label;
-        }))];
+      keel.curves.legend(axis))];
     for (const [group, plots] of keel.curves.plots()) {
       page.push(keel.make("h2", {}, group));
       const grid = keel.make("div", { class: "grid" });
@@ -150,12 +180,14 @@ keel.curves = {
         grid.append(keel.curves.box(plot, axis, () => keel.curves.traces(members, axis)));
       page.push(grid);
     }
-    const events = keel.runs.flatMap((run) => run.events.map((event) => [run.name, event]));
+    const events = keel.curves.table();
     if (events.length)
       page.push(keel.make("h2", {}, "events"), keel.make("table", {},
-        events.slice(-200).map(([name, event]) => keel.make("tr", {},
+        events.map(([name, event]) => keel.make("tr", {},
           ...[name, `step ${event.step}`, event.kind, event.text].map((text) => keel.make("td", {}, text))))));
-    if (page.length === 1) page.push(keel.make("p", { class: "dim" }, "No step has been written so far."));
+    if (page.length === 1)
+      page.push(keel.make("p", { class: "dim" }, keel.runs.some((run) => run.kind === "run")
+        ? "No step has been written so far." : "Evaluations have no curves: their results are under Runs."));
     return page;
   },
 };

@@ -4,13 +4,15 @@
 keel.main = {
   views: { curves: keel.curves.show, runs: keel.table.show, read: keel.read.show },
   turn: 0,
+  behind: false, // what is drawn is not the newest
 
   take(data) {
     keel.runs = data.runs;
     keel.live = data.live;
     const written = new Date(data.written * 1000).toLocaleString();
     document.getElementById("title").textContent = keel.runs.map((run) => run.name).join(", ");
-    document.getElementById("status").textContent = keel.live ? `live · ${written}` : `as of ${written}`;
+    keel.main.status = keel.live ? `live · ${written}` : `as of ${written}`;
+    document.getElementById("status").textContent = keel.main.status;
     const notes = keel.runs.flatMap((run) => run.notes.map((note) => `${run.name}: ${note}`));
     const box = document.getElementById("notes");
     box.hidden = !notes.length;
@@ -18,11 +20,31 @@ keel.main = {
     box.querySelector("ul").replaceChildren(...notes.map((note) => keel.make("li", {}, note)));
   },
 
+  // Where there are no curves the runs come first.
+  view(asked) {
+    if (Object.hasOwn(keel.main.views, asked.view)) return asked.view;
+    return keel.runs.some((run) => run.steps.length) ? "curves" : "runs";
+  },
+
+  // Somebody reads what a new drawing would fold up.
+  reading() {
+    return document.querySelector("#view details[open]") !== null;
+  },
+
+  // News are drawn at once, or when the last fold is closed.
+  async renew() {
+    keel.main.behind = keel.main.reading();
+    if (!keel.main.behind) return keel.main.draw();
+    document.getElementById("status").textContent = `${keel.main.status} · shown when nothing is unfolded`;
+  },
+
   // Scrolled places stay where they are when the same is drawn again.
   async draw() {
     const turn = ++keel.main.turn;
+    keel.main.behind = false;
+    document.getElementById("status").textContent = keel.main.status;
     const asked = keel.asked(), address = location.hash;
-    const name = Object.hasOwn(keel.main.views, asked.view) ? asked.view : "curves";
+    const name = keel.main.view(asked);
     for (const link of document.querySelectorAll("nav a"))
       link.toggleAttribute("aria-current", link.hash === `#view=${name}`);
     let made;
@@ -43,6 +65,11 @@ keel.main = {
       if (element && !(place === ".group" && keel.main.last !== asked.group)) element.scrollTop = before[at];
     });
     keel.main.last = asked.group;
+    keel.main.catchUp(); // news may have come while this was made
+  },
+
+  catchUp() {
+    if (keel.main.behind && !keel.main.reading()) keel.main.draw();
   },
 
   // News from `keel watch`, every two seconds, while somebody looks.
@@ -57,7 +84,7 @@ keel.main = {
           keel.main.take(await answer.json());
           next = answer.headers.get("ETag");
           if (mark) keel.read.known.clear();
-          if (mark && !document.querySelector("details[open]")) await keel.main.draw();
+          if (mark) await keel.main.renew();
         } else if (answer.status !== 304) throw new Error(await answer.text());
       }
     } catch (error) {
@@ -70,5 +97,6 @@ keel.main = {
 keel.main.take(JSON.parse(document.getElementById("data").textContent));
 keel.tokens.listen();
 addEventListener("hashchange", keel.main.draw);
+document.getElementById("view").addEventListener("toggle", keel.main.catchUp, true); // it does not bubble
 keel.main.draw();
 if (keel.live) keel.main.follow("");

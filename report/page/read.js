@@ -183,7 +183,7 @@ keel.read = {
     if (one.facts) made.push(keel.read.folded("facts", JSON.stringify(one.facts, null, 1), asked.open === "1"));
     if (one.contexts?.length) made.push(...keel.read.contexts(one, asked, range));
     else if (one.messages) made.push(...keel.read.messages(one.messages.slice(one.opening), asked.open === "1"));
-    else made.push(keel.make("div", { class: "dim" }, "Its text was not written: run.save_tokens is spent on others."));
+    else made.push(keel.make("div", { class: "dim" }, "Its text was not written: run.save_tokens has no room for it."));
     return keel.make("div", { class: "member" }, made);
   },
 
@@ -192,7 +192,7 @@ keel.read = {
     const into = keel.make("div", { class: "group" });
     if (!about) {
       into.append(keel.make("p", { class: "dim" }, run.groups.length
-        ? "Choose a group on the left." : "This run has no trajectories to read; the notes above say why."));
+        ? "Choose a group on the left." : `There are no trajectories to read${run.notes.length ? "; the notes above may say why" : ""}.`));
       return into;
     }
     const line = (await keel.read.lines(number, about.chunk))[about.line];

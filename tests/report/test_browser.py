@@ -83,6 +83,55 @@ def test_curves_are_drawn_where_one_looks(opened: Browser) -> None:
     opened.wait("!!document.querySelector('.plot .main-svg')")
 
 
+def drawn(browser: Browser) -> None:
+    browser.wait("document.querySelector('#view').dataset.drawn !== undefined")
+
+
+def test_an_evaluation_opens_with_its_results(browser: Browser, tmp_path: Path) -> None:
+    report([str(write_evaluation(tmp_path / "eval"))], str(tmp_path / "r.html"))
+    browser.errors.clear()
+    browser.open((tmp_path / "r.html").as_uri())
+    drawn(browser)
+    assert browser.texts("nav a[aria-current]") == ["Runs"]
+    assert "pass@1 sums" in browser.texts("tbody th")
+    browser.show(view="curves")
+    assert "Evaluations have no curves" in browser.texts("#view > p")[0]
+    unbroken(browser)
+
+
+def test_every_event_says_what_it_is_and_whose(browser: Browser, tmp_path: Path) -> None:
+    kinds = ("resume", "engine", "alarm", "frozen", "restart", "fewer", "out of memory", "end")
+    for name, number, apart_s, some in (
+        ("a", 3, 100, kinds),
+        ("b", 250, 1, ("alarm", "constructor")),
+    ):
+        folder = write_run(tmp_path / name, steps=2)
+        events = [
+            {"step": 1, "time": 1e9 + at * apart_s, "kind": kind, "text": f"{name}{at}"}
+            for at in range(number)
+            for kind in some
+        ]
+        (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    out = tmp_path / "r.html"
+    report([str(tmp_path / "a"), str(tmp_path / "b")], str(out))
+    browser.errors.clear()
+    browser.open(out.as_uri())
+    drawn(browser)
+    assert browser.texts("nav a[aria-current]") == ["Curves"]
+    legend = browser.texts(".event")
+    assert len(legend) == len(kinds) + 1 and legend[0] == "resumed"
+    colours = browser.js("[...document.querySelectorAll('.event')].map((one) => one.style.color)")
+    assert len(set(colours)) == len(colours)
+    plot = "document.querySelector('[data-plot=\"pass@1\"]')"
+    browser.wait(f"!!{plot}.querySelector('.main-svg')")
+    shapes = browser.js(f"{plot}.layout.shapes.map((one) => one.label.text + one.line.color)")
+    assert len(shapes) == len(set(shapes)) == len(kinds) + 2
+    rows = browser.texts("#view > table tr")
+    whose = "".join(row[0] for row in rows)  # the last of each, by their time
+    assert whose == "a" * 16 + "b" * 100 + "a" * 8 + "b" * 100
+    unbroken(browser)
+
+
 def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
     sums = place(folder, "sums")
     opened.show(view="read", group=sums)
@@ -179,6 +228,16 @@ def test_the_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None
             write_step(folder, 4, [group_of("the newest", ["a", "b"], [1, 0])])
             browser.wait(f"document.querySelectorAll('.list a').length === {before + 1}")
             assert "the newest" in browser.texts(".list a")[0]
+            # What is unfolded is not folded up by news; they are drawn once it is closed.
+            browser.js("document.querySelector('#notes').open = true; 0")
+            browser.js("document.querySelector('.member details').open = true; 0")
+            write_step(folder, 5, [group_of("the very newest", ["a", "b"], [1, 0])])
+            browser.wait("keel.main.behind")
+            assert "unfolded" in browser.texts("#status")[0]
+            assert len(browser.texts(".list a")) == before + 1
+            browser.js("document.querySelector('.member details').open = false; 0")
+            browser.wait(f"document.querySelectorAll('.list a').length === {before + 2}")
+            assert "unfolded" not in browser.texts("#status")[0]
             unbroken(browser)
         finally:
             browser.call("Page.navigate", url="about:blank")

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from keel.configs.load import dump_config, load_config
 from keel.configs.schema import ConfigError
-from keel.report.folders import read_folder
+from keel.report.folders import MEASURES, read_folder
+from keel.report.progress import EVERY_S, Progress
+from keel.trainer.run import words
 from tests.report.runs import ATTACKS, KINDS, write_evaluation, write_run, write_step
 
 
@@ -79,6 +82,66 @@ def test_numbers_that_json_does_not_know_reach_no_browser(tmp_path: Path) -> Non
     path.write_bytes(gzip.compress(line.encode()))
     _, chunks = read_folder(folder)
     assert b"NaN" not in gzip.decompress(chunks[path.name])
+
+
+def test_a_list_without_items_is_a_knob(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    text = "data: {sources: [], tags: [a], named: [{name: x, size: 1}]}"
+    (folder / "config.yaml").write_text(text)
+    run, _ = read_folder(folder)
+    assert run.knobs == {
+        "data.sources": "[]",
+        "data.tags": '["a"]',
+        "data.named[x].name": '"x"',
+        "data.named[x].size": "1",
+    }
+
+
+def test_knobs_of_an_evaluation_are_written_as_those_of_a_run(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "eval")
+    given = {
+        "model.path": "x's",
+        "eval.k": None,
+        "eval.raw": True,
+        "eval.sets": ("a", "b"),
+        "trainer.lr": 1e-6,
+    }
+    settings = {"policy": "step 3", **{name: repr(value) for name, value in given.items()}}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "run").mkdir()
+    sections = [
+        'model: {path: "x\'s"}',
+        "eval: {k: null, raw: true, sets: [a, b]}",
+        "trainer: {lr: 1.0e-06}",
+    ]
+    (tmp_path / "run" / "config.yaml").write_text("\n".join(sections))
+    (asked, _), (run, _) = read_folder(folder), read_folder(tmp_path / "run")
+    assert asked.knobs == {"policy": "step 3", **run.knobs}
+
+
+def test_a_run_that_samples_nothing_has_no_cure_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for step, loss in enumerate([2.0, 1.5]):
+        write_step(folder, step, [], **{"sft/tokens": 10.0, "eval/sums/loss": loss})
+    (folder / "config.yaml").write_text(dump_config(load_config("sft-quickstart")))
+    run, _ = read_folder(folder)
+    assert run.notes == []
+    assert run.summary["held-out sums/loss"] == "2.000 → 1.500"
+    assert words.MEASURES == MEASURES  # as the command says when it ends
+    (folder / "metrics.jsonl").unlink()
+    (folder / "config.yaml").write_text("data: {sources: []}")
+    write_step(folder, 1, [])
+    assert read_folder(folder)[0].notes == []
+
+
+def test_whoever_waits_is_told_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", steps=5)
+    now = iter([at * EVERY_S / 2 for at in range(6)])
+    read_folder(folder, tell=Progress(lambda: next(now)))
+    said = [f"{folder}: read {done} of 5 step files" for done in (2, 4)]
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_an_evaluation_as_data(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.report import folders
-from keel.report.folders import listed
-from keel.report.shape import Group
+from keel.data.evaluated import Asked
+from keel.report import evaluations, folders, progress
+from keel.report.evaluations import asked_in
+from keel.report.shape import Group, listed
 from keel.report.watch import HOST, Follower, Server, chunk
-from tests.report.runs import group_of, write_run, write_step
+from tests.report.runs import group_of, write_evaluation, write_run, write_step
 
 
 @pytest.fixture
@@ -98,6 +101,69 @@ def test_files_of_trajectories_are_read_once_and_not_kept(
     runs = [(run, chunks)]
     assert chunk(runs, {"run": "0", "chunk": first}) is None
     assert chunk(runs, {"run": "0", "chunk": third})
+
+
+def test_progress_is_said_at_the_start_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    follower = Follower([str(folder)])
+    assert "read 3 of 3 step files" in capsys.readouterr().err
+    write_step(folder, 4, [group_of("new", ["a"], [1])])
+    assert follower.runs()[0][0][0].steps[-1] == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_of_an_evaluation_are_read_once_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_evaluation(tmp_path / "eval", prompts=25) / "samples.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    read: list[bytes] = []
+
+    def counted(line: bytes) -> Asked:
+        read.append(line)
+        return asked_in(line)
+
+    monkeypatch.setattr(evaluations, "asked_in", counted)
+    follower = Follower([str(path.parent)])
+    assert len(read) == 25
+    read.clear()
+    more = lines[0].replace(b"sums/0", b"sums/new")
+    with path.open("ab") as file:
+        file.write(more + lines[1][:-9])  # and one that is being written
+    run, chunks = follower.runs()[0][0]
+    assert read == [more.rstrip(b"\n")]
+    assert [group.prompt for group in run.groups[24:]] == ["sums/24", "sums/new"]
+    assert "26 prompts" in run.summary["pass@1 sums"]
+    read.clear()
+    group = run.groups[25]
+    found = gzip.decompress(chunks[group.chunk]).splitlines()
+    assert json.loads(found[group.line])["prompt"] == "sums/new" and len(found) == len(read) == 6
+    path.write_bytes(lines[3] * 2)  # another evaluation
+    run, _ = follower.runs()[0][0]
+    assert [group.prompt for group in run.groups] == ["sums/3", "sums/3"]
+    path.unlink()
+    assert chunk([(run, chunks)], {"run": "0", "chunk": group.chunk}) is None
+
+
+def test_a_tab_that_is_closed_leaves_no_traceback(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, shut = threading.Event(), server.shutdown_request
+
+    def told(request: Any) -> None:
+        shut(request)
+        ended.set()
+
+    monkeypatch.setattr(server, "shutdown_request", told)
+    with socket.create_connection((HOST, server.server_port)) as tab:
+        host = f"Host: {HOST}:{server.server_port}"
+        tab.sendall(f"GET /?token={server.token} HTTP/1.1\r\n{host}\r\n\r\n".encode())
+        tab.recv(1)  # of megabytes, more than a socket holds; and then it is reset
+        tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert ended.wait(300)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

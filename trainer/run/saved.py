@@ -135,9 +135,9 @@ class TokenFile:
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
         """Whole or not at all: others may be reading along. Raises OSError."""
         kept = saved(groups, self._run)
-        if not kept.tokens:
+        if not self._run.save_tokens or not kept.text:
             return
-        numbers, first = self._numbers(), 0
+        numbers, first = self._numbers() if kept.tokens else {}, 0
         contexts: dict[tuple[int, int], list[list[Any]]] = {}
         for group, index in kept.tokens:
             segments = group.group.trajectories[index].segments

@@ -107,3 +107,21 @@ def test_what_cannot_be_written_as_utf_8_or_json_does_not_end_the_run(tmp_path: 
     TokenFile(run(), TokenTexts(Bytes()), dict).write(path, [one])
     (line,) = read(path)
     assert line["trajectories"][0]["messages"][0]["content"] == "a\ud83d"
+
+
+def test_a_step_of_which_no_trajectory_fits_keeps_all_but_the_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.jsonl.gz"
+    config = run(save_trajectories=2, save_tokens=5)
+    assert not saved([group(40, [1, 0, 0.5])], config).tokens
+    TokenFile(config, TokenTexts(Bytes()), dict).write(path, [group(40, [1, 0, 0.5])])
+    (line,) = read(path)
+    assert [one["reward"] for one in line["trajectories"]] == [1, 0, 0.5]
+    best, worst, other = line["trajectories"]
+    assert (best["contexts"], worst["contexts"], best["tokens"]) == ([], [], 4)
+    assert "messages" in best and "messages" not in other
+
+
+@pytest.mark.parametrize("knobs", [{"save_tokens": 0}, {"save_trajectories": 0}])
+def test_either_knob_at_zero_writes_nothing(tmp_path: Path, knobs: dict[str, int]) -> None:
+    TokenFile(run(**knobs), TokenTexts(Bytes()), dict).write(tmp_path / "s", [group(40, [1, 0])])
+    assert not any(tmp_path.iterdir())
