@@ -20,8 +20,6 @@ from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
-SAMPLE_S = 30.0
-"""Longest wait for a user's function on the sample; it loads its libraries meanwhile."""
 REFERENCES = 16
 REFERENCES_S = 20.0
 """Of each source so many reference solutions are run, and none is begun after so long."""
@@ -56,9 +54,16 @@ WHATEVER = ("NameError", "ImportError", "ModuleNotFoundError")
 """Errors that are not the completion's fault."""
 
 
-def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, str]:
-    """Call each user's function of `weights` once, in a worker process, with the first prompt and a
-    sample completion (with the right answer where the prompt knows it).
+FAILED = "failed on a sample completion"
+"""How what came of a function begins where it has failed."""
+
+
+def try_functions(
+    prompts: Sequence[Prompt], weights: Mapping[str, float], *, deadline_s: float
+) -> dict[str, str]:
+    """Call each user's function of `weights` twice, in a worker process, with the first prompt and
+    a sample completion (with the right answer where the prompt knows it): the first time it may
+    load what it needs, the second has `deadline_s`, the run's deadline.
 
     Returns what came of it, for people, by function: the sample may be what it never meets. Raises
     ValueError where it fails whatever the completion: a name or a module that there is not.
@@ -68,7 +73,7 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
         return {}
     prompt = prompts[0]
     completion = sample_completion(prompt)
-    pool = WorkerPool(1, deadline_s=SAMPLE_S)
+    pool = WorkerPool(1, deadline_s=deadline_s)
     said: dict[str, str] = {}
     try:
         for name in names:
@@ -77,13 +82,15 @@ def try_functions(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> di
             if sees_group(name):
                 spec, text = {**spec, "group": True}, json.dumps([text])
             (verdict,) = pool.submit(spec, [text]).result()
+            if not verdict.error:
+                (verdict,) = pool.submit(spec, [text]).result()
             at = f" ({verdict.at})" if verdict.at else ""
             if verdict.error.partition(":")[0] in WHATEVER:
                 raise ValueError(f"reward {name}: {verdict.error}{at}. Mend the function")
             said[name] = (
-                f"WARNING: failed on a sample completion of {prompt.prompt_id}: {verdict.error}"
-                f"{at}. Mend it: in the run such completions get 0 for it, and too many stop the "
-                "run (rewards.max_failure_fraction)"
+                f"{FAILED} of {prompt.prompt_id}: {verdict.error}{at}. Mend it (or raise "
+                "rewards.deadline_s, where it is slow): in the run such completions get 0 for it, "
+                "and too many stop the run (rewards.max_failure_fraction)"
                 if verdict.error
                 else f"{verdict.score:g} for a sample completion of {prompt.prompt_id}"
             )

@@ -18,6 +18,7 @@ from keel.data.evaluated import Asked, EvaluationFolder, asked_of, read_evaluati
 from keel.data.filtered import FilterFolder
 from keel.data.pass_rates import digest_of
 from keel.data.results import compared, compared_table, results, table
+from keel.data.told import source_lines
 from keel.model.source import hub_answers
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
@@ -30,7 +31,6 @@ from keel.trainer.prepare import (
     needs_judge,
     prepare,
     require_prompts,
-    source_lines,
 )
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import Interrupt

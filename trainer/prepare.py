@@ -16,8 +16,9 @@ from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_recipe
-from keel.configs.schema import Config, ConfigError, SourceConfig
+from keel.configs.schema import Config, ConfigError
 from keel.data.dataset import Dataset, load_dataset
+from keel.data.told import small_lines, source_lines, unread_lines
 from keel.model.embedded.build import model_config
 from keel.model.embedded.cold_start import taught_sources
 from keel.model.embedded.tokenizer import build_tokenizer
@@ -31,7 +32,7 @@ from keel.model.load import (
 )
 from keel.model.source import hub_answers, missing_weights
 from keel.model.trainable import check_ids, check_same_family, trainable_facts
-from keel.rewards.checks import check_prompts, check_spec, try_functions
+from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import is_judged
@@ -155,6 +156,9 @@ def prepare(
             taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)
     dataset = prompts_of(config, tokenizer, facts)
+    tried = check_rewards(config, dataset)
+    failed = [f"{name}: {said}" for name, said in tried.items() if said.startswith(FAILED)]
+    warnings = [*warning_lines(config, found), *unread_lines(config, dataset)]
     task = Task(
         config=config,
         dataset=dataset,
@@ -165,10 +169,10 @@ def prepare(
         tokenizer=tokenizer,
         chat=chat,
         tokenizer_digest=digest_of_tokenizer(tokenizer),
-        warnings=[*warning_lines(config, found), *unread_lines(config, dataset)],
+        warnings=[*warnings, *small_lines(config, dataset), *failed],
         programs={
             "chats": chat_note(tokenizer, chat) if has_chats(config) else "none: raw prompts",
-            **check_rewards(config, dataset),
+            **{name: said for name, said in tried.items() if not said.startswith(FAILED)},
             **check_environments(config, chat, dataset),
         },
     )
@@ -293,7 +297,7 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
             note = check_prompts(prompts, source.rewards, code=settings)
             if note:
                 notes[source.name] = note
-            tried = try_functions(prompts, source.rewards)
+            tried = try_functions(prompts, source.rewards, deadline_s=config.rewards.deadline_s)
             notes |= {f"{source.name}, {name}": said for name, said in tried.items()}
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
@@ -340,50 +344,3 @@ def crowded(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
             f"rollout.engines = {engines}, trainer.ranks = {ranks}: together they want "
             f"{wanted:.0f} GiB by the plan, and this machine has {machine_gib:.0f}; lower them"
         )
-
-
-def unread_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Columns of files that nothing reads."""
-    return [
-        f"data.sources[{source.name}]: nothing reads {', '.join(f'`{name}`' for name in unread)} "
-        f"({next(iter(unread.values()))}); data.sources[].columns, a template or a reward function "
-        "of your own can"
-        for source in config.data.sources
-        if (unread := dataset.report[source.name].unread)
-    ]
-
-
-def source_lines(config: Config, dataset: Dataset) -> list[str]:
-    lines: list[str] = []
-    for source in config.data.sources:
-        report = dataset.report[source.name]
-        notes = [f"{report.train:,} to train on", f"{report.heldout:,} held out"]
-        counted = {
-            "malformed lines skipped": report.skipped,
-            "repeated": report.duplicates,
-            "too long, dropped": report.long,
-            "held out by another source": report.leaked,
-            "out of the bounds of pass rates": report.rated_out,
-            "without a pass rate, left out": len(report.unrated),
-            "pass rates of prompts that it does not have": len(report.unknown),
-        }
-        notes += [f"{number:,} {what}" for what, number in counted.items() if number]
-        environment = source.environment
-        what = " in ".join(filter(None, [source.task or source.path, environment.said]))
-        if environment.program:
-            what = ", driven by ".join(filter(None, [what, environment.program]))
-        lines.append(
-            f"{source.name} ({what}): {', '.join(notes)}; weight "
-            f"{config.data.weight_of(source):g}, domain {source.domain_name}, β "
-            f"{source.kl_coef:g}{_budget_said(source)}"
-        )
-        lines += [f"  skipped: {reason}" for reason in report.skipped_reasons[:3]]
-        lines += [f"  without a pass rate: {name}" for name in report.unrated[:3]]
-        lines += [f"  in pass_rates and not in the source: {name}" for name in report.unknown[:3]]
-    return lines
-
-
-def _budget_said(source: SourceConfig) -> str:
-    """Where it has one of its own."""
-    own = {name: value for name, value in asdict(source.budget).items() if value}
-    return "".join(f", {name} {value:g}" for name, value in own.items())

@@ -33,6 +33,9 @@ CODE_GRACE_S = 30.0
 GRACE_S = 30.0
 """Beyond a completion's own deadline, for the worker's timer to go off, and for one that is killed
 to be gone."""
+FIRST_S = 30.0
+"""Deadline of a function's first call in a worker, where its own is shorter: it may load a model
+then, and keep it. Not again in this worker's place where even that was too short."""
 LOOK_S = 1.0
 """How often a worker that does not answer is looked at."""
 STOPPED = 5
@@ -141,6 +144,10 @@ class _Worker:
         self._log = log
         self._began = self._read = self._size()
         self._deadline_s = 0.0
+        self._called: set[str] = set()
+        """Functions that this process has called."""
+        self._slow: set[str] = set()
+        """Those whose first call came to no end in time."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._buffer = b""
@@ -151,6 +158,7 @@ class _Worker:
             raise RuntimeError("the reward workers have been closed")
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
+        self._called.clear()
         # A fresh interpreter: nothing of the parent's (CUDA, Ray, open files, the caller's
         # `__main__`) reaches the process that meets the policy's text.
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -191,14 +199,14 @@ class _Worker:
     def verify(
         self, spec: Mapping[str, Any], completions: Sequence[str], deadline_s: float
     ) -> list[Verdict]:
-        self._deadline_s = deadline_s
+        name = str(spec["name"]) if spec.get("kind") == "function" else ""
         verdicts: list[Verdict] = []
         spared = 0
         while len(verdicts) < len(completions):
             rest = completions[len(verdicts) :]
             self._read = self._size()
             try:
-                self._begin(spec, rest)
+                first_s = self._begin(spec, rest, name, deadline_s)
             except _WorkerLost as lost:
                 # Not a completion's fault: the libraries or the machine.
                 self.stop()
@@ -210,24 +218,34 @@ class _Worker:
                     f"message is {f'in {self._log}' if self._log else 'on standard error'}"
                 ) from lost
             try:
-                for _ in rest:
+                for number in range(len(rest)):
+                    self._deadline_s = deadline_s if number else first_s
                     verdicts.append(_verdict(self._receive(self._deadline_s + GRACE_S)))
+                    self._called.add(name)
             except _WorkerLost as lost:
                 self.stop()
+                if name not in self._called and "deadline" in str(lost):
+                    self._slow.add(name)
                 spared += lost.blameless
                 if lost.blameless and spared <= SPARED:
                     continue
                 verdicts.append(Verdict(0.0, f"verifier {lost}", place_in(self._last_words())))
         return verdicts
 
-    def _begin(self, spec: Mapping[str, Any], completions: Sequence[str]) -> None:
+    def _begin(
+        self, spec: Mapping[str, Any], completions: Sequence[str], name: str, deadline_s: float
+    ) -> float:
+        """name: of a function, else "". Returns the deadline of the first completion."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self.start()
+        loads = name and name not in self._called and name not in self._slow
+        first_s = max(deadline_s, FIRST_S) if loads else deadline_s
         request = {
             "spec": dict(spec),
             "completions": list(completions),
-            "deadline_s": self._deadline_s,
+            "first_s": first_s,
+            "deadline_s": deadline_s,
             "code": self._code,
         }
         self._send(json.dumps(request).encode() + b"\n")
@@ -240,6 +258,7 @@ class _Worker:
             ) from lost
         if "refused" in reply:
             raise ValueError(reply["refused"])
+        return first_s
 
     def _send(self, line: bytes) -> None:
         assert self._socket is not None

@@ -3,7 +3,8 @@
 It speaks JSON lines over the socket it inherits as FD. JSON, because what comes out of a process
 that ran a policy's text must not be unpickled.
 
-    ← {"spec": {…}, "completions": ["…"], "deadline_s": 3.0, "code": {…}}   code: as `CodeConfig`
+    ← {"spec": {…}, "completions": ["…"], "first_s": 30.0, "deadline_s": 3.0, "code": {…}}
+       first_s: of the first completion; code: as `CodeConfig`
     → {"ready": true}              the verifier is built (libraries are imported at the first)
     → {"score": 1.0}               one line per completion, in order
     → {"score": 0.3, "parts": {"samples": 1.0}}            where the verifier says more
@@ -94,8 +95,9 @@ def serve(connection: socket.socket) -> None:
                 send({"refused": f"{type(error).__name__}: {error}"})
                 continue
             send({"ready": True})
-            for completion in request["completions"]:
-                signal.setitimer(signal.ITIMER_REAL, request["deadline_s"])
+            for number, completion in enumerate(request["completions"]):
+                deadline_s = request["deadline_s" if number else "first_s"]
+                signal.setitimer(signal.ITIMER_REAL, deadline_s)
                 reply = reply_to(verifier, completion)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 send(reply)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.rewards.checks import sample_completion, try_functions
+from keel.rewards.checks import FAILED, sample_completion, try_functions
 from keel.rewards.compose import check_weights
 from keel.rewards.failures import LEAST, MOST_SAID, Failures, Recent, RewardStopped
 from keel.rewards.scorer import Scorer
@@ -221,7 +221,11 @@ def test_a_module_that_fails_to_load_says_where(folder: Path) -> None:
     ("name", "message"),
     [("dies", "verifier ended with SIGSEGV"), ("hangs", "verifier ran past its deadline of ")],
 )
-def test_a_worker_that_dies_says_where_it_was(folder: Path, name: str, message: str) -> None:
+def test_a_worker_that_dies_says_where_it_was(
+    folder: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 0.0)
+
     def dies(limit_s: float) -> None:
         said: list[str] = []
         log = folder / "run" / f"rewards_{limit_s}"
@@ -268,12 +272,43 @@ def test_what_verifiers_print_is_not_kept(folder: Path) -> None:
 
 def test_each_function_is_tried_on_a_sample_before_the_run() -> None:
     names = ("some", "none", "raises")
-    tried = try_functions([PROMPT], {f"failing_rewards.{name}": 1.0 for name in names})
+    weights_of = {f"failing_rewards.{name}": 1.0 for name in names}
+    tried = try_functions([PROMPT], weights_of, deadline_s=PATIENCE_S)
     assert tried["failing_rewards.some"] == "0.5 for a sample completion of file/1"
-    assert "WARNING: failed on a sample completion of file/1" in tried["failing_rewards.none"]
+    assert tried["failing_rewards.none"].startswith(f"{FAILED} of file/1")
     assert f"(failing_rewards.py:{LINES['none']} in none)" in tried["failing_rewards.none"]
     assert f":{LINES['raises'] + 1} in raises)" in tried["failing_rewards.raises"]
-    assert try_functions([PROMPT], {"correct": 1.0}) == {}
+    assert try_functions([PROMPT], {"correct": 1.0}, deadline_s=1.0) == {}
+
+
+def test_the_first_call_may_load_and_the_others_have_the_runs_deadline(folder: Path) -> None:
+    (folder / "loads.py").write_text(
+        "import time\n"
+        "model = []\n"
+        "def kept(prompt, trajectory):\n"
+        "    if not model:\n"
+        "        time.sleep(2.5)\n"
+        "        model.append(1)\n"
+        "    return 1.0\n"
+        "def slow(prompt, trajectory):\n"
+        "    time.sleep(2.5)\n"
+        "    return 1.0\n"
+    )
+    tried = try_functions([PROMPT], {"loads.kept": 1.0, "loads.slow": 1.0}, deadline_s=2.0)
+    assert tried["loads.kept"] == "1 for a sample completion of file/1"
+    assert "verifier ran past its deadline of 2 s" in tried["loads.slow"]
+    assert "rewards.deadline_s, where it is slow" in tried["loads.slow"]
+
+
+def test_a_first_call_that_comes_to_no_end_gets_its_time_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 0.4)
+    said: list[str] = []
+    with Scorer(weights("hangs"), workers=1, deadline_s=0.2, say=said.append) as scorer:
+        for _ in range(2):
+            scorer.score([group("</think>3")])
+    assert "deadline of 0.4 s" in said[0] and "deadline of 0.2 s" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +321,7 @@ def test_each_function_is_tried_on_a_sample_before_the_run() -> None:
 def test_what_fails_whatever_the_completion_is_refused(folder: Path, body: str, said: str) -> None:
     (folder / "slips.py").write_text(f"def mine(prompt, trajectory):\n    {body}\n")
     with pytest.raises(ValueError, match=rf"reward slips\.mine: {said} \(slips\.py:2 in mine\)"):
-        try_functions([PROMPT], {"slips.mine": 1.0})
+        try_functions([PROMPT], {"slips.mine": 1.0}, deadline_s=PATIENCE_S)
 
 
 def test_the_sample_is_an_answer_to_the_prompt() -> None:

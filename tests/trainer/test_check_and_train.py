@@ -159,7 +159,7 @@ def test_both_verdicts_are_met(dataset: Dataset, tmp_path: Path) -> None:
         side_by_side = ["rollout.gpu_memory_utilization=0.85", "rollout.sleep=false"]
         side_by_side += ["trainer.offload_optimizer=false"]
         assert verdict("train", path, side_by_side)[0].startswith("a trainer rank needs ")
-        assert verdict("train", path, ["trainer.ranks=2"])[0] == "the recipe needs 3 GPUs"
+        assert verdict("train", path, ["trainer.ranks=2"])[0] == "the recipe needs 3 GPU(s)"
         assert verdict("train", path, ["rollout.gpu_memory_utilization=0.02"])[0].startswith(
             "an engine's GPU"
         )
@@ -173,4 +173,4 @@ def test_gpus_that_a_recipe_speaks_of_are_not_replaced_by_a_cpu(
     with on(NOTHING, dataset, DENSE):
         assert verdict("check", path, [])[0] == ""
         assert verdict("check", path, ["run.gpu_gib=6"])[0].startswith("an engine's GPU needs")
-        assert verdict("train", path, ["run.gpu_gib=139"])[0] == "the recipe needs 2 GPUs"
+        assert verdict("train", path, ["run.gpu_gib=139"])[0] == "the recipe needs 1 GPU(s)"

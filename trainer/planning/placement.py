@@ -230,7 +230,7 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
     wanted = [kind for kind in kinds(config) if kind.count and only in ("", kind.name)]
     needed = sum(kind.count * kind.gpus for kind in wanted)
     available = sum(node.free_gpus for node in nodes)
-    single = available == sum(node.gpus for node in nodes) == 1
+    single = available == sum(node.gpus for node in nodes) <= 1
     if not only and (config.rollout.colocated or (single and needed == len(wanted) == 2)):
         wanted = [
             replace(kind, guest=ENGINE) if kind.name == RANK else kind
@@ -240,8 +240,8 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
         needed = sum(kind.count * kind.gpus for kind in wanted)
     if available < needed:
         raise ConfigError(
-            f"the recipe needs {needed} GPUs ({_counted(wanted)}), and the cluster has {available}"
-            f"{_listed(nodes)}{_said(config.run)}. {_fewer(wanted if available else ())}"
+            f"the recipe needs {needed} GPU(s) ({_counted(wanted)}), and the cluster has "
+            f"{available}{_listed(nodes)}{_said(config.run)}. {_fewer(wanted if available else ())}"
         )
     if not only and config.rollout.sleep and not any(kind.guest for kind in wanted):
         raise ConfigError(
@@ -337,7 +337,8 @@ def _fewer(wanted: Iterable[Kind]) -> str:
     """What makes them fewer."""
     knobs = [knob for kind in wanted for knob in kind.knobs]
     if not knobs:
-        return "Start it where there are as many, or without GPUs (run.device=cpu)"
+        cpu = "run.device=cpu run.gpu_gib=0 run.gpus_per_node=0"
+        return f"Start it where there are as many, or without GPUs ({cpu})"
     return f"Lower {', '.join(knobs)}; with one engine and one rank, a single GPU is shared"
 
 

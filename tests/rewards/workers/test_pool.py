@@ -34,6 +34,11 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
+@pytest.fixture(autouse=True)
+def first_calls_are_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 0.0)
+
+
 class Waits:
     """A reward function that starts a process of its own and waits, where it is asked to."""
 

@@ -105,7 +105,7 @@ def test_after_the_time_half_of_the_gpus_have_half_of_the_ranks_and_engines(
     assert (config.trainer.ranks, config.rollout.engines) == (2, 2)
     assert 60 <= cluster.now <= 64
     waits, goes_on = cluster.said
-    assert "needs 8 GPUs" in waits and "After 60 s (run.fewer_after_s) the run continues" in waits
+    assert "needs 8 GPU(s)" in waits and "After 60 s (run.fewer_after_s) the run continues" in waits
     assert "trainer.ranks is now 2, not 4" in goes_on
     assert "rollout.engines is now 2, not 4" in goes_on
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
@@ -134,7 +134,7 @@ def test_where_the_recipe_allows_no_less_the_run_waits_and_ends(
     cluster = Cluster(one_lost)
     layouts = cluster.layouts(recipe(**trainer), facts, tmp_path)
     layouts.next()
-    with pytest.raises(TimeoutError, match=r"^waited 100 s .* needs 8 GPUs .* goes on$"):
+    with pytest.raises(TimeoutError, match=r"^waited 100 s .* needs 8 GPU\(s\) .* goes on$"):
         layouts.next()
     assert cluster.now == 100
     hint = "With trainer.min_ranks it could go on" in cluster.said[0]

@@ -191,7 +191,7 @@ def test_without_a_cluster_the_rule_is_for_nodes_of_eight(monkeypatch: pytest.Mo
         "node 2: trainer rank 0 on GPU 0",
     ]
     here(monkeypatch, gpus=4, gib=80.0)
-    with pytest.raises(ConfigError, match=r"needs 17 GPUs .* has 4"):
+    with pytest.raises(ConfigError, match=r"needs 17 GPU\(s\) .* has 4"):
         seating(wide, hardware_said(wide))
 
 

@@ -155,7 +155,7 @@ def test_a_model_is_fetched_where_actors_have_seats(two_nodes: str, cache: Path)
 def test_what_no_node_can_hold_is_refused_at_once_and_holds_nothing(two_nodes: str) -> None:
     for shape, message in (
         ({"width": 5}, r"^rollout\.tensor_parallel = 5: each engine needs its GPUs on one"),
-        ({"ranks": 6}, r"needs 7 GPUs .* the cluster has 6"),
+        ({"ranks": 6}, r"needs 7 GPU\(s\) .* the cluster has 6"),
     ):
         recipe = config(**shape)
         with pytest.raises(ConfigError, match=message), reserved(recipe, deadline_s=600):

@@ -39,7 +39,7 @@ def test_a_recipe_fits_the_gpus_in_its_name(name: str) -> None:
     config = load_config(name)
     assert list(place(config, machine(GPUS[name])).lines()) == [f"here: {SEATS[name]}"]
     if GPUS[name] > 2:  # a single GPU can be shared
-        with pytest.raises(ConfigError, match=r"the recipe needs \d GPUs"):
+        with pytest.raises(ConfigError, match=r"the recipe needs \d GPU\(s\)"):
             place(config, machine(GPUS[name] - 1))
 
 

@@ -107,7 +107,7 @@ def test_one_engine_and_one_rank_share_a_single_gpu() -> None:
     assert "GPU 0, shared" in next(placement.lines())
     assert not place(config(), nodes(2)).shared
     busy = [replace(node, free_gpus=1) for node in nodes(4)]
-    with pytest.raises(ConfigError, match=r"needs 2 GPUs .* has 1"):
+    with pytest.raises(ConfigError, match=r"needs 2 GPU\(s\) .* has 1"):
         place(config(), busy)  # will have its own when the others are done
 
 
@@ -124,7 +124,7 @@ def test_colocated_engines_sit_beside_the_ranks() -> None:
         "n1: engines 4–5 on GPUs 0–1, shared; trainer ranks 4–5 on GPUs 0–1, shared",
     ]
     with pytest.raises(
-        ConfigError, match=r"needs 6 GPUs \(6 trainer rank\(s\) with an engine each"
+        ConfigError, match=r"needs 6 GPU\(s\) \(6 trainer rank\(s\) with an engine each"
     ):
         place(recipe, nodes(4))
     with pytest.raises(ConfigError, match="find no node"):
@@ -153,14 +153,14 @@ def test_colocation_is_one_engine_for_one_rank(shape: dict[str, int]) -> None:
         ({"ranks": 2}, 1, "Lower trainer.ranks; with one"),
         ({"width": 2}, 2, "Lower rollout.tensor_parallel; with one"),
         ({"engines": 2, "ranks": 3}, 1, "Lower trainer.ranks, rollout.engines; with one"),
-        ({}, 0, "Start it where there are as many, or without GPUs (run.device=cpu)"),
+        ({}, 0, "Start it where there are as many, or without GPUs (run.device=cpu run.gpu_gib=0"),
     ],
 )
 def test_too_few_gpus_are_counted(shape: dict[str, int], available: int, cure: str) -> None:
     """And what is named is what can be lowered."""
     room = nodes(available) if available else []
     with pytest.raises(
-        ConfigError, match=rf"needs \d GPUs .* the cluster has {available}"
+        ConfigError, match=rf"needs \d GPU\(s\) .* the cluster has {available}"
     ) as raised:
         place(config(**shape), room)
     assert cure in str(raised.value)
@@ -214,7 +214,7 @@ def test_a_judge_that_the_run_serves_has_gpus_of_its_own() -> None:
     assert judge.gpus == 2
     assert homes(placement, RANK) == homes(placement, ENGINE) != [judge.node.name]
     for available in (1, 3):
-        with pytest.raises(ConfigError, match=r"needs 4 GPUs .*1 judge\(s\) of 2"):
+        with pytest.raises(ConfigError, match=r"needs 4 GPU\(s\) .*1 judge\(s\) of 2"):
             place(recipe, nodes(available))
 
 

@@ -77,6 +77,41 @@ def test_more_machines_rewards_of_ones_own_and_thinking(capsys: pytest.CaptureFi
     assert "next:" not in said.out and "keel check my.yaml" in said.err
 
 
+def test_a_function_of_ones_own_stands_beside_the_answer() -> None:
+    flags = ("--model", "a/b", "--gpus", "0", "--reward", "my_rewards.brief")
+    (source,) = written("--data", "school.jsonl", *flags).data.sources
+    assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
+    assert (source.template, source.columns) == ("boxed", {"prompt": "question"})
+    (line,) = [line for line in Path("school.yaml").read_text().splitlines() if "rewards:" in line]
+    assert "answers are compared as mathematics; a function of yours" in line
+    (source,) = written("--task", "chain_sum", *flags).data.sources
+    assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
+    (source,) = written("x.yaml", "--data", "school.jsonl", *flags[:5], "correct").data.sources
+    assert source.rewards == {"correct": 1}
+
+
+def test_an_environment_that_makes_its_tasks_needs_no_rows() -> None:
+    flags = ("--model", "a/b", "--gpus", "0", "--environment", "tools/shop.py:Shop")
+    (source,) = written(*flags).data.sources
+    assert (source.name, source.source, source.holdout) == ("shop", "environment", 64)
+    assert source.environment.target == "tools/shop.py:Shop" and source.rewards == {"correct": 1}
+    (source,) = written("x.yaml", *flags, "--reward", "mine.brief").data.sources
+    assert source.rewards == {"correct": 1, "mine.brief": 0.2}
+    (source,) = written("--task", "chain_sum", *flags).data.sources
+    assert (source.source, source.environment.target) == ("reasoning_gym", "tools/shop.py:Shop")
+
+
+def test_a_short_context_is_shared_by_prompt_and_completion() -> None:
+    Path("small").mkdir()
+    Path("small", "config.json").write_text('{"max_position_embeddings": 512}')
+    flags = ("--model", "./small", "--task", "chain_sum", "--gpus", "0")
+    config = written(*flags)
+    assert (config.data.max_prompt_tokens, config.rollout.sampling.max_tokens) == (256, 256)
+    with pytest.raises(ConfigError, match=r"--max-tokens 300: .* up to 256 of it; at most 256"):
+        written("x.yaml", *flags, "--max-tokens", "300")
+    assert written("x.yaml", *flags, "--max-tokens", "256").max_context == 512
+
+
 @pytest.mark.parametrize("config", [{}, {"text_config": {}}], ids=["text", "several kinds"])
 def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -> None:
     Path("small").mkdir()
@@ -116,6 +151,7 @@ def test_rows_for_an_environment_get_one() -> None:
 
 REFUSED = {
     "--model a/b --gpus 0": "--data is missing",
+    "--gpus 0 --environment shop:Shop": "--environment shop:Shop: the embedded model has been",
     "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt. Name",
     "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`; name what reads it",
     "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
