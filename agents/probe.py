@@ -3,6 +3,7 @@ before any engine starts."""
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from keel.agents.host.client import Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.told import SystemPrompt, Told
-from keel.agents.types import EnvironmentLost, Fault, Opening
+from keel.agents.types import EnvironmentLost, Fault, Opening, Transcript, Unscored
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
 
@@ -44,6 +45,21 @@ class Probe:
     """For one more that is forked. None: each is started by itself."""
     why_not: str
     """Why it is not forked, where that was wanted."""
+    parts: tuple[str, ...] | None
+    """Of a verdict right after the opening. None: there was none then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """What came of opening it."""
+
+    opening: Opening
+    grades: bool
+    """Whether it has a verdict."""
+    seconds: float
+    parts: tuple[str, ...] | None
+    ungraded: str
+    """Why it gave no verdict."""
 
 
 async def probe(
@@ -56,7 +72,8 @@ async def probe(
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
 ) -> Probe:
-    """Open `task` for real, look at it, and close it.
+    """Open `task` for real, look at it, ask for a verdict, and close it. An environment may have no
+    verdict before the policy has done anything: where that fails, a warning is logged.
 
     window: tokens of a conversation at most; prompt: as in `Told`.
     Raises:
@@ -68,20 +85,37 @@ async def probe(
     forked_s: float | None = None
     why_not = ""
     try:
-        opening, grades, seconds = await _opened(program, parent, prompt, task, seed)
+        look = await _opened(program, parent, prompt, task, seed)
         if parent is not None and not parent.why_not:
-            _, _, forked_s = await _opened(program, parent, prompt, task, seed)
+            again = await _opened(program, parent, prompt, task, seed, judged=False)
+            forked_s = again.seconds
     except EnvironmentLost as error:
         raise ValueError(_why(program, name, task, error)) from error
     finally:
         if parent is not None:
             why_not = parent.why_not
             await parent.close()
-    if not grades and task.reward.get("kind") == ENVIRONMENT:
+    opening = look.opening
+    if any(message["content"] == f"(task {task.prompt_id})" for message in opening.messages):
+        raise ValueError(
+            f"environment {name}: nothing opens its tasks (source: environment), and the policy "
+            f"would be told '(task {task.prompt_id})'. Give it a method `opening(self, task, "
+            "seed)` that returns the user's message or a list of messages; or take the tasks from "
+            "a file (source: jsonl)"
+        )
+    if not look.grades and task.reward.get("kind") == ENVIRONMENT:
         raise ValueError(
             f"environment {name} has no `verdict`, and nothing else grades its tasks. Give it a "
             "method `verdict` that returns a number from 0 to 1, or a dict of them with one named "
             "`correct`; or take the tasks from a file (source: jsonl) whose lines have answers"
+        )
+    if look.ungraded:
+        logging.getLogger(__name__).warning(
+            "environment %s: no verdict right after the opening of task %s: %s. A trajectory "
+            "without a verdict is left out. Mend `verdict`, unless it needs a turn of the policy's",
+            name,
+            task.prompt_id,
+            look.ungraded,
         )
     tokens = None if chat is None else _tokens(name, task, opening, chat, thinking)
     if tokens is not None and tokens >= window:
@@ -95,9 +129,10 @@ async def probe(
         messages=opening.messages,
         tools=opening.tools,
         opening_tokens=tokens,
-        seconds=seconds,
+        seconds=look.seconds,
         forked_s=forked_s,
         why_not=why_not,
+        parts=look.parts,
     )
 
 
@@ -107,14 +142,36 @@ async def _opened(
     prompt: SystemPrompt,
     task: Prompt,
     seed: int,
-) -> tuple[Opening, bool, float]:
-    """Its opening, whether it has a verdict, and how long it took."""
+    *,
+    judged: bool = True,
+) -> _Look:
     inside = Hosted(program, parent=parent) if isinstance(program, Program) else McpEpisode(program)
     environment = Told(inside, prompt)
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)
-        return opening, inside.grades, time.monotonic() - began
+        seconds, ungraded = time.monotonic() - began, ""
+        parts: tuple[str, ...] | None = None
+        if judged and inside.grades:
+            said = Transcript(messages=opening.messages, finish_reason="stop")
+            verdict = await environment.verdict(said)
+            if isinstance(verdict, Unscored):
+                ungraded = verdict.reason
+            else:
+                parts = tuple(verdict.parts)
+            if (
+                parts is not None
+                and task.reward.get("kind") == ENVIRONMENT
+                and "correct" not in parts
+            ):
+                ungraded = f"it has no part `correct`, and has {', '.join(parts) or 'none'}"
+        return _Look(
+            opening=opening,
+            grades=inside.grades,
+            seconds=seconds,
+            parts=parts,
+            ungraded=ungraded,
+        )
     finally:
         await environment.close()
 

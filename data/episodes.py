@@ -9,7 +9,7 @@ from keel.rl.types import ENVIRONMENT, Prompt
 
 def load_episodes(source: SourceConfig) -> Loaded:
     """Tasks 0 … size − 1. The environment opens the conversation: the message here says only, for
-    people, which task it is."""
+    people, which task it is; `keel.agents.probe` refuses an environment that leaves it there."""
     return Loaded(items=tuple(_item(source, index) for index in range(source.size)))
 
 

@@ -79,6 +79,20 @@ def check_weights(
                 raise ValueError(f"rewards of domain {domain!r}: no reward {name!r}; {hint}")
 
 
+def unknown_parts(weights: Mapping[str, float], given: Collection[str]) -> str:
+    """What is wrong with weights beside the parts that an environment's verdict gave; "" nothing,
+    as far as that verdict shows."""
+    for name in weights:
+        if not is_function(name) and name not in PARTS and name not in given:
+            near = difflib.get_close_matches(name, given, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ". A verdict without it ends the run"
+            return (
+                f"its verdict has {', '.join(given) or 'no parts'}, and data.sources[].rewards "
+                f"weighs {name!r}{hint}"
+            )
+    return ""
+
+
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
     """Raise ValueError if prompts of this kind do not have a part that `weights` weighs."""
     functions = any(is_function(name) and weight > 0 for name, weight in weights.items())

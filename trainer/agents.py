@@ -33,6 +33,7 @@ from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.data.rows.places import cached_places
 from keel.model.embedded.conversations import Demonstration
+from keel.rewards.compose import unknown_parts
 from keel.rewards.sandbox.environments import Network, environment_wrap
 from keel.rewards.sandbox.runtime import runtime
 from keel.rl.turns import Chat
@@ -123,6 +124,8 @@ async def _looked_at(
                 f". WARNING: that leaves {room} tokens of the window of {own.window} "
                 f"(agents.window), and a turn may take {own.max_tokens}"
             )
+        if found.parts is not None and (odd := unknown_parts(source.rewards, found.parts)):
+            little += f". WARNING: {odd}"
         notes[f"{source.name}, its environment"] = (
             f"opens in {found.seconds:.1f} s{later}, with {found.opening_tokens} tokens; tools: "
             f"{', '.join(names[:SHOWN]) or 'none'}{more}{little}"

@@ -29,6 +29,8 @@ MOST_S = 60.0
 MOST_SAID = 500
 """Characters of what it printed, in a warning."""
 _MISSING = re.compile(r"No module named '([\w.]+)'")
+_UNREACHED = re.compile(r"connect|api[_ ]?key|authentic|unauthorized|resol", re.IGNORECASE)
+"""In the words of a program that looked for the policy elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,10 @@ def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenE
             ". Have it write {'parts': {'correct': …}} as JSON to the file KEEL_VERDICT, or give "
             "the prompts an answer, tests or criteria"
         )
+    if episode.ended is not None and episode.ended.failed:
+        said = f"{episode.ended.failed} {episode.ended.words}"
+        if not _UNREACHED.search(said):
+            return ""  # its own words say what to mend
     return ". It must ask the policy at OPENAI_BASE_URL, with OPENAI_API_KEY"
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
 from typing import Any, cast
 
 from keel.agents.inside.errors import Refused
-from keel.agents.inside.kinds import awaited
+from keel.agents.inside.kinds import awaited, given_to, parameters_of
 from keel.agents.inside.load import load
 
 
 def call(target: str) -> None:
     """Call `module:function` or `path/to/file.py:function` with what it has parameters for: `task`
-    (as in KEEL_TASK), `prompt` (its last user message) and `seed`; a single one of another name is
-    the task. What it returns goes to KEEL_VERDICT: a text is its answer; a number, numbers by name,
-    or (either, facts) is its verdict; None says nothing. Raises what it raises, and Refused."""
+    (as in KEEL_TASK), `prompt` (its last user message) and `seed`, or `**` for all; a single
+    one of another name is the task. What it returns goes to KEEL_VERDICT: a text is its answer; a
+    number, numbers by name, or (either, facts) is its verdict; None says nothing. Raises what it
+    raises, and Refused."""
     sys.path.insert(0, os.getcwd())
     function = load(target)
     if not callable(function):
@@ -31,14 +31,12 @@ def call(target: str) -> None:
         "seed": int(os.environ["KEEL_SEED"]),
     }
     wanted = [
-        name
-        for name, one in inspect.signature(function).parameters.items()
-        if name in given or one.default is one.empty
+        one
+        for one in parameters_of(function)
+        if one.name in given or one.default is one.empty or one.kind is one.VAR_KEYWORD
     ]
-    if len(wanted) == 1 and wanted[0] not in given:
-        returned = awaited(function(task))
-    else:
-        returned = awaited(function(**{name: given[name] for name in wanted if name in given}))
+    first, named = given_to(target, wanted, given)
+    returned = awaited(function(*first, **named))
     if returned is not None:
         said = verdict(returned)
         with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:

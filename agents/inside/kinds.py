@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
+from contextlib import suppress
 from typing import Any, Callable, cast  # noqa: UP035  (Python 3.9)
 
 from keel.agents.inside.errors import Refused
 from keel.agents.inside.hints import described, hints_of, object_schema, schema_of, value_of
 
-OWN = ("opening", "reply", "verdict", "close")
-"""Methods that are no tools. An attribute `done` that is True ends the episode; `offered` is the
-names of the tools that the policy is told of, where it is not all of them; or tools that only the
-task decides on, as they are told of (name, description, parameters): their calls go to the method
-`call(name, arguments)`."""
+OWN: dict[str, tuple[str, ...]] = {
+    "opening": ("task", "seed"),
+    "reply": ("text",),
+    "verdict": ("messages", "finish_reason"),
+    "close": (),
+}
+"""Methods that are no tools, and the parameters that they may have. An attribute `done`
+that is True ends the episode; `offered` is the names of the tools that the policy is told of, where
+it is not all of them; or tools that only the task decides on, as they are told of (name,
+description, parameters): their calls go to the method `call(name, arguments)`."""
+_NEAR = 0.85
+"""From here on a name is one of `OWN` misspelt: `openning`, `verdit`; but not `open`."""
 
 
 class Tool:
@@ -81,6 +90,10 @@ class Object:
     def __init__(self, found: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._found = found
         self.grades = hasattr(found, "verdict")
+        for name, known in OWN.items():
+            if callable(method := getattr(found, name, None)):
+                with suppress(ValueError):  # a builtin may not say what it takes
+                    given_to(name, parameters_of(method), dict.fromkeys(known))
         self._tools = {name: Tool(name, function) for name, function in functions.items()}
         self._of_the_task = False
 
@@ -130,10 +143,39 @@ class Object:
         method = getattr(self._found, name, None)
         if method is None:
             return None
-        wanted = inspect.signature(method).parameters
-        if len(wanted) == 1 and not set(wanted) & set(given):
-            return awaited(method(*list(given.values())[:1]))
-        return awaited(method(**{key: value for key, value in given.items() if key in wanted}))
+        first, named = given_to(name, parameters_of(method), given)
+        return awaited(method(*first, **named))
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def given_to(
+    name: str, wanted: list[inspect.Parameter], given: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What of `given` the parameters `wanted` of a function take, by position and by name: all of
+    it where they have `**`. A single one of another name takes the first. Raises Refused."""
+    plain = [one for one in wanted if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    known = [one for one in plain if one.name in given]
+    others = [one for one in plain if one.name not in given and one.default is one.empty]
+    every = any(one.kind is one.VAR_KEYWORD for one in wanted)
+    rest = dict(given) if every else {one.name: given[one.name] for one in known}
+    alone = others or wanted
+    by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+    if given and not known and len(alone) == 1 and alone[0].kind not in by_name:
+        key = next(iter(given))
+        rest.pop(key, None)
+        return [given[key]], rest
+    if named := [f"`{one.name}`" for one in others]:
+        several = "s" if len(named) > 1 else ""
+        cure = f"; a single one of another name is given the {next(iter(given))}" if given else ""
+        raise Refused(
+            f"{name} has the parameter{several} {' and '.join(named)}, and may have: "
+            f"{', '.join(given) or 'none'}{cure}"
+        )
+    first = [rest.pop(one.name) for one in known if one.kind is one.POSITIONAL_ONLY]
+    return first, rest
 
 
 def methods_of(found: Any) -> dict[str, Callable[..., Any]]:
@@ -143,8 +185,22 @@ def methods_of(found: Any) -> dict[str, Callable[..., Any]]:
     order = list(
         cast("dict[str, Any]", vars(made_from))
     )  # as written; what is inherited after that
+    for name in kept:
+        _check_spelling(name, found)
     kept.sort(key=lambda name: order.index(name) if name in order else len(order))
     return {name: getattr(found, name) for name in kept}
+
+
+def _check_spelling(name: str, found: Any) -> None:
+    """Raises Refused where a tool is one of `OWN` misspelt: named nearly so, and called alike."""
+    missing = [own for own in OWN if not hasattr(found, own)]
+    for own in difflib.get_close_matches(name.lower(), missing, n=1, cutoff=_NEAR):
+        keys = set(inspect.signature(getattr(found, name)).parameters)
+        if keys <= set(OWN[own]) and (keys or own in ("verdict", "close")):
+            raise Refused(
+                f"{name} would be a tool of the policy; did you mean `{own}`? If it is to be a "
+                "tool, give it another name"
+            )
 
 
 def functions_of(found: Any) -> dict[str, Callable[..., Any]]:

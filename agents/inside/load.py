@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from contextlib import suppress
 from typing import Any, Optional
@@ -45,6 +47,9 @@ def load(target: str) -> Any:
 
 def _load(target: str) -> Any:
     name, _, attribute = target.partition(":")
+    if name.endswith(".py") and not os.path.isfile(name):
+        begins = "" if os.path.isabs(name) else f" in folder {os.getcwd()}; paths begin there"
+        raise Refused(f"there is no {name}{begins}{_near(os.path.basename(name), attribute)}")
     try:
         if name.endswith(".py"):
             spec = importlib.util.spec_from_file_location(_module_of(name), name)
@@ -56,6 +61,8 @@ def _load(target: str) -> Any:
             found = importlib.import_module(name)
     except Exception as error:  # a module may raise anything
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing and (meant := _meant(name, attribute, str(missing))):
+            raise Refused(f"{name} is no module{meant}") from error
         install = f"{sys.executable} -m pip install {str(missing).partition('.')[0]}"
         if missing and not f"{name}.".startswith(f"{missing}."):
             cure = f"; install it for this interpreter: {install}"
@@ -70,6 +77,34 @@ def _load(target: str) -> Any:
             raise Refused(f"{name} has no {part!r}; it has {known or 'nothing public'}")
         found = getattr(found, part)
     return found
+
+
+def _meant(name: str, attribute: str, missing: str) -> str:
+    """Of a target whose module is `missing`: where `shop.Shop`, as rewards are named, or `shp:Shop`
+    was to be `shop:Shop`."""
+    outer, _, inner = name.rpartition(".")
+    if missing == name and (module := sys.modules.get(outer)):
+        named = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        near = difflib.get_close_matches(inner, named, n=1)
+        if near and not attribute:
+            return f"; write {outer}:{near[0]}"
+        if not hasattr(module, "__path__"):
+            return f"; {outer} is a file, not a package; it has {', '.join(named) or 'nothing'}"
+    first, _, rest = name.partition(".")
+    return _near(first, attribute or rest) if missing == first else ""
+
+
+def _near(file: str, attribute: str) -> str:
+    """A file named nearly so, `shop` or `shop.py`, that speaks of the attribute."""
+    stem, end = os.path.splitext(file)
+    folder = "." if end else sys.path[0] or "."
+    with suppress(OSError):
+        stems = [one[:-3] for one in os.listdir(folder) if one.endswith(".py")]
+        for near in difflib.get_close_matches(stem, stems, n=1):
+            with open(os.path.join(folder, f"{near}.py"), encoding="utf-8", errors="replace") as it:
+                if re.search(rf"\b{re.escape(attribute)}\b", it.read()):
+                    return f"; did you mean {near}{end}{attribute and ':'}{attribute}?"
+    return ""
 
 
 def _module_of(path: str) -> str:

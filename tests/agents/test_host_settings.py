@@ -20,8 +20,9 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"target": "shap:Shop"}, "shap cannot be imported: ModuleNotFoundError"),
-        ({"target": "shap:Shop"}, "looked in"),
+        ({"target": "nowhere:Shop"}, "nowhere cannot be imported: ModuleNotFoundError"),
+        ({"target": "nowhere:Shop"}, "looked in"),
+        ({"target": "shap:Shop"}, "shap is no module; did you mean shop:Shop?"),
         ({"target": "shop:Shap"}, "shop has no 'Shap'; it has "),
         ({"target": "needs:Shop"}, "-m pip install a_package_that_nobody_has"),
         ({"target": "broken.py:Shop"}, "cannot be imported: SyntaxError"),

@@ -5,16 +5,76 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keel.agents.host.client import Hosted, parent_of
+from keel.agents.inside.errors import Refused
 from keel.agents.inside.games import observed
+from keel.agents.inside.kinds import given_to, methods_of, parameters_of
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
 from tests.agents.episodes import TASK, episode, program, run, transcript, use
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_methods_and_functions_are_given_what_they_have_parameters_for() -> None:
+    def passed(function: Any) -> Any:
+        first, named = given_to("opening", parameters_of(function), {"task": "t", "seed": 3})
+        return function(*first, **named)
+
+    assert passed(lambda: "nothing") == "nothing"
+    assert passed(lambda seed: seed) == 3
+    assert passed(lambda seed, task, more=1: (task, seed, more)) == ("t", 3, 1)
+    assert passed(lambda whatever: whatever) == "t"
+    assert passed(lambda whatever=None: whatever) == "t"
+    assert passed(lambda whatever, more=1: (whatever, more)) == ("t", 1)
+    assert passed(lambda *several: several) == ("t",)
+    assert passed(lambda **every: every) == {"task": "t", "seed": 3}
+    assert passed(lambda task, **others: (task, others)) == ("t", {"seed": 3})
+    assert passed(lambda whatever, **others: (whatever, others)) == ("t", {"seed": 3})
+    assert passed(lambda more=1, **every: (more, every)) == (1, {"task": "t", "seed": 3})
+    assert passed(lambda task, seed, /: (task, seed)) == ("t", 3)
+    for function, named in (
+        (lambda prompt, rng: 0, "s `prompt` and `rng`,"),
+        (lambda task, rng: 0, " `rng`,"),
+        (lambda *, prompt: 0, " `prompt`,"),
+    ):
+        with pytest.raises(Refused, match=f"opening has the parameter{named} and may have: task,"):
+            passed(function)
+    assert given_to("close", parameters_of(lambda *several: 0), {}) == ([], {})
+    with pytest.raises(Refused, match="close has the parameter `now`, and may have: none"):
+        given_to("close", parameters_of(lambda now: 0), {})
+
+
+@pytest.mark.parametrize(
+    ("method", "meant"),
+    [
+        ("openning(self, task, seed): ...", "opening"),
+        ("Opening(self, seed): ...", "opening"),
+        ("verdit(self): ...", "verdict"),
+        ("veredict(self, messages): ...", "verdict"),
+        ("replyy(self, text): ...", "reply"),
+        ("closse(self): ...", "close"),
+        ("open(self, task, seed): ...", ""),
+        ("opening_hours(self): ...", ""),
+        ("openings(self): ...", ""),
+        ("verdicts(self, number, answers): ...", ""),
+        ("replay(self): ...", ""),
+        ("clone(self): ...", ""),
+        ("verdicts(self): ...\n    def verdict(self): ...", ""),
+    ],
+)
+def test_a_method_that_is_misspelt_is_no_tool(method: str, meant: str) -> None:
+    made: dict[str, Any] = {}
+    exec(f"class Shop:\n    def {method}", made)
+    if meant:
+        with pytest.raises(Refused, match=f"would be a tool of the policy; did you mean `{meant}`"):
+            methods_of(made["Shop"]())
+    else:
+        assert len(methods_of(made["Shop"]())) == 1
 
 
 @pytest.mark.e2e

@@ -13,6 +13,9 @@ import pytest
 from keel.agents.host.client import Program
 from keel.agents.mcp_client import McpServer
 from keel.agents.probe import Probe, probe
+from keel.configs.schema import SourceConfig
+from keel.configs.sections.agents import EnvironmentConfig
+from keel.data.episodes import load_episodes
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.episodes import HERE, PATIENT, TASK, program, run
@@ -64,6 +67,9 @@ SOURCES = {
     "eats.py": "class Shop:\n    def opening(self): self.x = bytearray(1 << 30)\n",
     "opens.py": "class Shop:\n    def opening(self): raise KeyError('no such shop')\n",
     "lacks.py": "class Shop:\n    def opening(self): import a_package_that_nobody_has.sub\n",
+    "slip.py": "class Shop:\n    def openning(self, task, seed): return 'Buy.'\n",
+    "names.py": "class Shop:\n    def opening(self, prompt, rng): return 'Buy.'\n",
+    "late.py": "class Shop:\n    def verdict(self, transcript, reason): return 1.0\n",
     "many.py": "def add(a: int) -> int:\n    return a\nmany = [add, add]\n",
 }
 
@@ -82,6 +88,25 @@ SOURCES = {
         ("quits", "exited with status 3", "Its last words: out of coins"),
         ("hangs", "open did not end within 1 s", "raise the deadline open_s"),
         ("eats:Shop", "out of memory (memory_mib = 512)", "raise memory_mib"),
+        ("opens.Shop", "opens.Shop is no module", "; write opens:Shop"),
+        ("opens.shop", "opens.shop is no module", "; write opens:Shop"),
+        ("opens.Cafe", "opens.Cafe is no module", "; opens is a file, not a package; it has Shop"),
+        ("opns:Shop", "opns is no module", "; did you mean opens:Shop?"),
+        ("opns.Shop", "opns.Shop is no module", "; did you mean opens:Shop?"),
+        (
+            "opns.py:Shop",
+            "there is no opns.py in folder",
+            "begin there; did you mean opens.py:Shop?",
+        ),
+        ("x/opens.py:Shop", "no x/opens.py in folder", "begin there; did you mean opens.py:Shop?"),
+        ("opns:Cafe", "No module named 'opns'", "if it is a package: "),
+        ("slip:Shop", "openning would be a tool of the policy", "did you mean `opening`?"),
+        ("names:Shop", "opening has the parameters `prompt` and `rng`", "may have: task, seed;"),
+        (
+            "late:Shop",
+            "verdict has the parameters `transcript` and",
+            "have: messages, finish_reason",
+        ),
         ("opens:Shop", "KeyError: 'no such shop' (", "Mend what its own code raised"),
     ],
 )
@@ -93,6 +118,46 @@ def test_what_cannot_be_opened(tmp_path: Path, target: str, why: str, cure: str)
     said = complaint(given)
     assert said.startswith(f"environment {target} cannot be opened for task p7: ")
     assert why in said and cure in said
+    assert "no such shop" in said or "Mend what its own code raised" not in said
+    assert "pip install" not in said or "is no module" not in said
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return 5.0", "the verdict's correct is 5.0, must be a number from 0 to 1"),
+        ("return self.paid / 2", "has no attribute 'paid' ("),
+        ("return {'bought': 1.0}", "has no part `correct`"),
+        ("return None", "verdict returned None"),
+        ("return 0.5", ""),
+    ],
+)
+def test_a_verdict_that_is_none_is_warned_of(
+    body: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "buys.py").write_text(
+        "class Shop:\n    def opening(self): return 'Buy.'\n"
+        f"    def verdict(self): {body}\n    def close(self): pass\n"
+    )
+    by_itself = replace(TASK, reward={"kind": "environment"})
+    probed(program("buys:Shop", folder=tmp_path), task=by_itself)
+    said = capsys.readouterr().err
+    assert bool(said) == bool(why) and why in said
+    if why:
+        assert said.startswith("environment buys:Shop: no verdict right after the opening of task")
+        assert "Mend `verdict`, unless" in said
+
+
+@pytest.mark.parametrize("code", ["", "    def opening(self): pass\n"])
+def test_a_task_that_nothing_opens(code: str, tmp_path: Path) -> None:
+    (tmp_path / "buys.py").write_text(f"class Shop:\n{code}    def verdict(self): return 1\n")
+    made_by = EnvironmentConfig(target="buys:Shop")
+    source = SourceConfig(name="shop", source="environment", environment=made_by, size=1)
+    (task,) = (item.prompt for item in load_episodes(source).items)
+    given = program("buys:Shop", folder=tmp_path)
+    said = complaint(given, task=task)
+    assert "the policy would be told '(task shop/0)'. Give it a method `opening(self, task" in said
+    assert probed(given).messages == TASK.messages  # it has a prompt of its own
 
 
 def test_an_environment_that_cannot_grade_is_found_where_nothing_else_does() -> None:

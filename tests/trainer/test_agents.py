@@ -46,7 +46,9 @@ SHOP = Path(__file__).parents[1] / "agents"
 OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
 
 
-def config(*, window: int = 400, thinking: bool = False, **environment: Any) -> Config:
+def config(
+    *, window: int = 400, thinking: bool = False, rewards: Any = None, **environment: Any
+) -> Config:
     given = {"target": "shop:Shop", "folder": str(SHOP), "isolation": OPEN, **environment}
     source = SourceConfig(
         name="shop",
@@ -54,6 +56,7 @@ def config(*, window: int = 400, thinking: bool = False, **environment: Any) -> 
         environment=EnvironmentConfig(**given),
         size=4,
         thinking=thinking,
+        rewards=rewards or {"correct": 1.0},
     )
     return Config(
         model=ModelConfig(dtype="float32", embedded=EmbeddedConfig(max_context=2000)),
@@ -75,6 +78,10 @@ def test_what_an_environment_is_like_is_said_before_a_run() -> None:
     tokens = int(re.findall(r"with (\d+) tokens", note)[0])
     ((_, narrow),) = checked(config(window=tokens + 3)).items()
     assert "WARNING: that leaves 3 tokens" in narrow and "WARNING" not in note
+    ((_, slip),) = checked(config(rewards={"correct": 1.0, "corect": 0.2})).items()
+    assert "rewards weighs 'corect'; did you mean correct?" in slip
+    ((_, known),) = checked(config(rewards={"correct": 1.0, "format": 0.1})).items()
+    assert "WARNING" not in known
 
 
 @pytest.mark.e2e

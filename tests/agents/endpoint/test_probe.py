@@ -77,7 +77,8 @@ def test_one_that_the_scripts_words_break_is_warned_of(tmp_path: Path) -> None:
             f". Install what it lacks: {sys.executable} -m pip install a_package (",
         ),
         ("ask()\nimport late", {}, "No module named 'late'", "-m pip install late"),
-        ("raise KeyError('mine')", {}, "KeyError: 'mine'", "at OPENAI_BASE_URL"),
+        ("raise KeyError('mine')", {}, "KeyError: 'mine'", ""),
+        ("raise OSError('Connection refused')", {}, "Connection refused", "at OPENAI_BASE_URL"),
         ("pass", {}, "ended; without a turn of the policy", "It must ask the policy at OPENAI_"),
         ("time.sleep(1000)", {"open_s": 0.3}, "ask for a turn within 0.3 s", "or raise open_s"),
         ("ask()", {"window": 8}, "maximum context length is 8 tokens", "Raise agents.window"),
@@ -98,6 +99,29 @@ def test_what_is_wrong_with_one(
     said = str(caught.value)
     assert said.startswith(f"task p/1: agent program {sys.executable} ")
     assert why in said and cure in said
+    assert ("OPENAI_BASE_URL" in said) is ("OPENAI_" in cure)
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        (
+            "agent/my_agent.py:solve",
+            "my_agent.py in folder {}; paths begin there; did you mean my_",
+        ),
+        ("my_agent.py:slve", "my_agent.py has no 'slve'; it has solve"),
+        ("my_agnt:solve", "my_agnt is no module; did you mean my_agent:solve?"),
+        ("my_agent:more", "more has the parameters `problem` and `x`, and may have: task, prompt"),
+    ],
+)
+def test_a_function_that_is_not_there(tmp_path: Path, target: str, why: str) -> None:
+    (tmp_path / "my_agent.py").write_text("def solve(task): ...\ndef more(problem, x): ...\n")
+    command = command_of(target, python=sys.executable, folder=tmp_path)
+    with pytest.raises(ValueError) as caught:
+        tried("", tmp_path, command=command)
+    said = str(caught.value)
+    assert why.format(tmp_path) in said
+    assert "OPENAI_BASE_URL" not in said and "pip install" not in said
 
 
 def test_a_script_names_its_interpreter_in_its_first_line(tmp_path: Path) -> None:

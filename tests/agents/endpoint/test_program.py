@@ -205,6 +205,8 @@ async def counts(whatever): return whatever["prompt_id"] == "p"
 def silent(): pass
 def prints(): print('{"answer": "it", "parts": {"correct": 1.0}}')
 def breaks(task): raise KeyError("no such key")
+def wants(problem, tools): return "it"
+def every(**told): return " ".join(sorted(told))
 def lacks(task): import a_package_that_nobody_has
 number = 3
 """
@@ -218,6 +220,11 @@ number = 3
         ("counts", {"parts": {"correct": 1.0}, "facts": {}}),
         ("silent", None),
         ("breaks", "KeyError: 'no such key'"),
+        (
+            "wants",
+            "wants has the parameters `problem` and `tools`, and may have: task, prompt, seed",
+        ),
+        ("every", {"answer": "prompt seed task"}),
         ("lacks", "No module named 'a_package_that_nobody_has'"),
         ("number", "number is no function"),
         ("nothing", "has no 'nothing'; it has os, dedent, answers"),
