@@ -24,6 +24,14 @@ COMMON = {
 """What trainers in general call our knobs, too far apart for a spelling distance to find; what one
 of them has is in `keel.configs.elsewhere.words`."""
 
+CONTEXT = "follows from data.max_prompt_tokens + rollout.sampling.max_tokens"
+OF_OTHER_COMMANDS = {
+    "epochs": "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and `keel pretrain`",
+    "max_context_tokens": f"{CONTEXT}; that of `keel sft` is sft.max_context_tokens",
+    "max_model_len": f"{CONTEXT}; that of a judge's server is rewards.judge.server.max_model_len",
+}
+"""Knobs whose name is looked for where it does nothing, and what to say to who looks there."""
+
 RENAMED = {
     "data.sources[].length.right": "correct_threshold",
     "model.embedded.cold_start.batch": "batch_size",
@@ -82,6 +90,9 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
         return f"did you mean {prefix}{known}?"
     if said := _theirs(meant(f"{prefix}{key}"), everywhere):
         return said
+    below = any(path.startswith(prefix) and path.endswith(f".{known}") for path in everywhere)
+    if "run.steps" in everywhere and not (prefix and below) and known in OF_OTHER_COMMANDS:
+        return OF_OTHER_COMMANDS[known]
     sections = {path.rpartition(".")[0]: None for path in everywhere}
     if others := [path for path in (*everywhere, *sections) if path.rpartition(".")[2] == known]:
         return f"did you mean {' or '.join(others)}?"

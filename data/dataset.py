@@ -19,9 +19,9 @@ from keel.rl.types import Prompt
 CheckReward = Callable[[Mapping[str, Any]], None]
 """Raises ValueError for a reward spec that could not be judged."""
 CountTokens = Callable[[Prompt], int]
+"""Tokens of a prompt with its chat template."""
 LONGEST_TOKEN = 512
 """Characters; runs of spaces or of a sign are the longest that vocabularies have."""
-"""Tokens of a prompt with its chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,11 @@ def load_dataset(
         if config.weight_of(source) > 0 and not kept:
             raise ConfigError(
                 f"data.sources[{source.name}]: no prompt is left to train on "
-                f"({len(split.loaded.items)} read, {split.duplicates} repeated, {split.long} too "
-                f"long, {len(split.heldout)} held out, {split.rated_out + len(split.unrated)} left "
-                f"out by pass_rates, {len(split.train)} held out by another source); raise its "
-                "size, lower its holdout or widen the bounds of its pass rates"
+                f"({len(split.loaded.items)} read, {split.duplicates} repeated, {split.long} over "
+                f"data.max_prompt_tokens = {config.max_prompt_tokens}, {len(split.heldout)} held "
+                f"out, {split.rated_out + len(split.unrated)} left out by pass_rates, "
+                f"{len(split.train)} held out by another source); raise its size or "
+                "data.max_prompt_tokens, lower its holdout or widen the bounds of its pass rates"
             )
         train[source.name] = kept
         report[source.name] = SourceReport(
@@ -162,19 +163,22 @@ def _split(
 ) -> _Split:
     distinct = list({item.question: item for item in reversed(loaded.items)}.values())[::-1]
     short = _short_enough(distinct, source, config, count_tokens)
+    long = len(distinct) - len(short)
     spare = len(short) - source.holdout
     if source.holdout and (spare < 0 or (config.weight_of(source) > 0 and spare == 0)):
+        over = f"{long} more are over data.max_prompt_tokens = {config.max_prompt_tokens}; raise "
+        cure = f"{over}that" if long else "make the source larger or more varied"
         raise ConfigError(
             f"data.sources[{source.name}].holdout = {source.holdout}: there are only {len(short)} "
             f"distinct questions of a usable length among {len(loaded.items)} prompts, and those "
-            "held out never train; lower it, or make the source larger or more varied"
+            f"held out never train; {cure}, or lower the holdout"
         )
     held = _choose_heldout(short, source, seed)
     split = _Split(
         source=source,
         loaded=loaded,
         duplicates=len(loaded.items) - len(distinct),
-        long=len(distinct) - len(short),
+        long=long,
         heldout=[item for item in short if item.question in held],
         train=[item for item in short if item.question not in held],
     )

@@ -14,6 +14,7 @@ import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,10 +29,13 @@ from keel.configs.schema import ConfigError
 from keel.model.layers.fused import fuses_experts, fuses_norms
 from keel.model.source import (
     LINK,
+    check_family,
     check_path,
     check_tokenizer_files,
     dangling,
     hub_options,
+    unknown,
+    unknown_kind,
     written_by_code,
 )
 from keel.model.transformers_internals import always_float32
@@ -108,6 +112,7 @@ def load_tokenizer(
     """
     check_path(path)
     check_tokenizer_files(path)
+    check_family(path, CONFIG_MAPPING)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except UNREADABLE as error:
@@ -372,10 +377,13 @@ def _load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"{path!r}: config.json: {LINK}")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path!r} holds no config.json: not a transformers model folder")
+    check_family(path, CONFIG_MAPPING)
     try:
         return AutoConfig.from_pretrained(path, **hub_options(path))
     except UNREADABLE as error:
-        raise ConfigError(f"the configuration of {path!r} {_unread(error)}") from error
+        unread = f"the configuration of {path!r} {_unread(error)}"
+        kind = unknown_kind(error)
+        raise ConfigError(unknown(path, kind) if kind else unread) from error
 
 
 def _check_causal(config: PreTrainedConfig, path: str) -> None:

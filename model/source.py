@@ -7,7 +7,7 @@ import json
 import re
 import ssl
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -44,6 +44,10 @@ OTHER_WEIGHTS = {
 """Files that weights are in elsewhere → what to do."""
 
 
+KNOWN = "Known are decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3"
+_UNKNOWN = re.compile(r"model type `([^`]*)` but Transformers does not recognize")
+
+
 def written_by_code(tokenizer: Any) -> bool:
     """Whether chats are written by code that is published with the model, and not by a template of
     its tokenizer: DeepSeek-V3.2. `keel.rollout.chat.render` knows that code."""
@@ -72,6 +76,30 @@ def check_path(path: str) -> None:
             "not answer. Correct the path, or download the model where there is a network and name "
             "its folder"
         )
+
+
+def check_family(path: str, known: Container[str]) -> None:
+    """Raises ConfigError for a folder, or a model that was downloaded, whose config.json names a
+    type of model that is none of `known`. One with code of its own has another answer."""
+    file = Path(path, "config.json") if Path(path).is_dir() else _downloaded(path)
+    try:
+        config = json.loads(file.read_text("utf-8")) if file else {}
+        kind, coded = config.get("model_type"), "auto_map" in config
+    except (OSError, ValueError, AttributeError):  # which whoever reads it has more to say of
+        return
+    if isinstance(kind, str) and not coded and kind not in known:
+        raise ConfigError(unknown(path, kind))
+
+
+def unknown(path: str, kind: str) -> str:
+    """Why a model of this type cannot be read."""
+    return f"{path!r}: models of type {kind} are not known here: transformers has no such. {KNOWN}"
+
+
+def unknown_kind(error: Exception) -> str:
+    """The type of model that transformers says it does not know, if it says so."""
+    found = _UNKNOWN.search(str(error))
+    return found[1] if found else ""
 
 
 def is_hub_name(path: str) -> bool:
@@ -173,6 +201,18 @@ def _instead(folder: Path) -> str:
     return ""
 
 
+def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a folder whose weights are all there, by name."""
+    folder = Path(path)
+    names = {WHOLE} if (folder / WHOLE).is_file() else _indexed(folder)
+    found: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        with (folder / name).open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        found |= {key: tuple(each["shape"]) for key, each in header.items() if "shape" in each}
+    return found
+
+
 def _fault(file: Path) -> str:
     """What a look at its beginning and its size says against a file of weights."""
     size = file.stat().st_size
@@ -194,7 +234,13 @@ def _fault(file: Path) -> str:
 
 
 def _cached(path: str) -> bool:
-    return isinstance(try_to_load_from_cache(path, "config.json"), str)
+    return _downloaded(path) is not None
+
+
+def _downloaded(path: str) -> Path | None:
+    """The config.json of what was downloaded of the hub's model."""
+    found = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _beside(folder: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -18,9 +20,12 @@ from keel.model.attention import Segments, UnsupportedAttention, use_packed_atte
 from keel.model.head.module import install_support_head
 from keel.model.load import ModelFacts, as_text, facts_of
 from keel.model.routing.routers import router_modules
-from keel.model.source import hub_options
+from keel.model.source import KNOWN, hub_options, missing_weights, shapes_of
 from keel.model.sparse.attention import use_sparse_attention
+from keel.model.transformers_internals import left_out, loaded_as
 
+LAYER = re.compile(r".*?\.\d+\.")
+"""The part of a tensor's name that says which layer it is of."""
 RENAMED = 0.01
 """Share of ids that two tokenizers of one family may call differently (reserved ids that an
 instruction-tuned model has given a name)."""
@@ -34,21 +39,23 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
     """Facts about the model of `config`, which the trainer has to know.
 
     Raises:
-        ConfigError: it does not, or transformers cannot build such a model from its configuration.
+        ConfigError: it does not, or transformers cannot build such a model from its configuration,
+            or the weights at `path` are those of another.
     """
     try:
         if (text := as_text(config)) not in _TRAINABLE:
             check_trainable(path, config)
             _TRAINABLE.add(text)
-        return facts_of(config)
+        facts = facts_of(config)
     except ConfigError:
         raise
     except Exception as error:  # the code of some two hundred families, in its own words
         raise ConfigError(
             f"model.path = {path!r}: models of type {config.model_type} are not known here: what "
-            f"planning reads of one failed ({type(error).__name__}: {error}). Known are decoders "
-            "like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3"
+            f"planning reads of one failed ({type(error).__name__}: {error}). {KNOWN}"
         ) from error
+    check_weights_fit(path, config)
+    return facts
 
 
 def check_trainable(path: str, config: PreTrainedConfig) -> None:
@@ -67,6 +74,57 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
         _try_packed(model)
     except ValueError as error:
         raise ConfigError(f"model.path = {path!r}: {error}") from error
+
+
+def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
+    """The tensors of a folder, by names and shapes, against the model that `config` describes;
+    transformers would make up what is missing, and leave out what it has no place for.
+
+    Raises:
+        ConfigError: they are those of another model.
+    """
+    text = config.get_text_config()
+    other = text is not config or getattr(config, "quantization_config", None)
+    if other or not Path(path).is_dir() or missing_weights(path):  # which is said elsewhere
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = shapes_of(path)
+    if (loaded := loaded_as(model, shapes)) and (said := _unfit(model, shapes, loaded)):
+        raise ConfigError(
+            f"model.path = {path!r}: its weights are not those of its config.json (model_type "
+            f"{config.model_type}, {text.num_hidden_layers} layers): {said}. Get both from one "
+            "place again"
+        )
+
+
+def _unfit(
+    model: PreTrainedModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    loaded: Mapping[str, tuple[str, bool]],
+) -> str:
+    """The first thing that is wrong. shapes, loaded: by the names of a checkpoint."""
+    state = model.state_dict(keep_vars=True)
+    lacking, further = left_out(model)
+    there = {id(state[name]) for name, _ in loaded.values() if name in state}  # a tied one is one
+    missing = [name for name, tensor in state.items() if id(tensor) not in there]
+    if missing := [name for name in missing if not _any(lacking, name)]:
+        return f"{len(missing)} of {len(state)} tensors are not there, such as {missing[0]}"
+    layers = {found[0] for name in state if (found := LAYER.match(name))}
+    for name, (target, whole) in loaded.items():
+        if target in state:
+            wanted = tuple(state[target].shape)
+            if whole and shapes[name] != wanted:
+                return f"{name} has the shape {list(shapes[name])} and not {list(wanted)}"
+        elif (found := LAYER.match(target)) and found[0] in layers:  # none behind the last one
+            beside = target.endswith(".weight") or f"{target.removesuffix('bias')}weight" in state
+            if beside and not _any([*further, "rotary"], target):
+                return f"nothing in such a model is called {name}"
+    return ""
+
+
+def _any(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _try_packed(model: PreTrainedModel) -> None:

@@ -3,6 +3,7 @@ private attribute of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import transformers
@@ -35,6 +36,42 @@ def always_float32(model: PreTrainedModel) -> list[str]:
     """Names of modules and parameters that the family keeps in float32 beside weights of any
     dtype."""
     return sorted(model._keep_in_fp32_modules_strict or ())
+
+
+def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
+    """Name of a checkpoint's tensor → the name in the state dict that `from_pretrained` makes of
+    it, and whether it becomes that one as it is, and no part of it. Empty for a family whose
+    tensors are cut up while they are loaded, and with a release that has other names for this."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+        from transformers.core_model_loading import (  # noqa: PLC0415
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:
+        return {}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    if any(len(each.target_patterns) > 1 for each in converters):
+        return {}
+    prefix, state = model.base_model_prefix, model.state_dict()
+    found: dict[str, tuple[str, bool]] = {}
+    for name in sorted(names, key=dot_natural_key):  # some renamings wait for others
+        target, source = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, source = name, None
+        found[name] = target, source is None
+    return found
+
+
+def left_out(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Patterns of tensors that a checkpoint may lack, and of those that it may have for nothing."""
+    lacking = model._keys_to_ignore_on_load_missing or ()
+    further = model._keys_to_ignore_on_load_unexpected or ()
+    return sorted(lacking), sorted(further)
 
 
 def gated(experts: Any, packed: Tensor) -> Tensor | None:

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
 from keel.configs.load import load_config, load_distillation
@@ -20,6 +18,7 @@ from keel.trainer.cli import main, parser
 from keel.trainer.prepare import prepare
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.words import closing_words
+from tests.model.stand_in import stand_in
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 
 ROOT = Path(__file__).parent.parent
@@ -122,7 +121,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=40_960,
     ).save_pretrained(model)
     build_tokenizer().save_pretrained(model)
-    save_file({"nothing": torch.zeros(1)}, model / "model.safetensors")
+    stand_in(model)
     return folder
 
 

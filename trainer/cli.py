@@ -139,7 +139,12 @@ def add_new(command: argparse.ArgumentParser) -> None:
     add("--answer", default="", metavar="COLUMN", help="of the answers")
     add("--task", metavar="NAME", help="a task of reasoning_gym, in place of --data")
     add("--environment", default="", metavar="TARGET", help="module:Class, to work in over turns")
-    add("--reward", default="", metavar="NAME", help="module.function of yours, as the reward")
+    add(
+        "--reward",
+        default="",
+        metavar="NAME",
+        help="module.function of yours, as a reward, beside the answer where there is one",
+    )
     add("--gpus", type=int, metavar="N", help="of a machine (default: those here; 0: none)")
     add("--nodes", type=int, default=1, metavar="N", help="machines")
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU, where none is here")

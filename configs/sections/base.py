@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 
@@ -32,6 +33,17 @@ def require_pass_rates(section: str, least: float, most: float) -> None:
         f"{section}.most_pass_rate",
         most,
         f"must be above 0, at most 1, and not below least_pass_rate = {least:g}",
+    )
+
+
+def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
+    """`rewards` of a section, or one of the other weights, tell completions of a group apart."""
+    require(
+        any(rewards.values()) or any(others),
+        f"{section}.rewards",
+        dict(rewards),
+        "nothing of it counts, so every advantage would be 0; give a part a weight other than 0. A "
+        "source that is for evaluation alone has weight: 0",
     )
 
 

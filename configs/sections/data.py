@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
-from keel.configs.sections.base import require, require_pass_rates
+from keel.configs.sections.base import require, require_gradient, require_pass_rates
 from keel.configs.sections.measured import BOXED
 from keel.configs.system_prompts import SystemTemplate
 
@@ -338,6 +338,9 @@ class DataConfig:
             + " among those of data.train_on" * bool(self.train_on),
         )
         for source in self.sources:
+            if self.weight_of(source) > 0:
+                others = (source.length.linear, source.length.overlong, source.kl_coef)
+                require_gradient(f"data.sources[{source.name}]", source.rewards, *others)
             first = self.rewards_by_domain[source.domain_name]
             require(
                 dict(source.rewards) == dict(first),

@@ -186,16 +186,19 @@ class JudgeConfig:
     def check_used(self, *, judged: bool, gpu: bool) -> None:
         """Raise ConfigError where the prompts need a judge and there is none, or the reverse.
 
-        judged: whether any prompt has criteria or is a proof; gpu: whether the run has any.
+        judged: whether any prompt has criteria or is a proof, or rewards name `refusal`; gpu:
+        whether the run has any.
         """
         if judged and not self.model:
             raise ConfigError(
-                "rewards.judge.base_url: empty, but there are prompts with criteria or proofs; "
-                "name the endpoint of a judge and its model, or a model with rewards.judge.serve"
+                "rewards.judge.base_url: empty, but prompts have criteria or are proofs, or a "
+                "source's rewards name `refusal`, be it with 0, and these are for a judge; name "
+                "the endpoint of one and its model, or a model with rewards.judge.serve"
             )
         if self.serve and not judged:
             raise ConfigError(
-                "rewards.judge.serve = True: no prompt has criteria or is a proof; remove it"
+                "rewards.judge.serve = True: no prompt has criteria or is a proof, and no rewards "
+                "name `refusal`; remove it"
             )
         require(
             gpu or self.gpus <= 1,

@@ -62,6 +62,9 @@ class Columns:
                 hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(self._of)}"
                 raise ConfigError(f"{self._knob}.columns.{key}: there is no such key; {hint}")
         self._taken = set(self._of.values())
+        self._read = _places(source.template_text)
+        """Columns that the template, or a key inside an object, is read from."""
+        self._read |= {name.partition(".")[0] for name in source.columns.values() if "." in name}
         self.only_prompt = _places(source.template_text) <= {"prompt", self._of["prompt"]}
         """Whether the source's template has nothing else of a row."""
         self._unseen = {key: name for key, name in source.columns.items() if name}
@@ -103,15 +106,14 @@ class Columns:
     def check_read(self, given: Given, at: str, *, functions: bool) -> None:
         """Note columns that nothing reads. functions: the source's own see all of them. Raises
         BadLine for a key misspelt."""
-        used = _places(self._source.template_text)
         for name in given.further:
             near = self._near_key(name)
-            if near and near not in given.known and name not in used:
+            if near and near not in given.known and name not in self._read:
                 raise BadLine(
                     f"`{name}` is no key; did you mean `{near}`? Rename it, or say that it is a "
                     f"column of its own by {self._knob}.columns: {{{near}: ''}}"
                 )
-            if not functions and name not in used and name not in WRITTEN:
+            if not functions and name not in self._read and name not in WRITTEN:
                 self.unread.setdefault(name, at)
 
     def check_found(self) -> None:

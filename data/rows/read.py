@@ -11,6 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,8 +49,16 @@ def kind_of_file(path: Path) -> str:
 
 def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
     """JSON lines, whatever the file is called. Blank ones are free. Raises ConfigError naming
-    `knob`."""
-    for number, line in lines_of(path, knob):
+    `knob`, for one list, too."""
+    lines = lines_of(path, knob)
+    first = list(islice(lines, 2))
+    if _is_list([line for _, line in first]):
+        rename = "" if kind_of_file(path) in LISTS else "let its name end in .json, and "
+        raise ConfigError(
+            f"{knob} = {str(path)!r}: is a list of JSON, and here each line is an object of its "
+            f"own; {rename}set source: file"
+        )
+    for number, line in chain(first, lines):
         yield _row(f"{path}:{number}", number, line)
 
 
@@ -95,6 +104,18 @@ def _row(at: str, number: int, line: bytes) -> Row:
         return Row(at, number, *object_of(line))
     except BadLine as error:
         return Row(at, number, error, {})
+
+
+def _is_list(first: list[bytes]) -> bool:
+    """Of the first lines: whether a list goes on over all of them, or one is all there is. A list
+    that another line follows is a wrong line."""
+    if not first or not first[0].strip().startswith(b"["):
+        return False
+    try:
+        json.loads(first[0])
+    except (ValueError, RecursionError):
+        return first[0].strip() == b"[" or len(first) > 1
+    return len(first) == 1
 
 
 def _begins_list(path: Path) -> bool:

@@ -47,7 +47,7 @@ def test_a_judge_is_there_if_and_only_if_it_is_needed() -> None:
     SERVED.check_used(judged=True, gpu=True)
     JudgeConfig().check_used(judged=False, gpu=False)
     JudgeConfig(base_url=URL, model="m").check_used(judged=False, gpu=False)
-    with pytest.raises(ConfigError, match=r"base_url: empty, but .*or a model with rewards"):
+    with pytest.raises(ConfigError, match=r"base_url: empty, .* `refusal`, .*or a model with r"):
         JudgeConfig().check_used(judged=True, gpu=True)
     with pytest.raises(ConfigError, match=r"serve = True: no prompt has criteria"):
         SERVED.check_used(judged=False, gpu=True)

@@ -16,6 +16,7 @@ from keel.configs.schema import (
     DataConfig,
     EmbeddedConfig,
     EvalConfig,
+    LengthConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
@@ -185,6 +186,31 @@ def test_draining_needs_the_time_of_a_completion() -> None:
         Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
     options["algorithm"] = AlgorithmConfig()
     Config(rollout=RolloutConfig(**rollout), **options)  # type: ignore[arg-type]
+
+
+NOTHING = {"correct": 0.0, "format": 0.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rewards": {"correct": 0.0, "format": -0.1}},
+        {"rewards": NOTHING, "kl_coef": 0.01},
+        {"rewards": NOTHING, "length": LengthConfig(linear=0.1)},
+        {"rewards": NOTHING, "length": LengthConfig(overlong=0.1)},
+        {"rewards": NOTHING, "weight": 0.0},
+    ],
+)
+def test_a_source_that_trains_has_something_to_learn_from(changes: dict[str, Any]) -> None:
+    other = replace(SOURCE, name="other", **changes)
+    assert DataConfig(sources=(SOURCE, other)).weight_of(other) == other.weight
+    idle = replace(SOURCE, name="idle", rewards=NOTHING, holdout=2)
+    said = (
+        r"sources\[idle\]\.rewards = \{'correct': 0\.0, .*every advantage would be 0; give a part"
+    )
+    with pytest.raises(ConfigError, match=said):
+        DataConfig(sources=(other, SOURCE, idle))
+    DataConfig(sources=(SOURCE, idle), train_on=("sums",))
 
 
 @pytest.mark.parametrize(

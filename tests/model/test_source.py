@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from keel.configs.schema import ConfigError
-from keel.model import source
+from keel.model import load, source
 from keel.model.load import load_model_config, load_tokenizer
 from keel.model.source import check_path, hub_answers, hub_options, missing_weights
 from keel.model.trainable import trainable_facts
@@ -198,6 +198,26 @@ def test_a_half_copied_cache_of_links_is_called_that(tmp_path: Path) -> None:
     assert "config.json: a link to a file that is not there" in refused(str(tmp_path))
     with pytest.raises(ConfigError, match=r"tokenizer\.json: a link to a file that is not there"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_family_that_nobody_knows_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "foo_bar"}')
+    said = refused(str(tmp_path))
+    assert f"{str(tmp_path)!r}: models of type foo_bar are not known here: " in said
+    assert "Known are decoders like Llama" in said and "\n" not in said and "pip" not in said
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="type foo_bar are not"):
+        patched.setattr(load, "AutoTokenizer", None)  # which would warn first
+        load_tokenizer(str(tmp_path))
+    monkeypatch.setattr(load, "check_family", lambda *_: None)  # of the hub: it is downloaded first
+    assert refused(str(tmp_path)) == said
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "foo_bar", "auto_map": {"AutoConfig": "a.B"}}'
+    )
+    monkeypatch.undo()
+    assert "is code of its own, and Keel runs none" in refused(str(tmp_path))
 
 
 FAMILIES: dict[str, tuple[PreTrainedConfig, str]] = {

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     DogeConfig,
     Gemma2Config,
@@ -22,7 +26,15 @@ from transformers import (
 
 from keel.configs.schema import ConfigError
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.model.trainable import check_ids, check_same_family, check_trainable
+from keel.model.load import load_model_config
+from keel.model.trainable import (
+    check_ids,
+    check_same_family,
+    check_trainable,
+    check_weights_fit,
+    trainable_facts,
+)
+from tests.model.families import FAMILIES, build
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -88,3 +100,101 @@ def test_an_id_beyond_the_embedding_is_refused() -> None:
     check_ids([0, 63], 64, "prompt a")
     with pytest.raises(ConfigError, match=r"prompt a has token id 64, .* ends at 63"):
         check_ids([1, 64, 2], 64, "prompt a")
+
+
+Tensors = dict[str, Tensor]
+
+
+def saved(
+    folder: Path, family: str, knobs: dict[str, Any], weights: Callable[[Tensors], Tensors] = dict
+) -> str:
+    """A tiny model of the family, then `knobs` in its config.json and `weights` of its tensors."""
+    tied = knobs.pop("tied", False)
+    build(family, tie_word_embeddings=tied).save_pretrained(folder)
+    file, whole = folder / "config.json", folder / "model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | knobs))
+    save_file(weights(load_file(whole)), whole, metadata={"format": "pt"})
+    return str(folder)
+
+
+def further(tensors: Tensors) -> Tensors:
+    """With what checkpoints have for others: a layer behind the last one, and old buffers."""
+    one = tensors["model.norm.weight"]
+    names = [name for name in tensors if ".layers.2." in name]
+    more = {name.replace(".2.", ".3."): tensors[name].clone() for name in names}
+    more["model.layers.3.eh_proj.weight"] = more["mtp.layers.0.norm.weight"] = one.clone()
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = one.clone()
+    return {**tensors, **{name: tensor.clone() for name, tensor in more.items()}}
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+FOUR = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+UNFIT: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors], str]] = {
+    "a layer more": ("qwen3", FOUR, dict, r"qwen3, 4 layers\): 11 of 47 tensors are not there, su"),
+    "renamed": (
+        "qwen3",
+        {},
+        lambda tensors: {f"own.{name}": tensor for name, tensor in tensors.items()},
+        "36 of 36 tensors are not there, such as model.embed_tokens.weight",
+    ),
+    "norms left out": ("qwen3", LLAMA, dict, "nothing in such a model is called .*k_norm.weight"),
+    "biases left out": ("qwen2", LLAMA, dict, "nothing in such a model is called .*k_proj.bias"),
+    "norms made up": ("llama", QWEN3, dict, "6 of 36 tensors are not there, such as .*q_norm.we"),
+    "another size": (
+        "qwen3",
+        {"intermediate_size": 64},
+        dict,
+        r"mlp\.down_proj\.weight has the shape \[32, 32\] and not \[32, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_weights_of_another_model_are_refused(case: str, tmp_path: Path) -> None:
+    family, knobs, weights, said = UNFIT[case]
+    path = saved(tmp_path, family, dict(knobs), weights)
+    with pytest.raises(ConfigError, match=f"are not those of its config.json .*{said}.* place ag"):
+        trainable_facts(path, load_model_config(path))
+
+
+FIT: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
+    **{family: (family, {}, dict) for family in FAMILIES},
+    "dense": ("qwen3", {}, dict),
+    "tied": ("qwen3", {"tied": True}, dict),
+    "tied, the head alone": (
+        "qwen3",
+        {"tied": True},
+        lambda t: {name.replace("model.embed_tokens", "lm_head"): t[name] for name in t},
+    ),
+    "tied, written twice": (
+        "qwen3",
+        {"tied": True},
+        lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].clone()},
+    ),
+    "more than is read": ("deepseek_v3", {}, further),
+    "quantised": (
+        "llama",
+        {"quantization_config": {"quant_method": "fp8"}},
+        lambda tensors: {f"{name}_packed": tensor for name, tensor in tensors.items()},
+    ),
+    "without the head's prefix": (
+        "gpt2",
+        {},
+        lambda tensors: {name.removeprefix("transformer."): tensors[name] for name in tensors},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIT)
+def test_weights_of_every_family_are_its_own(case: str, tmp_path: Path) -> None:
+    family, knobs, weights = FIT[case]
+    path = saved(tmp_path, family, dict(knobs), weights)
+    check_weights_fit(path, load_model_config(path))
+
+
+def test_weights_that_are_not_all_there_are_named_elsewhere(tmp_path: Path) -> None:
+    path = saved(tmp_path, "qwen3", dict(FOUR))
+    Path(path, "model.safetensors").unlink()
+    check_weights_fit(path, load_model_config(path))
+    check_weights_fit("owner/model", load_model_config(path))

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
@@ -31,6 +29,7 @@ from keel.trainer.run.manifest import MANIFEST, write_manifest
 from keel.trainer.run.restarts import Stuck
 from keel.trainer.run.view import PlainView
 from keel.trainer.system import model_folder
+from tests.model.stand_in import stand_in
 from tests.rollout.chat.families import tokenizer_of
 from tests.trainer.engine.batches import write_model
 
@@ -157,7 +156,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     ).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    save_file({"nothing": torch.zeros(1)}, weights)
+    stand_in(tmp_path)
     lines = tmp_path / "sums.jsonl"
     lines.write_text("".join(f'{{"prompt": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(9)))
     recipe = tmp_path / "mine.yaml"
@@ -188,7 +187,7 @@ def test_a_model_of_the_users_own_is_planned_from_its_config(
     assert "it holds no weights (model.safetensors, or its parts and" in out
     assert "model.safetensors.index.json); `keel train` needs them where it runs" in out
     assert "warning      trainer.lr = 0.1 is far from what is used" in out
-    save_file({"nothing": torch.zeros(1)}, weights)
+    stand_in(tmp_path)
 
     other = tmp_path / "other"
     words = Tokenizer(WordLevel({"[UNK]": 0, **{f"w{i}": i for i in range(1, 200)}}, "[UNK]"))
@@ -216,7 +215,7 @@ def test_a_model_without_a_template_whose_chats_code_writes(
     tokenizer.save_pretrained(tmp_path)
     shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2}
     Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(tmp_path)
-    save_file({"nothing": torch.zeros(1)}, tmp_path / "model.safetensors")
+    stand_in(tmp_path)
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     shop: dict[str, Any] = {"target": "shop:Shop", "folder": str(ROOT / "tests" / "agents")}
     shop |= {"isolation": "none-i-trust-the-environments"}

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3Config
 
 from keel.configs.load import dump_config, load_config
@@ -19,6 +17,7 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer.cli import main
 from keel.trainer.engine.export import write_tokenizer
 from keel.trainer.prepare import prepare
+from tests.model.stand_in import stand_in
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
@@ -30,7 +29,7 @@ def recipe(tmp_path: Path) -> Path:
     """Of a base model."""
     shape = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2}
     Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(tmp_path)
-    save_file({"nothing": torch.zeros(1)}, tmp_path / "model.safetensors")
+    stand_in(tmp_path)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)

@@ -38,6 +38,10 @@ TOKENS = {True: 4096, False: 1024}
 """Of a completion with thinking, and without."""
 HELD_OUT = 200
 """Most rows to hold out; of few a tenth."""
+OPENING = 3072
+"""Tokens of an episode before its last turn; the tools are among them."""
+BESIDE = 0.2
+"""Weight of a reward function where something else says what is right."""
 ASKED_S = 10.0
 STOPPED = 130
 
@@ -107,6 +111,9 @@ def _drafted(given: argparse.Namespace, ask: Ask | None) -> Draft:
         tokens = tokens or 48
         asked = max(1, min(source.max_prompt_tokens, context - tokens))
         source = replace(source, max_prompt_tokens=asked)
+    elif context:  # what prompts may take is a guess, and half of a short context is enough
+        asked = max(1, min(source.max_prompt_tokens, context // 2))
+        source = replace(source, max_prompt_tokens=asked)
     room = context - source.max_prompt_tokens if context else TOKENS[True]
     if tokens is None:
         tokens = min(TOKENS[think], max(1, room))
@@ -131,12 +138,17 @@ def _drafted(given: argparse.Namespace, ask: Ask | None) -> Draft:
 
 def _source(given: argparse.Namespace, ask: Ask | None, *, embedded: bool) -> tuple[Source, bool]:
     """And whether the policy is to think."""
-    data, task = given.data, given.task
-    if not data and not task:
+    data, task, environment = given.data, given.task, given.environment
+    if embedded and environment:
+        raise ConfigError(
+            f"--environment {environment}: the embedded model has been taught a few tasks of "
+            "reasoning_gym and nothing else. Name a model (--model)"
+        )
+    if not data and not task and not environment:
         if ask is None and not embedded:
             raise ConfigError(
                 "--data is missing: a file, a folder or a dataset of the hub (or --task, a task of "
-                "reasoning_gym)"
+                "reasoning_gym, or --environment, which makes its own tasks)"
             )
         words = "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym"
         data = (ask or _default)(words, TASK if embedded else "chain_sum")
@@ -152,18 +164,57 @@ def _source(given: argparse.Namespace, ask: Ask | None, *, embedded: bool) -> tu
     think = bool(given.think)
     if given.think is None and ask and not embedded:
         think = ask("Think before answering (y/n)", "n").lower().startswith("y")
-    return (_of_task(task) if task else _of_rows(str(data), given, ask)), think
+    if data:
+        return _of_rows(data, given, ask), think
+    return (_of_task(task, given) if task else _of_episodes(environment, given.reward)), think
 
 
-def _of_task(task: str) -> Source:
+def _of_task(task: str, given: argparse.Namespace) -> Source:
     params = TASK_KNOBS if task == TASK else {}
+    environment = {"environment": {"target": given.environment}} if given.environment else {}
+    rewards = {"rewards": _rewards(given.reward, judged=True)} if given.reward else {}
+    made = {"size": 4000, "holdout": 128}
     return Source(
         name=task,
         said=f"{task} of reasoning_gym",
-        knobs={"source": "reasoning_gym", "task": task, **params, "size": 4000, "holdout": 128},
-        comments={"holdout": "never trained on", "size": "made from a seed"},
+        knobs={"source": "reasoning_gym", "task": task, **params, **environment, **made, **rewards},
+        comments={
+            "holdout": "never trained on",
+            "size": "made from a seed",
+            "rewards": "the task's own verifier, and a function of yours: docs/rewards.md",
+        },
         max_prompt_tokens=64 if task == TASK else 512,
     )
+
+
+def _of_episodes(environment: str, reward: str) -> Source:
+    """An environment that makes its tasks itself."""
+    words = re.findall(r"[^\W\d]\w*", environment.removesuffix(".py"))
+    return Source(
+        name=words[-1].lower() if words else "episodes",
+        said=f"in {environment}",
+        knobs={
+            "source": "environment",
+            "environment": {"target": environment},
+            "size": 2000,
+            "holdout": 64,
+            "rewards": _rewards(reward, judged=True),
+        },
+        comments={
+            "holdout": "never trained on",
+            "size": "tasks, made from their numbers",
+            "rewards": "the verdict" + ", and a function of yours: docs/rewards.md" * bool(reward),
+        },
+        max_prompt_tokens=OPENING,
+        about_prompts="with max_tokens, room for all turns",
+    )
+
+
+def _rewards(reward: str, *, judged: bool) -> dict[str, float]:
+    """judged: whether something but the function says what is right, which it is then beside."""
+    if reward in ("", "correct"):
+        return {"correct": 1.0}
+    return {"correct": 1.0, reward: BESIDE} if judged else {reward: 1.0}
 
 
 def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
@@ -200,7 +251,10 @@ def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
         **{key: f"judged by the column `{key}`" for key in JUDGED},
     }[found.judged]
     held = min(HELD_OUT, -(-found.rows // 10)) if found.rows > 1 else 0
-    boxed = found.judged == "maths" and not found.boxed and not environment and not reward
+    if reward:
+        said = f"{said}; a function of yours: docs/rewards.md".removeprefix("; ")
+    boxed = found.judged == "maths" and not found.boxed and not environment
+    judged = found.judged != "nothing" or bool(environment)
     knobs: dict[str, Any] = {
         "source": found.kind,
         "path": data,
@@ -210,7 +264,7 @@ def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
         "template": "boxed" if boxed else "",
         "environment": {"target": environment} if environment else {},
         "holdout": held,
-        "rewards": {reward or "correct": 1.0},
+        "rewards": _rewards(reward, judged=judged),
     }
     rows = f"{found.rows:,} rows" if found.whole else f"more than {found.rows:,} rows"
     return Source(
@@ -219,7 +273,7 @@ def _of_rows(data: str, given: argparse.Namespace, ask: Ask | None) -> Source:
         knobs={knob: value for knob, value in knobs.items() if value or knob == "holdout"},
         comments={
             "holdout": f"of {rows}; never trained on",
-            "rewards": "a function of yours: docs/rewards.md" if reward else said,
+            "rewards": said,
             "template": "asks for the answer in \\boxed{}",
         },
         max_prompt_tokens=max(256, -(-(found.longest // 2 + 64) // 128) * 128),

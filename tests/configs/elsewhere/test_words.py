@@ -85,3 +85,20 @@ def test_a_section_of_theirs_is_answered_word_by_word_with_its_lines(tmp_path: P
     assert "mine.yaml:4: actor_rollout_ref.rollout.n: no such knob; did you mean algor" in lines[0]
     assert "mine.yaml:6: actor_rollout_ref.actor.optim.lr: no such knob; did you mean t" in lines[1]
     assert "mine.yaml:7: actor_rollout_ref.actor.fancy: no such knob; docs/coming-from" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.epochs=3", "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and"),
+        ("epochs=3", "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and"),
+        ("trainer.num_train_epochs=3", "did you mean run.steps? (TRL's num_train_epochs; in steps"),
+        ("rollout.max_model_len=100", "follows from data.max_prompt_tokens + rollout.sampling.max"),
+        ("rollout.max_seq_length=9", "follows from data.max_prompt_tokens + rollout.sampling.max_"),
+        ("sft.num_train_epochs=3", "did you mean sft.epochs?"),
+        ("rewards.judge.max_model_len=9", "did you mean rewards.judge.server.max_model_len?"),
+    ],
+)
+def test_nobody_is_sent_to_a_knob_that_does_nothing_there(override: str, said: str) -> None:
+    (line,) = refused(override)
+    assert f"no such knob; {said}" in line

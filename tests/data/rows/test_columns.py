@@ -222,6 +222,12 @@ def test_what_nothing_reads_is_noted_once(tmp_path: Path) -> None:
     assert not load(tmp_path, *rows, **OWN).unread, "functions see them all"
 
 
+def test_an_object_that_a_key_is_read_from_is_read(tmp_path: Path) -> None:
+    row = {"prompt": "a", "reward_model": {"ground_truth": "1", "style": "rule"}, "level": 1}
+    loaded = load(tmp_path, row, columns={"answer": "reward_model.ground_truth"})
+    assert set(loaded.unread) == {"level"}
+
+
 def test_templates_put_columns_into_words(tmp_path: Path) -> None:
     row = {"question": "1+1?", "hint": 0.50, "answer": "2", "more": {"x": ["é"]}}
     columns = {"prompt": "question"}

@@ -153,6 +153,24 @@ def test_what_is_wrong_is_named_with_its_place(name: str, tmp_path: Path) -> Non
     assert words in refused(tmp_path / name)
 
 
+LISTS = {
+    "list.json": (json.dumps(ROWS), "is a list of JSON, and here each line is an object of"),
+    "list.jsonl": (json.dumps(ROWS), "; let its name end in .json, and set source: file"),
+    "pretty.jsonl": (json.dumps(ROWS, indent=1), "; let its name end in .json, and set source:"),
+    "broken.jsonl": ('[{"prompt": "a"},\n{"prompt": "b"}]', "; let its name end in .json, and set"),
+    "lists.jsonl": ('[{"prompt": "a"}]\n' * 2, "lists.jsonl:1: must be an object, is a list"),
+    "cut.jsonl": ('[{"prompt": "a"', "cut.jsonl:1: not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_is_no_lines(name: str, tmp_path: Path) -> None:
+    content, words = LISTS[name]
+    (tmp_path / name).write_text(content)
+    said = refused(tmp_path / name, source="jsonl")
+    assert words in said and ("source: file" in said) == ("is a list of JSON" in said)
+
+
 def test_a_wrong_kind_of_source_is_said(tmp_path: Path) -> None:
     makes: list[tuple[Callable[[], Any], str]] = [
         (lambda: source(Path("a.csv"), source="jsonl"), "reads JSON lines; set source: file"),
