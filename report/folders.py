@@ -14,11 +14,10 @@ from keel.report.evaluations import SAMPLES, Lines, read_evaluated
 from keel.report.files import UNKNOWN, UNREADABLE, brief, json_lines, loads, number
 from keel.report.knobs import knobs_of
 from keel.report.shape import Chunks, Group, RunData, as_json, listed, packed
+from keel.rl.metrics import MEASURES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 SUFFIX = ".jsonl.gz"
-MEASURES = ("/pass@1", "/loss", "/indexer/held")
-"""What is said of each held-out set, as when a command ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

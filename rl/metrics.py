@@ -7,6 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
+MEASURES = ("/pass@1", "/loss", "/indexer/held")
+"""Ends of the names of what is said of each held-out set, in a word: when a command ends, and at
+the head of its report."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:

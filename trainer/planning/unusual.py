@@ -24,7 +24,17 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
         ),
         *_unseen(config),
         *_upside_down(config),
+        *_for_nothing(config),
     ]
+
+
+def _for_nothing(config: Config) -> Iterator[str]:
+    """Knobs of `keel sft` in a recipe that has nothing for it."""
+    if config.sft.epochs and not config.sft.sources:
+        yield (
+            f"sft.epochs = {config.sft.epochs:g}: counts with sft.sources alone, and there are "
+            "none. How long this run is says run.steps"
+        )
 
 
 def _upside_down(config: Config) -> Iterator[str]:

@@ -6,11 +6,9 @@ import shlex
 from collections.abc import Sequence
 
 from keel.configs.schema import Config
+from keel.rl.metrics import MEASURES
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.interrupt import preempted
-
-MEASURES = ("/pass@1", "/loss", "/indexer/held")
-"""What is said of each held-out set."""
 
 
 def closing_words(

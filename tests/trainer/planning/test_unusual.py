@@ -91,3 +91,10 @@ def test_more_than_a_machine_without_a_gpu_has_is_warned_about(
     (line,) = crowded(config, plan, wanted - 1)
     assert line.startswith("rollout.engines = 12, trainer.ranks = 1: together they want ")
     assert [*crowded(config, plan, wanted + 1)] == [*crowded(config, plan, 0)] == []
+
+
+def test_epochs_of_a_recipe_that_has_nothing_for_them() -> None:
+    config = load_config("quickstart", ["sft.epochs=3"])
+    shape = facts_of(model_config(config.model.embedded, build_tokenizer()))
+    (line,) = unusual(config, shape)
+    assert line.startswith("sft.epochs = 3: counts with sft.sources alone")
