@@ -3,6 +3,7 @@ before any engine starts."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -28,6 +29,10 @@ _CURES: dict[Fault, str] = {
 }
 """Where what is said of a fault holds none."""
 _MISSING = re.compile(r"No module named '([\w.]+)'")
+
+
+VERDICT_S = 20.0
+"""Longest wait for a verdict, which is asked for to see whether there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +101,7 @@ async def probe(
             why_not = parent.why_not
             await parent.close()
     opening = look.opening
-    if any(message["content"] == f"(task {task.prompt_id})" for message in opening.messages):
+    if [message["content"] for message in opening.messages] == [f"(task {task.prompt_id})"]:
         raise ValueError(
             f"environment {name}: nothing opens its tasks (source: environment), and the policy "
             f"would be told '(task {task.prompt_id})'. Give it a method `opening(self, task, "
@@ -154,7 +159,11 @@ async def _opened(
         parts: tuple[str, ...] | None = None
         if judged and inside.grades:
             said = Transcript(messages=opening.messages, finish_reason="stop")
-            verdict = await environment.verdict(said)
+            try:
+                async with asyncio.timeout(VERDICT_S):
+                    verdict = await environment.verdict(said)
+            except TimeoutError:
+                verdict = Unscored(reason=f"it took more than {VERDICT_S:g} s")
             if isinstance(verdict, Unscored):
                 ungraded = verdict.reason
             else:

@@ -112,10 +112,10 @@ def load_tokenizer(
     """
     check_path(path)
     check_tokenizer_files(path)
-    check_family(path, CONFIG_MAPPING)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except UNREADABLE as error:
+        check_family(path, CONFIG_MAPPING)
         raise ConfigError(f"the tokenizer of {path!r} {_unread(error)}") from error
     if chat_template:
         tokenizer.chat_template = chat_template

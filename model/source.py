@@ -213,6 +213,17 @@ def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def is_zero(path: str, name: str) -> bool:
+    """Whether that tensor of a folder has no other number."""
+    from safetensors import safe_open  # noqa: PLC0415  (loads torch)
+
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            if name in set(opened.keys()):
+                return not opened.get_tensor(name).any()
+    return False
+
+
 def _fault(file: Path) -> str:
     """What a look at its beginning and its size says against a file of weights."""
     size = file.stat().st_size

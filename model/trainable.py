@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch.nn import Parameter
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,7 +21,7 @@ from keel.model.attention import Segments, UnsupportedAttention, use_packed_atte
 from keel.model.head.module import install_support_head
 from keel.model.load import ModelFacts, as_text, facts_of
 from keel.model.routing.routers import router_modules
-from keel.model.source import KNOWN, hub_options, missing_weights, shapes_of
+from keel.model.source import KNOWN, hub_options, is_zero, missing_weights, shapes_of
 from keel.model.sparse.attention import use_sparse_attention
 from keel.model.transformers_internals import left_out, loaded_as
 
@@ -90,7 +91,7 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = shapes_of(path)
-    if (loaded := loaded_as(model, shapes)) and (said := _unfit(model, shapes, loaded)):
+    if (loaded := loaded_as(model, shapes)) and (said := _unfit(model, path, shapes, loaded)):
         raise ConfigError(
             f"model.path = {path!r}: its weights are not those of its config.json (model_type "
             f"{config.model_type}, {text.num_hidden_layers} layers): {said}. Get both from one "
@@ -100,6 +101,7 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
 
 def _unfit(
     model: PreTrainedModel,
+    path: str,
     shapes: Mapping[str, tuple[int, ...]],
     loaded: Mapping[str, tuple[str, bool]],
 ) -> str:
@@ -107,10 +109,17 @@ def _unfit(
     state = model.state_dict(keep_vars=True)
     lacking, further = left_out(model)
     there = {id(state[name]) for name, _ in loaded.values() if name in state}  # a tied one is one
-    missing = [name for name, tensor in state.items() if id(tensor) not in there]
+    # Buffers begin with what says nothing.
+    missing = [n for n, one in state.items() if isinstance(one, Parameter) and id(one) not in there]
     if missing := [name for name in missing if not _any(lacking, name)]:
-        return f"{len(missing)} of {len(state)} tensors are not there, such as {missing[0]}"
+        first, *others = {name.partition(".")[0] for name in shapes}
+        wrapped = "" if there or others else f"; all names there begin with {first}."
+        return (
+            f"{len(missing)} of {len(state)} tensors are not there, such as {missing[0]}{wrapped}"
+        )
     layers = {found[0] for name in state if (found := LAYER.match(name))}
+    further_of: dict[str, list[str]] = {}
+    """What layers have for nothing, by its name in them."""
     for name, (target, whole) in loaded.items():
         if target in state:
             wanted = tuple(state[target].shape)
@@ -119,7 +128,11 @@ def _unfit(
         elif (found := LAYER.match(target)) and found[0] in layers:  # none behind the last one
             beside = target.endswith(".weight") or f"{target.removesuffix('bias')}weight" in state
             if beside and not _any([*further, "rotary"], target):
-                return f"nothing in such a model is called {name}"
+                further_of.setdefault(target.removeprefix(found[0]), []).append(name)
+    for name, *others in further_of.values():
+        everywhere = 1 + len(others) == len(layers)  # else it is something beside the model
+        if everywhere and not (name.endswith("bias") and is_zero(path, name)):
+            return f"nothing in such a model is called {name}"
     return ""
 
 

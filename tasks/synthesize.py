@@ -201,6 +201,7 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
         loop = asyncio.get_running_loop()
         # asyncio's own tells the loop, which preparing may keep busy for an hour.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _leave)
         budget = Budget(config.budget, ledger.spent, ledger.used)
         authors: list[EndpointAuthor] = []
 
@@ -239,6 +240,10 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
     if why:
         say(f"keel synthesize: {why}. The same command goes on from here")
     return int(bool(why))
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def depends_on(config: SynthesisConfig) -> dict[str, Any]:

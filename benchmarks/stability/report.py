@@ -106,7 +106,10 @@ def write_report(source: Path, folder: Path) -> None:
     for run in runs:
         lengths[run["experiment"], run["arm"]].add(run["steps"])
     if mixed := {each: some for each, some in lengths.items() if len(some) > 1}:
-        raise ValueError(f"{source} has runs of different lengths of one arm: {mixed}")
+        raise ValueError(
+            f"{source} has runs of different lengths of one arm: {mixed}; remove the lines of "
+            "those that were for trial"
+        )
     kept = [line for line in before if json.loads(line)["experiment"] not in new]
     raw.write_text("\n".join([*kept, *(json.dumps(compact(run)) for run in runs)]) + "\n")
     page = folder.with_suffix(".md")

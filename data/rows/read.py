@@ -113,8 +113,11 @@ def _is_list(first: list[bytes]) -> bool:
         return False
     try:
         json.loads(first[0])
+    except json.JSONDecodeError as error:
+        goes_on = error.pos >= len(error.doc.rstrip())
+        return first[0].strip() == b"[" or (goes_on and len(first) > 1)
     except (ValueError, RecursionError):
-        return first[0].strip() == b"[" or len(first) > 1
+        return False
     return len(first) == 1
 
 

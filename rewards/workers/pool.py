@@ -35,7 +35,8 @@ GRACE_S = 30.0
 to be gone."""
 FIRST_S = 30.0
 """Deadline of a function's first call in a worker, where its own is shorter: it may load a model
-then, and keep it. Not again in this worker's place where even that was too short."""
+then, and keep it. Not again in this worker's place where that was too short and no call had ever
+come to an end."""
 LOOK_S = 1.0
 """How often a worker that does not answer is looked at."""
 STOPPED = 5
@@ -146,8 +147,10 @@ class _Worker:
         self._deadline_s = 0.0
         self._called: set[str] = set()
         """Functions that this process has called."""
+        self._loads: set[str] = set()
+        """Those that have come to an end in a process here."""
         self._slow: set[str] = set()
-        """Those whose first call came to no end in time."""
+        """Those whose first call came to no end in time, and none before it had."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._buffer = b""
@@ -222,9 +225,10 @@ class _Worker:
                     self._deadline_s = deadline_s if number else first_s
                     verdicts.append(_verdict(self._receive(self._deadline_s + GRACE_S)))
                     self._called.add(name)
+                    self._loads.add(name)
             except _WorkerLost as lost:
                 self.stop()
-                if name not in self._called and "deadline" in str(lost):
+                if name not in self._loads and "deadline" in str(lost):
                     self._slow.add(name)
                 spared += lost.blameless
                 if lost.blameless and spared <= SPARED:

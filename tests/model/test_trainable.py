@@ -139,7 +139,12 @@ UNFIT: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors], str]] 
         "36 of 36 tensors are not there, such as model.embed_tokens.weight",
     ),
     "norms left out": ("qwen3", LLAMA, dict, "nothing in such a model is called .*k_norm.weight"),
-    "biases left out": ("qwen2", LLAMA, dict, "nothing in such a model is called .*k_proj.bias"),
+    "biases left out": (
+        "qwen2",
+        LLAMA,
+        lambda tensors: {name: tensor + 1 for name, tensor in tensors.items()},
+        "nothing in such a model is called .*k_proj.bias",
+    ),
     "norms made up": ("llama", QWEN3, dict, "6 of 36 tensors are not there, such as .*q_norm.we"),
     "another size": (
         "qwen3",
@@ -173,6 +178,21 @@ FIT: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Tensors]]] = {
         lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].clone()},
     ),
     "more than is read": ("deepseek_v3", {}, further),
+    "without a correction of experts' scores": (
+        "deepseek_v3",
+        {},
+        lambda t: {name: t[name] for name in t if "e_score_correction_bias" not in name},
+    ),
+    "biases of zero": (
+        "qwen3",
+        {},
+        lambda t: {**t, **{f"{n[:-6]}bias": 0 * t[n][:, 0] for n in t if "o_proj.weight" in n}},
+    ),
+    "something beside the model": (
+        "qwen3",
+        {},
+        lambda t: {**t, "model.layers.0.mtp.weight": t["model.norm.weight"].clone()},
+    ),
     "quantised": (
         "llama",
         {"quantization_config": {"quant_method": "fp8"}},

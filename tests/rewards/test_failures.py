@@ -311,6 +311,26 @@ def test_a_first_call_that_comes_to_no_end_gets_its_time_once(
     assert "deadline of 0.4 s" in said[0] and "deadline of 0.2 s" in said[1]
 
 
+def test_a_completion_that_hangs_takes_no_time_to_load_from_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of those that are scored is the first of its process."""
+    (folder / "loads_again.py").write_text(
+        "import time\n"
+        "def score(prompt, trajectory):\n"
+        "    time.sleep(1000 if trajectory.answer == 'hangs' else 0.5)\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_S", 6.0)
+    given = {PROMPT.domain: {"loads_again.score": 1.0}}
+    with Scorer(given, workers=1, deadline_s=0.3, say=lambda _: None) as scorer:
+        found = [
+            scorer.score([group(f"</think>{said}")])[0].rewards_G[0]
+            for said in ("3", "hangs", "hangs", "3")
+        ]
+    assert found == [1.0, 0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

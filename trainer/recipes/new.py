@@ -112,7 +112,8 @@ def _drafted(given: argparse.Namespace, ask: Ask | None) -> Draft:
         asked = max(1, min(source.max_prompt_tokens, context - tokens))
         source = replace(source, max_prompt_tokens=asked)
     elif context:  # what prompts may take is a guess, and half of a short context is enough
-        asked = max(1, min(source.max_prompt_tokens, context // 2))
+        most = max(context // 2, context - tokens if tokens else 0)
+        asked = max(1, min(source.max_prompt_tokens, most))
         source = replace(source, max_prompt_tokens=asked)
     room = context - source.max_prompt_tokens if context else TOKENS[True]
     if tokens is None:

@@ -160,6 +160,7 @@ LISTS = {
     "broken.jsonl": ('[{"prompt": "a"},\n{"prompt": "b"}]', "; let its name end in .json, and set"),
     "lists.jsonl": ('[{"prompt": "a"}]\n' * 2, "lists.jsonl:1: must be an object, is a list"),
     "cut.jsonl": ('[{"prompt": "a"', "cut.jsonl:1: not JSON"),
+    "dated.jsonl": ('[2024-01-01] exported\n{"prompt": "a"}\n', "dated.jsonl:1: not JSON"),
 }
 
 
