@@ -155,12 +155,12 @@ def given_to(
     name: str, wanted: list[inspect.Parameter], given: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """What of `given` the parameters `wanted` of a function take, by position and by name: all of
-    it where they have `**` and none of it is named. A single one of another name takes the first. Raises
-    Refused."""
+    it where they have `**` and none of it is named. A single one of another name takes the first.
+    Raises Refused."""
     plain = [one for one in wanted if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in given]
     others = [one for one in plain if one.name not in given and one.default is one.empty]
-    every = not known + others and any(one.kind is one.VAR_KEYWORD for one in wanted)
+    every = not (known or others) and any(one.kind is one.VAR_KEYWORD for one in wanted)
     rest = dict(given) if every else {one.name: given[one.name] for one in known}
     alone = others or wanted
     by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
