@@ -37,6 +37,8 @@ from benchmarks.peers.workload import QWEN3_06B as WORKLOAD
 from benchmarks.peers.workload import SMALL, Workload
 from keel.trainer.planning.remembered import CHOSEN
 
+MADE_S = 300.0
+"""Longest wait for a model to be made."""
 LEAST_S = 45.0
 """An arm is not begun with less than this left."""
 TUNED: Mapping[str, Any] = {
@@ -165,7 +167,10 @@ def made_apart(*arguments: Any) -> None:
     end, which the arms would take for another's."""
     process = multiprocessing.get_context("spawn").Process(target=write_model, args=arguments)
     process.start()
-    process.join()
+    process.join(MADE_S)
+    if process.exitcode is None:
+        process.kill()
+        raise SystemExit(f"the model was not made within {MADE_S:g} s")
     if process.exitcode:
         raise SystemExit(f"the model could not be made: exit code {process.exitcode}")
 

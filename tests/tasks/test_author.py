@@ -135,7 +135,7 @@ def test_tokens_that_nobody_counted_are_bounded(endpoint: Server) -> None:
         author, kept = author_of(endpoint)
         ask(author)
         assert kept[0].completion_tokens == 300 and kept[0].prompt_tokens > 5
-    endpoint.behave = lambda _: words("北京大学")  # may be a token a byte
+    endpoint.behave = lambda _: words("北京大学")  # at most one token per byte
     author, kept = author_of(endpoint)
     ask(author)
     assert kept[0].completion_tokens == 12
