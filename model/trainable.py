@@ -34,6 +34,8 @@ instruction-tuned model has given a name)."""
 
 _TRAINABLE: set[str] = set()
 """Configurations, as text, that `trainable_facts` has looked at in this process."""
+_FITTING: set[tuple[str, str]] = set()
+"""Of those, the ones whose weights have been, too, with what `_state` says of their files."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
@@ -88,6 +90,8 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
     other = text is not config or getattr(config, "quantization_config", None)
     if other or not Path(path).is_dir() or missing_weights(path):  # which is said elsewhere
         return
+    if (seen := (as_text(config), _state(path))) in _FITTING:
+        return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = shapes_of(path)
@@ -97,6 +101,13 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
             f"{config.model_type}, {text.num_hidden_layers} layers): {said}. Get both from one "
             "place again"
         )
+    _FITTING.add(seen)
+
+
+def _state(path: str) -> str:
+    """Names, sizes and times of a folder's files."""
+    found = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
+    return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in found])
 
 
 def _unfit(

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # with `--hypothesis-profile=explore`. A busy machine may take its time over an example.
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **SLOW)
-settings.register_profile("suite", derandomize=True, database=None, **SLOW)
+settings.register_profile("suite", derandomize=True, database=None, max_examples=50, **SLOW)
 settings.load_profile("suite")
 
 # Without one, the first test to start Ray leaves a token in the home folder

@@ -247,7 +247,7 @@ def test_messages_that_are_explained_are_those_of_the_code() -> None:
     assert len(messages) > 30
     # A long text stands on several lines; its beginning or its end is on one.
     longest = [max(parts, key=len) for parts in messages.values()]
-    ends = re.compile("|".join(re.escape(end) for t in longest for end in (t[:14], t[-14:])))
+    ends = re.compile("|".join(re.escape(end) for t in longest for end in (t[:20], t[-20:])))
     visitor = Texts()
     for path in sources():
         if ends.search(text := path.read_text()):

@@ -30,6 +30,11 @@ OF_DEEPSPEED = re.compile(
     r"|offload_states|averaged_gradients|parameter_offload|group_name|ep_group|model_family"
 )
 """Attributes that it has not promised, without an underscore."""
+CANDIDATE = re.compile(
+    rf"(?<!\bself)(?<!\bcls)(?<!\bsuper\(\))\._|__(class|dict)__|(get|has|set|del)attr\("
+    rf"|deepspeed\.\w|\.({OF_DEEPSPEED.pattern})\b"
+)
+"""Files without it, as text, have nothing to look for: taking all apart takes a second."""
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 OWN = ("self", "cls", "super")
 PUBLIC = ("_replace", "_asdict", "_fields")
@@ -46,7 +51,9 @@ def private(name: str) -> bool:
 
 def reached_for(path: Path) -> Iterator[str]:
     """Attributes and modules of other libraries that they have not promised."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    if not CANDIDATE.search(text := path.read_text()):
+        return
+    nodes = list(ast.walk(ast.parse(text)))
     ours = {node.attr for node in nodes if own(node)}
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):

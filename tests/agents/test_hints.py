@@ -187,7 +187,7 @@ def made_as(hint: Any, value: Any) -> bool:
     return value is None if hint in (None, type(None)) else type(value) is hint
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_what_fits_the_schema_arrives_as_what_the_hint_says(data: st.DataObject) -> None:
     hint = data.draw(HINTS)

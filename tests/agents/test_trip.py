@@ -173,7 +173,7 @@ def small_task(world: World, days: int, **fields: Any) -> Task:
 def test_the_verifier_and_the_solver_by_brute_force(fields: dict[str, Any]) -> None:
     """Every plan of one day in small worlds, those included whose things are elsewhere."""
     possible = 0
-    for seed in range(4):
+    for seed in range(2):
         world = make_world(seed, SMALL, DATES)
         task = small_task(world, 1, **({"start": world.cities[0]} | fields))
         good = 0
@@ -225,7 +225,7 @@ def by_place(world: World, day: dict[str, str]) -> bool:
     return all(places[name].city == day["city"] for key, name in day.items() if key != "city")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_mutated_answer_is_right_only_where_it_still_is(data: st.DataObject) -> None:
     level = data.draw(st.sampled_from([3, 4, 5]))

@@ -225,7 +225,7 @@ def test_completions_end_as_soon_as_the_workload_says(tmp_path: Path) -> None:
     made = write(tmp_path, workload)
     model = AutoModelForCausalLM.from_pretrained(made.model, dtype=torch.float32)
     torch.manual_seed(0)
-    ids = torch.randint(len(MARKS), shape.tokens, (128, 16))
+    ids = torch.randint(len(MARKS), shape.tokens, (48, 16))
     with torch.no_grad():
         sampled = model.generate(
             ids, do_sample=True, max_new_tokens=32, top_p=workload.top_p, top_k=workload.top_k

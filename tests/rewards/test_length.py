@@ -33,7 +33,7 @@ def adjust(
     ).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(GROUP, RULE, st.booleans())
 def test_each_class_keeps_its_mean_and_every_lead_its_sign(
     group: list[tuple[float, int, float]], rule: LengthRule, wrong_too: bool
@@ -58,7 +58,7 @@ def test_each_class_keeps_its_mean_and_every_lead_its_sign(
         assert (np.diff(added[members][order]) <= 1e-9).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(GROUP, DAPO, st.booleans())
 def test_overlong_is_what_dapo_takes_by_length_alone_up_to_a_constant_and_a_factor(
     group: list[tuple[float, int, float]], rule: LengthRule, may_outweigh: bool

@@ -13,7 +13,7 @@ from tests.rl.reference_grpo import advantages
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(REWARDS)
 def test_agrees_with_the_definition_and_sums_to_zero(rewards: list[float]) -> None:
     found = group_advantages(torch.tensor(rewards, dtype=torch.float64))
@@ -21,7 +21,7 @@ def test_agrees_with_the_definition_and_sums_to_zero(rewards: list[float]) -> No
     assert found.sum().abs() < 1e-12
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(st.floats(-10, 10, width=32), st.integers(1, 9), st.sampled_from(["none", "std"]))
 def test_equal_rewards_have_advantages_of_exactly_zero(reward, size, scale) -> None:
     for dtype in (torch.float32, torch.float64):

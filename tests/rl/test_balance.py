@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keel.rl.packing import balance, work
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 4), st.integers(1, 100))
 def test_balance_places_every_item_once(tokens, ranks, capacity) -> None:
     plan = balance(tokens, ranks=ranks, capacity=capacity)

@@ -48,7 +48,7 @@ def segments_of(groups: list[ScoredGroup]) -> list[Segment]:
     ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
 def test_every_context_is_there_whole_and_once(seed: int, ranks: int, capacity: int) -> None:
     groups = prompted_groups(seed)
@@ -70,7 +70,7 @@ def test_every_context_is_there_whole_and_once(seed: int, ranks: int, capacity: 
     assert sorted(found) == sorted(tuple(one.token_ids_T.tolist()) for one in segments_of(groups))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
 def test_micro_batches_hold_what_they_may(seed: int, ranks: int, capacity: int) -> None:
     """And never more tokens than without."""

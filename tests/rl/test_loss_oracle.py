@@ -18,7 +18,7 @@ from tests.rl.reference_grpo import reference_grpo
 MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_k3", "delta": 0.2}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5),
@@ -50,7 +50,7 @@ def test_agrees_with_the_oracle(
     assert found == pytest.approx(expected.metrics, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),

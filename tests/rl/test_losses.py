@@ -78,7 +78,7 @@ def test_the_clip_stops_only_what_has_gone_far_enough(ratio, advantage, loss, gr
     assert found == pytest.approx((loss, gradient))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**31), LENGTHS)
 def test_clipped_tokens_have_no_gradient_and_no_others_lack_one(seed, lengths) -> None:
     batch = Batch.random(seed, lengths, drift=1.0)
@@ -174,7 +174,7 @@ def test_the_mask_carries_no_gradient_and_none_means_none() -> None:
 # --- shares add up --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), LENGTHS, st.integers(1, 4), st.booleans())
 def test_any_split_gives_the_same_loss_gradient_and_metrics(seed, lengths, parts, inside) -> None:
     """Sequences over ranks and micro-batches; without the sequence mask, also tokens of a sequence

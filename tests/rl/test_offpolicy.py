@@ -31,7 +31,7 @@ def mask(gap: list[float], advantage: list[float], sequence: list[int], delta: f
     ).tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.integers(0, 2**31), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.floats(0, 1.5)
 )

@@ -29,7 +29,7 @@ from tests.rl.rollouts import (
 SEEDS = st.integers(0, 2**31)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
 def test_every_token_arrives_once_with_all_that_was_recorded_of_it(seed, ranks, capacity) -> None:
     groups = random_groups(seed)
@@ -70,7 +70,7 @@ def thinned(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGroup]:
     return made
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
 def test_each_group_counts_alike_over_ranks_micro_batches_and_updates(
     seed, ranks, capacity, updates, skip
@@ -107,7 +107,7 @@ def test_a_lone_survivor_counts_as_a_group_and_has_no_advantage() -> None:
     assert sorted(micro_batch.sequence_weight_S.tolist()) == [0.625] * 4 + [2.5]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_equal_groups_have_a_weight_of_exactly_one(groups, size) -> None:
     """So that their loss has the bits that it had without weights."""
@@ -118,7 +118,7 @@ def test_equal_groups_have_a_weight_of_exactly_one(groups, size) -> None:
             assert (micro_batch.sequence_weight_S == 1).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
 def test_trajectories_that_fit_stay_whole_and_micro_batches_within_bounds(
     seed, ranks, capacity

@@ -16,7 +16,7 @@ from tests.rl.rollouts import prompt, scored, segment, trajectory
 SPANS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(SPANS, SPANS, st.data())
 def test_sampling_masks_behave_like_lists_of_spans(first, second, data) -> None:
     a, b = KeptSets.from_lists(first), KeptSets.from_lists(second)

@@ -111,6 +111,7 @@ class Search:
         self.way = WAYS[0]
         self._ranks: dict[tuple[Any, ...], Memory] = {}
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
+        self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
 
     def best(self) -> Layout | None:
         """None where nothing fits."""
@@ -167,11 +168,18 @@ class Search:
         """On a GPU without an engine, or by turns with one where that may be."""
         values = {**seats, **learning}
         try:
-            rank, config = self._rank(values), with_values(self.config, values)
+            rank, config = self._rank(values), self._config_of(values)
         except ConfigError:
             return False
         needs = least_bytes(config, rank) if self._offloads else rank.total
         return needs * self.way.spare <= self.free_gib * GIB
+
+    def _config_of(self, values: Values) -> Config:
+        """Made once for all questions about it. Raises ConfigError."""
+        key = frozenset(values.items())
+        if key not in self._configs:
+            self._configs[key] = with_values(self.config, values)
+        return self._configs[key]
 
     @cached_property
     def _offloads(self) -> bool:
@@ -180,7 +188,7 @@ class Search:
 
     def _offloading(self, turns: Values) -> bool:
         try:
-            return offloads(with_values(self.config, turns), shared=True)
+            return offloads(self._config_of(turns), shared=True)
         except ConfigError:
             return False
 
@@ -188,7 +196,7 @@ class Search:
         """Worked out once for all engines that it is tried with."""
         own = tuple(item for item in values.items() if item[0].startswith("trainer."))
         if own not in self._ranks:
-            config = with_values(self.config, values)
+            config = self._config_of(values)
             self._ranks[own] = trainer_memory(config, self.facts, gpu=True)
         return self._ranks[own]
 
@@ -197,7 +205,7 @@ class Search:
         seats = tuple(values.get(knob) for knob in SEATS)
         if seats not in self._placements:
             try:
-                config = with_values(self.config, values)
+                config = self._config_of(values)
             except ConfigError:
                 return None  # of whatever value
             try:
@@ -214,7 +222,7 @@ class Search:
             if placement is None:
                 return None
             shared, rank = placement.shared, self._rank(values)
-            config = with_values(self.config, values)
+            config = self._config_of(values)
             if self.config.data.sources:
                 share = self.share(config, rank, shared=shared)
                 if share is None:

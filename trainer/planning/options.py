@@ -37,14 +37,13 @@ STAYING_GIB = 2.0
 
 def with_values(config: Config, values: Values) -> Config:
     """Raises ConfigError where that breaks a rule."""
-    rollout, trainer = (
-        tuple([item for item in values.items() if item[0].startswith(section)])
-        for section in ("rollout.", "trainer.")
-    )
+    rollout, trainer = list[Any](), list[Any]()
+    for item in values.items():
+        (rollout if item[0].startswith("rollout.") else trainer).append(item)
     return replace(
         config,
-        rollout=_changed(config.rollout, rollout),
-        trainer=_changed(config.trainer, trainer),
+        rollout=_changed(config.rollout, tuple(rollout)),
+        trainer=_changed(config.trainer, tuple(trainer)),
     )
 
 

@@ -93,14 +93,14 @@ def test_answer_and_thinking_apart() -> None:
 
 
 def test_long_and_hostile_texts_take_linear_time() -> None:
-    texts = ["\\[" * 50_000, "`$" * 50_000, "a" * 100_000, "<" * 100_000, "_a" * 50_000]
+    texts = ["\\[" * 12_500, "`$" * 12_500, "a" * 25_000, "<" * 25_000, "_a" * 12_500]
     inside = ["a ", "a", " ", "a_", "the ", "GPU ", "\\x ", "'a", ", "]
-    texts += [f"```{text * (100_000 // len(text))}```" for text in inside]
-    texts += [text * (100_000 // len(text)) for text in inside]
-    for text in [*texts, "`a` " * 25_000]:
+    texts += [f"```{text * (25_000 // len(text))}```" for text in inside]
+    texts += [text * (25_000 // len(text)) for text in inside]
+    for text in [*texts, "`a` " * 6_000]:
         began = time.thread_time()  # whatever else the machine does
         language_share(ASKED, text)
-        assert time.thread_time() - began < 20
+        assert time.thread_time() - began < 3
 
 
 def test_it_is_a_part_of_the_reward() -> None:

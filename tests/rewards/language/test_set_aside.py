@@ -73,6 +73,14 @@ static const char *name = "value";
     "https://example.com/how-to-add-two-numbers-in-the-basket <b> </b> x_1 y_2 GPU",
 ]
 
+PAIRS = [
+    (name, other)
+    for index, name in enumerate(SAMPLES)
+    for other in [*SAMPLES, *SAMPLES][index : index + 20 : 4]
+    + [*SAMPLES, *SAMPLES][index + 1 : index + 2]
+    if {name, other} != {"Arabic", "Persian"}  # as short, not told apart
+]
+"""The language of a prompt, and that of an answer: its own, the next, and every fourth."""
 plain = cache(language_share)
 """Of an answer without marks, which every mark is compared with."""
 
@@ -86,15 +94,14 @@ def test_honest_code_and_formulas_cost_nothing_in_any_language(code: str) -> Non
 
 @pytest.mark.parametrize("mark", MARKS)
 def test_marks_around_running_text_are_worth_nothing(mark: str) -> None:
-    for name, (*_, prompt) in SAMPLES.items():
-        for other, (*answer, _) in SAMPLES.items():
-            if {name, other} == {"Arabic", "Persian"}:  # as short, not told apart
-                continue
-            dressed = "\n\n".join(map(MARKS[mark].format, answer))
-            if mark == "a fence that is never closed":  # the next one would close it
-                dressed = MARKS[mark].format("\n\n".join(answer))
-            share = plain(prompt, "\n\n".join(answer))
-            assert language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
+    for name, other in PAIRS:
+        *answer, _ = SAMPLES[other]
+        prompt = SAMPLES[name][-1]
+        dressed = "\n\n".join(map(MARKS[mark].format, answer))
+        if mark == "a fence that is never closed":  # the next one would close it
+            dressed = MARKS[mark].format("\n\n".join(answer))
+        share = plain(prompt, "\n\n".join(answer))
+        assert language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
     for *answer, prompt in SAMPLES.values():
         assert language_share(prompt, "\n\n".join(map(MARKS[mark].format, answer))) >= 0.95
 
@@ -102,12 +109,13 @@ def test_marks_around_running_text_are_worth_nothing(mark: str) -> None:
 @pytest.mark.parametrize("mark", BY_WORD)
 def test_neither_are_marks_around_each_word(mark: str) -> None:
     gained: list[float] = []
-    for name, (*_, prompt) in SAMPLES.items():
-        for other, (*answer, _) in SAMPLES.items():
-            if name != other:
-                dressed = " ".join(map(BY_WORD[mark], " ".join(answer).split()))
-                share = plain(prompt, " ".join(answer))
-                gained.append(language_share(prompt, dressed) - share)
+    for name, other in PAIRS:
+        if name != other:
+            *answer, _ = SAMPLES[other]
+            prompt = SAMPLES[name][-1]
+            dressed = " ".join(map(BY_WORD[mark], " ".join(answer).split()))
+            share = plain(prompt, " ".join(answer))
+            gained.append(language_share(prompt, dressed) - share)
     assert sum(gained) / len(gained) < 0.1
 
 

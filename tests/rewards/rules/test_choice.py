@@ -141,23 +141,23 @@ def test_choices_that_cannot_be_read(spec: dict[str, Any], message: str) -> None
 def test_time_is_linear_in_the_answer() -> None:
     began = time.thread_time()  # whatever else the machine does
     for text in (
-        "answer:" * 4_000,
-        "answer" + " " * 30_000,
-        "answer:" + "\n" * 30_000 + "?",
-        "Paris " * 5_000 + "London",
-        "\\boxed{" * 4_000,
-        "\\boxed{" * 3_000 + "}" * 3_000,
-        "<answer>" * 4_000,
-        "<answer>" + "</answer" * 4_000,
-        "A " * 15_000,
-        "A, " * 5_000,
-        "not " * 8_000,
-        "not A (" * 4_000,
-        "*" * 32_000,
-        "\\text{" * 5_000,
+        "answer:" * 1_000,
+        "answer" + " " * 7_500,
+        "answer:" + "\n" * 7_500 + "?",
+        "Paris " * 1_250 + "London",
+        "\\boxed{" * 1_000,
+        "\\boxed{" * 750 + "}" * 750,
+        "<answer>" * 1_000,
+        "<answer>" + "</answer" * 1_000,
+        "A " * 3_750,
+        "A, " * 1_250,
+        "not " * 2_000,
+        "not A (" * 1_000,
+        "*" * 8_000,
+        "\\text{" * 1_250,
     ):
         assert score(text) == 0.0
-    assert time.thread_time() - began < 30
+    assert time.thread_time() - began < 3
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_law_holds_for_every_family(name: str, thinking: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
     chat = chat_of(name)

@@ -178,9 +178,9 @@ def test_pairs_of_glm(body: str, arguments: dict[str, Any] | None) -> None:
 
 def test_pairs_of_glm_that_are_never_closed_take_no_time() -> None:
     began = time.thread_time()
-    body = "<arg_key>k</arg_key>\n<arg_value>v\n" * 50_000
+    body = "<arg_key>k</arg_key>\n<arg_value>v\n" * 10_000
     (call,) = parse("glm", GLM.format(body)).calls
-    assert isinstance(call, Malformed) and time.thread_time() - began < 5
+    assert isinstance(call, Malformed) and time.thread_time() - began < 1
 
 
 def test_one_broken_call_spoils_no_other() -> None:
@@ -256,7 +256,7 @@ def test_an_answer_in_json_is_no_call() -> None:
     assert (without_tools.content, without_tools.calls) == ("@home", ())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data(), name=st.sampled_from(NAMES), inside=st.booleans(), thinking=st.booleans())
 def test_nothing_a_policy_samples_is_too_much(
     data: st.DataObject, name: str, inside: bool, thinking: bool
