@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,8 +32,10 @@ one that sends lines of logs to the driver, which asks for none (`log_to_driver`
 the dashboard, without its pages."""
 SERVICES, STARTS = "ray._private.services", "start_ray_process"
 """What starts each of Ray's own processes, by its command line."""
-NO_AGENT = Path(__file__).parent / "no_agent.py"
-BOUND, RUNTIME_AGENT = Path(__file__).parent / "bound.py", "--runtime_env_agent_command"
+PROGRAMS = Path(__file__).parent / "programs"
+NO_AGENT, SETUP = PROGRAMS / "no_agent.py", PROGRAMS / "setup_worker.py"
+WORKERS = "--python_worker_command"
+BOUND, RUNTIME_AGENT = PROGRAMS / "bound.py", "--runtime_env_agent_command"
 STATE = "ray._private.state"
 WORKER = "ray._private.worker"
 _LOG = logging.getLogger(__name__)
@@ -171,7 +174,7 @@ def without_unused_processes() -> Iterator[None]:
     if start := getattr(services, STARTS, None):
 
         def started(command: Sequence[str], *rest: Any, **named: Any) -> Any:
-            return start(without_agent(command), *rest, **named)
+            return start(lighter(command), *rest, **named)
 
         put.append((services, STARTS, started))
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in put]
@@ -184,21 +187,25 @@ def without_unused_processes() -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def without_agent(command: Sequence[str]) -> list[str]:
-    """The command of a raylet whose dashboard's agent is `NO_AGENT`; of another process, or of a
-    raylet that is not told of it so, as it is."""
+def lighter(command: Sequence[str]) -> list[str]:
+    """The command of a raylet whose dashboard's agent is `NO_AGENT`, and whose workers are set up
+    by `SETUP`; of another process, or of a raylet that is not told of its agent so, as it is."""
     told = {name: value for name, _, value in (w.partition("=") for w in command)}
     agent, session, node = "--dashboard_agent_command", "--session_dir", "--node_id"
     if not told.keys() >= {agent, session, node}:
         return list(command)
     # Without `site`: they need nothing but Python's own modules, and are there at once.
     bare = [sys.executable, "-I", "-S"]
-    stays = [*bare, str(NO_AGENT), told[session], told[node]]
-    told |= {agent: subprocess.list2cmdline(stays)}
+    changed = {agent: subprocess.list2cmdline([*bare, str(NO_AGENT), told[session], told[node]])}
     if other := told.get(RUNTIME_AGENT):  # which by itself lives on for a minute without its raylet
-        told |= {RUNTIME_AGENT: f"{subprocess.list2cmdline([*bare, str(BOUND)])} {other}"}
+        changed[RUNTIME_AGENT] = f"{subprocess.list2cmdline([*bare, str(BOUND)])} {other}"
+    match shlex.split(told.get(WORKERS, "")):
+        case [python, theirs, *rest] if Path(theirs).name == SETUP.name:
+            changed[WORKERS] = subprocess.list2cmdline([python, str(SETUP), *rest])
+        case _:
+            pass
     names = [word.partition("=")[0] for word in command]
     return [
-        f"{name}={told[name]}" if name in (agent, RUNTIME_AGENT) else word
+        f"{name}={changed[name]}" if name in changed else word
         for name, word in zip(names, command, strict=True)
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keel.trainer.cluster.no_agent import NONE, PORTS
+from keel.trainer.cluster.programs.no_agent import NONE, PORTS
 from keel.trainer.cluster.ray_internals import BOUND, NO_AGENT
 from tests.waiting import PATIENCE_S, wait_for
 

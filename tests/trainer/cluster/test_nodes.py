@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -36,9 +37,11 @@ from keel.trainer.cluster.ray_internals import (
     NODE,
     RUNTIME_AGENT,
     SERVICES,
+    SETUP,
     STARTS,
     UNUSED,
-    without_agent,
+    WORKERS,
+    lighter,
     without_unused_processes,
 )
 from keel.trainer.planning.memory import GIB
@@ -308,8 +311,15 @@ def test_a_raylet_has_no_agent_of_the_dashboard_beside_it(monkeypatch: pytest.Mo
     assert line.startswith("--dashboard_agent_command=")
     assert line.endswith(f"-I -S {NO_AGENT} /s 7") and NO_AGENT.is_file()
     other = f"{RUNTIME_AGENT}='/a b/python' other.py"
-    bound = without_agent(["--session_dir=/s", agent, other, "--node_id=7"])[2]
+    bound = lighter(["--session_dir=/s", agent, other, "--node_id=7"])[2]
     assert bound.startswith(f"{RUNTIME_AGENT}={sys.executable} -I -S {BOUND} ")
     assert bound.endswith(" '/a b/python' other.py") and BOUND.is_file()
+    workers = f"{WORKERS}='/a b/python' /ray/workers/setup_worker.py '/a b/default_worker.py' --x=1"
+    setting = lighter(["--session_dir=/s", agent, workers, "--node_id=7"])[2]
+    assert shlex.split(setting.partition("=")[2]) == [
+        *("/a b/python", str(SETUP), "/a b/default_worker.py", "--x=1")
+    ]
+    elsewhere = workers.replace("setup_worker", "begin_worker")
+    assert lighter(["--session_dir=/s", agent, elsewhere, "--node_id=7"])[2] == elsewhere
     for other in (["gcs_server", "--session_dir=/s"], ["raylet", agent, "--node_id=7"]):
-        assert without_agent(other) == other, "another process, or another release of Ray"
+        assert lighter(other) == other, "another process, or another release of Ray"
