@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 STAGES = (0, 1, 2, 3)
 STEPS = 3
 SAVED_AFTER = 2
-ROOMY, TIGHT = 4096, 24
-"""Tokens a micro-batch: everything at once, or about one trajectory."""
+ROOMY, TIGHT = 4096, 32
+"""Tokens a micro-batch: everything at once, or one or two trajectories."""
 
 MASK_DELTA = 0.025
 """Drops, in the last step, an answer that lies across two sequence-parallel slices, and of which
