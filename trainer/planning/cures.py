@@ -21,6 +21,11 @@ Change = Mapping[str, Any]
 """Knob → value."""
 
 
+def nothing() -> str:
+    """What `cures` says where there is none."""
+    return f"It needs more or larger GPUs: no change of up to {MOST} knobs makes it fit"
+
+
 def cures(
     config: Config,
     facts: ModelFacts,
@@ -56,7 +61,7 @@ def cures(
             ways += [" ".join(override(each) for each in group)] if group else []
         if ways:
             return f"To make it fit: {'; or '.join(islice(ways, NAMED))}"
-    return f"It needs more or larger GPUs: no change of up to {MOST} knobs makes it fit"
+    return nothing()
 
 
 def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[Change]]:

@@ -169,6 +169,8 @@ def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None
     if size == 1:
         return
     knob = f"trainer.expert_parallel = {size}"
+    if not experts:
+        raise ConfigError(f"{knob}: {architecture} is dense and has no experts. Set it to 1")
     if architecture not in EXPERT_PARALLEL:
         raise ConfigError(
             f"{knob}: DeepSpeed AutoEP cannot spread the experts of {architecture}; it can for "

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
-from keel.trainer.planning.cures import cures
+from keel.trainer.planning.cures import cures, nothing
 from keel.trainer.planning.memory import (
     ENGINE_BEYOND_GIB,
     ENGINE_SPARE,
@@ -39,6 +39,8 @@ from keel.trainer.planning.turns import least_bytes, needed_bytes, offloads, sta
 TIE = 1.02
 CURES_TRIED = 400
 """Changes to a recipe that fits nowhere, each with all that it leaves open to be tried."""
+MOST_GIB = 1025
+"""Of a GPU that is looked for in its place."""
 KV_SPARE = 1.25
 """What an engine's cache may be larger than its completions (rollout/engine/kv_cache.py)."""
 MOST_SHARE, MOST_SHARE_AT_ALL = 0.92, 0.95
@@ -310,7 +312,21 @@ class Search:
             if not Search(changed, self.left, facts, self.hardware).fits():
                 raise DoesNotFit("no layout")
 
-        return cures(self.config, facts, planned, decided=self.left, tried=CURES_TRIED)
+        found = cures(self.config, facts, planned, decided=self.left, tried=CURES_TRIED)
+        if found == nothing() and (size := self.size_that_fits()):
+            return f"{found}; with {size} GiB each it fits as it is"
+        return found
+
+    def size_that_fits(self) -> int:
+        """GiB of each GPU, at least; 0 where more memory is no help."""
+
+        def fits(gib: int) -> bool:
+            larger = replace(self.hardware, gpu_gib=float(gib))
+            return Search(self.config, self.left, self.facts, larger).fits()
+
+        sizes = range(1 + int(self.hardware.gpu_gib), MOST_GIB)
+        least = bisect_left(sizes, True, key=fits)
+        return sizes[least] if least < len(sizes) else 0
 
     def fits(self) -> bool:
         """Whether anything does: of each placement and way to learn the smallest."""

@@ -15,6 +15,7 @@ from keel.model.load import ModelFacts
 from keel.trainer.planning.families import no_sharing
 from keel.trainer.planning.memory import GIB, context_tokens, kv_token_bytes
 from keel.trainer.planning.placement import Hardware, place
+from keel.trainer.planning.turns import least_staying_gib
 
 Section = TypeVar("Section", RolloutConfig, TrainerConfig)
 Values = Mapping[str, Any]
@@ -31,8 +32,6 @@ WAVES = (1, 2, 3, 4)
 """In which a step's completions may be sampled, one after the other."""
 SMALL_CACHE = 0.1
 """Of a GPU."""
-STAYING_GIB = 2.0
-"""Of a rank beside an engine, at least."""
 
 
 def with_values(config: Config, values: Values) -> Config:
@@ -257,8 +256,8 @@ class Options:
         seats = next(filter(self._legal, self.placements), {})
         ranks = seats.get("trainer.ranks", config.trainer.ranks)
         shared = self.gpus == 1 or seats.get("rollout.colocated", config.rollout.colocated)
-        stays = (STAYING_GIB + self.hardware.taken_gib) / self.hardware.gpu_gib
-        most = max(0.01, min(0.9, round(1 - stays, 2)))
+        stays = (least_staying_gib(config) + self.hardware.taken_gib) / self.hardware.gpu_gib
+        most = max(0.01, min(0.9, math.floor(100 * (1 - stays)) / 100))
         for sleeps, stage in product((True, False), (3, 2, 1) if ranks > 1 else (1,)):
             values = {
                 **seats,

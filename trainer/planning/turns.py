@@ -122,13 +122,17 @@ def waiting_of(
 def staying_gib(config: Config, memory: Memory, waits: Waiting | None = None) -> float:
     """Of a rank, on the GPU while an engine samples there; waits: with what is no need to offload,
     else the least."""
-    stays = _beside_gib(config)
     if config.trainer.offload_while_sampling and waits is None:
-        return stays + LEFT_GIB
+        return least_staying_gib(config)
     # Memory that PyTorch keeps for later, too: 23.4 GiB stayed where weights, optimizer and
     # reference are 19.1 (H200, 1.28 B parameters).
     held = held_bytes(memory) - (waits.sampling if waits else 0.0)
-    return stays + (held + memory.parts["unused"]) / GIB
+    return _beside_gib(config) + (held + memory.parts["unused"]) / GIB
+
+
+def least_staying_gib(config: Config) -> float:
+    """`staying_gib` of a rank that offloads all it holds."""
+    return _beside_gib(config) + LEFT_GIB
 
 
 def _beside_gib(config: Config) -> float:

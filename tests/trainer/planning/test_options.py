@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -70,3 +71,15 @@ def test_a_model_that_several_ranks_read_has_to_fit_their_machine() -> None:
     said = r"4 trainer rank\(s\) read the model, 56\.9 GiB each, into the memory of .* 200\.0 GiB"
     with pytest.raises(ConfigError, match=said):
         choose(config, left, facts("30b-a3b"), on(200.0))
+
+
+def test_where_nothing_else_helps_the_gpu_that_would_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keel.trainer.planning.layouts.CURES_TRIED", 1)
+    with pytest.raises(ConfigError, match=r"with \d+ GiB each it fits as it is") as error:
+        choose(recipe(), KNOBS, facts("0.6b"), machine(1, 3.0))
+    (size,) = re.findall(r"with (\d+) GiB each", str(error.value))
+    choose(recipe(), KNOBS, facts("0.6b"), machine(1, float(size)))
+    with pytest.raises(ConfigError, match=f"with {size} GiB"):
+        choose(recipe(), KNOBS, facts("0.6b"), machine(1, float(size) - 1))
