@@ -25,6 +25,7 @@ from keel.configs.schema import Config, ConfigError, ConversationsConfig
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
+from keel.trainer.recipes.draft import EMBEDDED
 from keel.trainer.run.interrupt import PREEMPTED, PREEMPTION
 
 STAGES = ("specialist", "distilled", "mixed")
@@ -176,6 +177,13 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     load_config(config.recipe, [*base, *config.mixed_overrides])
     recipe = load_config(config.recipe, base)
     given, left = load_recipe(config.sft, config.sft_overrides)
+    small = given.model.path == EMBEDDED != recipe.model.path
+    if small and not any(each.startswith("trainer.lr=") for each in config.sft_overrides):
+        raise ConfigError(
+            f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the embedded model, "
+            f"and the model here is {recipe.model.path}. Say one: sft_overrides: "
+            "[trainer.lr=1e-5], or name a recipe of your own in sft"
+        )
     root = Path(config.dir).expanduser()
     source = ConversationsConfig(
         name="distilled",

@@ -13,7 +13,7 @@ from keel.configs.schema import ConfigError
 from keel.report.folders import read_folder
 from tests.report.runs import write_evaluation, write_run
 
-DEEP = "[" * 2_000 + "]" * 2_000
+DEEP = "[" * 1_200 + "]" * 1_200
 HUGE = "1" + "0" * 400
 
 

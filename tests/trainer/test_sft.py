@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,9 @@ from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson, shown
 from keel.rl.types import StepResult
+from keel.trainer.planning.lowering import Lowering, Repeating
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.restarts import OutOfMemory
 from keel.trainer.run.view import PlainView
 from keel.trainer.supervised import loop as sft
 from keel.trainer.supervised.wiring import prepare_sft, run_lessons
@@ -40,7 +44,7 @@ def stream(given: Sequence[Lesson]) -> Stream[Lesson]:
 
 
 def config_of(**knobs: Any) -> Config:
-    given = ["run.steps=6", *(f"{name}={value}" for name, value in knobs.items())]
+    given = ["run.steps=6", "sft.epochs=0", *(f"{name}={value}" for name, value in knobs.items())]
     return load_config("sft-quickstart", given).supervised(6)
 
 
@@ -78,6 +82,7 @@ class Run:
         self.said: list[str] = []
         self.failing: set[int] = set()
         self.hurry_after = 99
+        self.attempt: Any = None
 
     def begin(self, activity: str) -> None: ...
     def reach(self, done: int, total: int, unit: str) -> None: ...
@@ -112,6 +117,7 @@ class Run:
             stop=lambda: len(self.steps) > self.stop_after or self.hurry(),
             say=self.said.append,
             hurry=self.hurry,
+            attempt=self.attempt,
         )
         return sft.fit(parts, self.config, start=start)
 
@@ -177,16 +183,55 @@ def test_what_made_a_gradient_infinite_is_said() -> None:
     assert [len(named) for named in run.ranks.named] == [len(s) for s in run.ranks.learned]
 
 
-@pytest.mark.parametrize(("knobs", "steps"), [((4, 0), 8), ((4, 25), 12)])
-def test_epochs_are_turned_into_steps(knobs: tuple[int, int], steps: int) -> None:
-    """3 × 10 conversations, by fours; or 225 tokens by at most 25 of them."""
-    given = lessons(*range(3, 13))
-    config = config_of(**{"sft.conversations_per_step": knobs[0], "sft.tokens_per_step": knobs[1]})
+@pytest.mark.parametrize(
+    ("knobs", "steps"), [((4, 0, 3), 8), ((4, 25, 3), 12), ((64, 0, 1), 1), ((64, 0, 0.25), 1)]
+)
+def test_epochs_are_turned_into_steps_and_are_no_more(
+    knobs: tuple[int, int, float], steps: int
+) -> None:
+    """3 × 10 conversations, by fours; or 225 tokens by at most 25 of them; and fewer than a step
+    would have."""
+    given, (each, tokens, epochs) = lessons(*range(3, 13)), knobs
+    sizes = {"sft.conversations_per_step": each, "sft.tokens_per_step": tokens}
+    config = config_of(**sizes, **{"sft.epochs": epochs})
     batches = sft.Batches(stream(given), config.sft, epoch=10)
-    assert batches.steps_of(3) == steps
+    assert batches.steps_of(epochs) == steps
     assert batches.epochs == 0, "it stays where it is"
-    drawn = [lesson for _ in range(steps) for lesson in batches.take()]
-    assert 30 <= len(drawn) < 34
+    drawn = [lesson.prompt_id for _ in range(steps) for lesson in batches.take()]
+    assert len(drawn) == math.ceil(10 * epochs)
+    assert set(Counter(drawn).values()) == {max(1, int(epochs))}
+    assert batches.passes(steps) == epochs
+    assert len(batches.take()) > 0, "a run that goes on goes on"
+
+
+def test_a_step_that_did_not_fit_is_taken_once_more_in_smaller_micro_batches(
+    tmp_path: Path,
+) -> None:
+    run = Run(lessons(*range(3, 13)), config_of(**{"trainer.micro_batch_tokens": 512}))
+    config, rows, said = run.config, list[list[int]](), list[str]()
+
+    def train(shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[Lesson]) -> StepResult:
+        rows.append(
+            [len(m.token_ids_N) for share in shares for b in share for m in b.micro_batches]
+        )
+        if len(rows) == 2:
+            raise OutOfMemory("it did not fit", dropped=True)
+        return Ranks.train(run.ranks, shares, lessons)
+
+    class Lowered(Ranks):
+        def lowered(self, config: Config) -> None:
+            assert config.trainer.micro_batch_tokens == 256
+
+    run.ranks = Lowered()
+    learner: Any = run.ranks
+    learner.train = train
+    lowering = Lowering(config=config, folder=tmp_path)
+    run.attempt = Repeating(learner=learner, lowering=lowering, say=said.append).attempt
+    assert run.fit() == 6
+    assert len(rows) == 7 and sum(rows[1]) == sum(rows[2]), "the same conversations"
+    assert run.steps[2]["train/out_of_memory"] == 1 and "train/out_of_memory" not in run.steps[3]
+    (line,) = said
+    assert "trainer.micro_batch_tokens is now 256, not 512" in line
 
 
 def chats(folder: Path, count: int = 12) -> str:
@@ -216,6 +261,9 @@ def test_what_is_planned(tmp_path: Path) -> None:
     text = task.text()
     assert "chats: 10 conversations to learn from, 2 held out" in text
     assert "chats are written in the format embedded" in text
+    assert "steps        5, 2 passes over the data; lr" in text
+    knobs = ["run.steps=6", "sft.conversations_per_step=5"]
+    assert "6, 3 passes over the data; lr" in prepare_sft(recipe(tmp_path), knobs).text()
     assert task.config.run.steps == 5
     (lesson, *_) = task.lessons.heldout["chats"]
     (segment,) = lesson.segments
@@ -311,7 +359,7 @@ def test_a_supervised_run_leaves_measuring_to_others_where_it_is_told(
     for every in (-1, 0):
         told = [f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}"]
         task = prepare_sft(recipe(tmp_path), told)
-        teaching: Any = SimpleNamespace(task=task, learner=None)
+        teaching: Any = SimpleNamespace(task=task, learner=None, lowering=None)
         with RunFolder(task.config) as folder:
             run_lessons(teaching, folder, PlainView(60), 0)
     assert seen == [set(), {"chats"}]

@@ -76,10 +76,14 @@ class Repeating:
         return self.learner.publish()
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        return self.attempt(lambda _: self.learner.step(groups))
+
+    def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
+        """`act`, which is given the recipe as it is by now."""
         times = 0
         while True:
             try:
-                result = self.learner.step(groups)
+                result = act(self.lowering.config)
             except OutOfMemory as error:
                 if not error.dropped:
                     raise

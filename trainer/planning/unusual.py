@@ -25,6 +25,7 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
         *_unseen(config),
         *_upside_down(config),
         *_for_nothing(config),
+        *_never_there(config),
     ]
 
 
@@ -34,6 +35,16 @@ def _for_nothing(config: Config) -> Iterator[str]:
         yield (
             f"sft.epochs = {config.sft.epochs:g}: counts with sft.sources alone, and there are "
             "none. How long this run is says run.steps"
+        )
+
+
+def _never_there(config: Config) -> Iterator[str]:
+    """A learning rate that a supervised run does not reach, whose steps its data may say."""
+    trainer, steps = config.trainer, config.run.steps
+    if not config.data.sources and trainer.warmup_steps >= steps:
+        yield (
+            f"trainer.warmup_steps = {trainer.warmup_steps}: the run ends after {steps} step(s), "
+            f"before its learning rate is trainer.lr = {trainer.lr:g}"
         )
 
 
@@ -61,13 +72,21 @@ def _unseen(config: Config) -> Iterator[str]:
         )
 
 
+def _rates(config: Config, facts: ModelFacts) -> tuple[float, float, str]:
+    """Lowest and highest of `trainer.lr` that pass, and what is usual."""
+    if facts.parameters < SMALL:
+        return 1e-7, 1e-2, "1e-5 to 1e-3 for a model so small"
+    if config.data.sources:
+        return 1e-9, 1e-4, "1e-7 to 1e-5 for a model of this size"
+    if config.trainer.attention == "warm-up":  # of indexers, whose weights are random
+        return 1e-7, 1e-2, "1e-4 to 1e-3 for indexers"
+    return 1e-9, 1e-3, "1e-6 to 3e-4 for supervised training of a model of this size"
+
+
 def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, float, float, str]]:
     """Knob, value, lowest and highest that pass without a word, and what is usual."""
     trainer, algorithm, sampling = config.trainer, config.algorithm, config.rollout.sampling
-    if facts.parameters < SMALL:
-        yield "trainer.lr", trainer.lr, 1e-7, 1e-2, "1e-5 to 1e-3 for a model so small"
-    else:
-        yield "trainer.lr", trainer.lr, 1e-9, 1e-4, "1e-7 to 1e-5 for a model of this size"
+    yield "trainer.lr", trainer.lr, *_rates(config, facts)
     yield "trainer.weight_decay", trainer.weight_decay, 0, 0.3, "0 to 0.1"
     yield "trainer.grad_clip", trainer.grad_clip, 0, 10, "0.1 to 1"
     yield "trainer.eps", trainer.eps, 0, 1e-4, "1e-8"

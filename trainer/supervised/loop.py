@@ -5,9 +5,11 @@ Everything it drives is a Protocol, as in `keel.trainer.loop`; `wiring.py` besid
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
@@ -64,6 +66,9 @@ class Parts:
     say: Callable[[str], None]
     hurry: Callable[[], bool] = never
     """Whether there is no time for anything but a checkpoint."""
+    attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
+    """Takes a step by the recipe as it is by now, and once more by a smaller one where it did not
+    fit (`keel.trainer.planning.lowering.Repeating`)."""
 
 
 class Batches:
@@ -77,11 +82,12 @@ class Batches:
         self._drawn = 0
 
     def take(self) -> list[Lesson]:
+        """The last step of `sft.epochs` has what is left of them."""
         taken: list[Lesson] = []
-        room = self._config.tokens_per_step
+        room, left = self._config.tokens_per_step, self._left
         if not room:
-            taken = self._stream.take(self._config.conversations_per_step)
-        while room and (not taken or self._peek().total_tokens <= room):
+            taken = self._stream.take(min(left, self._config.conversations_per_step))
+        while room and len(taken) < left and (not taken or self._peek().total_tokens <= room):
             taken.append(self._peek())
             self._next, room = None, room - taken[-1].total_tokens
         self._drawn += len(taken)
@@ -97,12 +103,29 @@ class Batches:
 
     def steps_of(self, epochs: float) -> int:
         """Steps that it takes from here to see the conversations so often. Stays where it is."""
-        before, most, steps = self.position(), epochs * self._epoch, 0
+        before, most, steps = self.position(), self._of(epochs), 0
         while self._drawn < most:
             self.take()
             steps += 1
         self.restore(before)
         return steps
+
+    def passes(self, steps: int) -> float:
+        """How often so many steps see the conversations, on average; 0 where a step has as many as
+        its tokens hold, and no `sft.epochs` says it."""
+        if self._config.epochs or self._config.tokens_per_step:
+            return self._config.epochs
+        return steps * self._config.conversations_per_step / self._epoch
+
+    def _of(self, epochs: float) -> int:
+        """Conversations; a part of one counts as a whole."""
+        return math.ceil(epochs * self._epoch - 1e-9)
+
+    @property
+    def _left(self) -> int:
+        """Conversations until the end of `sft.epochs`; any number without them, or after it."""
+        left = self._of(self._config.epochs) - self._drawn
+        return left if left > 0 else sys.maxsize
 
     @property
     def epochs(self) -> float:
@@ -120,7 +143,7 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
 
     Stops early, with a checkpoint, when `parts.stop()` says so.
     """
-    run, trainer, learner = config.run, config.trainer, parts.learner
+    run, learner = config.run, parts.learner
     heldout = packed_apart(parts.heldout, config)
     if start == 0 and heldout and not parts.hurry():
         parts.journal.begin("measuring")
@@ -135,7 +158,9 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
         clock = Clock(seconds={})
         parts.journal.begin("training")
         lessons = parts.batches.take()
-        with clock.time("train"):
+
+        def learn(config: Config, lessons: Sequence[Lesson] = lessons) -> StepResult:
+            trainer = config.trainer
             shares = pack_lessons(
                 lessons,
                 ranks=trainer.groups,
@@ -143,10 +168,14 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
                 mean=config.sft.mean,
             )
             result = learner.train([[share] for share in shares], lessons)
+            own = seen(lessons, shares, trainer.micro_batch_tokens)
+            return replace(result, metrics={**own, **result.metrics})
+
+        with clock.time("train"):
+            result = parts.attempt(learn) if parts.attempt else learn(config)
         for line in result.findings[:SAID]:
             parts.say(f"step {step}: no finite gradient: {line}")
-        metrics = {**seen(lessons, shares, trainer.micro_batch_tokens), **result.metrics}
-        metrics["sft/epochs"] = Mean(parts.batches.epochs, 1)
+        metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1)}
         if unwritten:
             metrics["checkpoint/unwritten"] = Sum(unwritten)
         metrics |= clock.metrics(sum(lesson.learned_tokens for lesson in lessons))

@@ -41,6 +41,7 @@ from keel.trainer.cluster.watch import watched
 from keel.trainer.learner import Learner
 from keel.trainer.planning.choose import Choice
 from keel.trainer.planning.families import check_selects
+from keel.trainer.planning.lowering import Lowering, Repeating
 from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
 from keel.trainer.prepare import (
@@ -102,6 +103,8 @@ class SftTask:
         size = f"{config.sft.conversations_per_step} {what}"
         if config.sft.tokens_per_step:
             size = f"{what} of at most {config.sft.tokens_per_step:,} tokens together"
+        seen = self.batches.passes(config.run.steps)
+        passes = f", {seen:.3g} passes over the data" if seen else ""
         rows = [
             ("model", model_line(config, self.facts)),
             *(("data", line) for name, report in reports for line in report_lines(name, report)),
@@ -112,7 +115,7 @@ class SftTask:
                 f"loss is a mean over {config.sft.mean}",
             ),
             *([("attention", attention_said(config))] if self.facts.index_top_k else []),
-            ("steps", f"{config.run.steps}; lr {trainer.lr:g} ({trainer.schedule})"),
+            ("steps", f"{config.run.steps}{passes}; lr {trainer.lr:g} ({trainer.schedule})"),
             ("actors", ranks_line(config, gpu=self.gpu)),
             ("hardware", str(self.hardware) if self.gpu else "on CPU"),
             *(("placement", line) for line in seats),
@@ -130,6 +133,8 @@ class Teaching:
 
     task: SftTask
     learner: Learner
+    lowering: Lowering | None = None
+    """What a step that does not fit makes of the recipe."""
 
 
 def prepare_sft(
@@ -349,7 +354,7 @@ def teaching(
             warnings = learner.start()
         for line in warnings:
             say(f"warning: {line}")
-        yield Teaching(task=task, learner=learner)
+        yield Teaching(task=task, learner=learner, lowering=layouts.lowering if layouts else None)
 
 
 def starting_model(task: SftTask) -> str:
@@ -376,6 +381,10 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
         stop = stack.enter_context(
             Interrupt(view.say, preempted_first=PREEMPTED_FIRST, grace_s=grace_s)
         )
+        attempt = None
+        if (lowering := system.lowering) is not None:
+            say = partial(journal.say, "out of memory")
+            attempt = Repeating(learner=learner, lowering=lowering, say=say).attempt
         parts = sft.Parts(
             batches=task.batches,
             learner=learner,
@@ -385,5 +394,6 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
             stop=stop,
             say=view.say,
             hurry=stop.hurry,
+            attempt=attempt,
         )
         return sft.fit(parts, task.config, start=start)

@@ -61,6 +61,21 @@ def test_a_small_model_may_learn_faster() -> None:
     assert "data.sources[sums].kl_coef = 3 is" in unusual(recipe(beta=3.0), DENSE)[0]
 
 
+def test_supervised_runs_have_rates_of_their_own_and_reach_them() -> None:
+    supervised = load_config("sft-quickstart", ["trainer.warmup_steps=5"]).supervised(100)
+
+    def said(lr: float, **trainer: Any) -> list[str]:
+        changed = replace(supervised.trainer, lr=lr, **trainer)
+        return unusual(replace(supervised, trainer=changed), DENSE)
+
+    assert said(3e-4) == said(1e-3) == said(1e-3, attention="warm-up") == []
+    (line,) = said(5e-3)
+    assert "1e-6 to 3e-4 for supervised training" in line
+    assert said(5e-3, attention="warm-up") == []
+    (line,) = said(1e-5, warmup_steps=100)
+    assert line.startswith("trainer.warmup_steps = 100: the run ends after 100 step(s), before")
+
+
 def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() -> None:
     usual = with_knob(recipe(), ["rollout", "sampling", "top_p"], 0.9)
     old = replace(usual.algorithm, publish_every=4, max_lag=1, updates_per_batch=4)
