@@ -180,8 +180,8 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     small = given.model.path == EMBEDDED != recipe.model.path
     if small and not any(each.startswith("trainer.lr=") for each in config.sft_overrides):
         raise ConfigError(
-            f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the embedded model, "
-            f"and the model here is {recipe.model.path}. Say one: sft_overrides: "
+            f"sft = {config.sft!r}: its trainer.lr = {given.trainer.lr:g} is for the embedded "
+            f"model, and the model here is {recipe.model.path}. Say one: sft_overrides: "
             "[trainer.lr=1e-5], or name a recipe of your own in sft"
         )
     root = Path(config.dir).expanduser()

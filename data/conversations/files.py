@@ -34,6 +34,7 @@ WRITTEN = KNOWN | {
 """Keys of what runs and evaluations write."""
 PARSED = frozenset({"messages", "conversations", "tools"})
 """Keys that a table may have as JSON."""
+TRUTHS = {"true": True, "false": False}
 NEEDED = frozenset({"messages", "conversations", "prompt", "completion"})
 R = TypeVar("R")
 Line = tuple[str, dict[str, Any]]
@@ -77,23 +78,32 @@ def _keyed(row: Row, first: bool, source: ConversationsConfig) -> dict[str, Any]
                     f"{knob}.{key} = {name!r}: {source.path} has no such column, it has {has}{hint}"
                 )
             raise BadLine(f"no `{key}` ({knob}: {name!r}); it has {has}{hint}")
-    if blamed and not {*FORMS} & {*names, *found}:
-        asked = next((name for name in PROMPTS if name in names), "COLUMN")
-        said = next((name for name in ANSWERS if name in names), "COLUMN")
-        raise ConfigError(
-            f"{source.path}: its first row has none of {', '.join(FORMS)}, it has {has}. Say which "
-            f"column is what: {knob}: {{prompt: {asked}, completion: {said}}}, or {{messages: …}}"
-        )
     taken = {*source.columns, *source.columns.values()}
     keyed = {key: value for key, value in record.items() if key not in taken}
     keyed |= {key: value for key, value in found.items() if value is not MISSING}
+    forms = [key for key in FORMS if key in keyed]
+    if blamed and (not forms or (forms == ["prompt"] and "completion" not in keyed)):
+        asked = next((name for name in PROMPTS if name in names), "COLUMN")
+        said = next((name for name in ANSWERS if name in names), "COLUMN")
+        lacks = "a `prompt` and no `completion`" if forms else f"none of {', '.join(FORMS)}"
+        columns = f"completion: {said}" if forms else f"prompt: {asked}, completion: {said}"
+        raise ConfigError(
+            f"{source.path}: its first row has {lacks}, it has {has}. Say which column is what: "
+            f"{knob}: {{{columns}}}, or {{messages: …}}"
+        )
     if row.written is not None:
         return keyed
-    return {  # of a table
-        key: parsed_json(key, value) if key in PARSED and isinstance(value, str) else value
-        for key, value in without_nulls(keyed).items()
-        if value != ""
-    }
+    cells = without_nulls(keyed).items()
+    return {key: _cell(key, value) for key, value in cells if value != ""}
+
+
+def _cell(key: str, value: Any) -> Any:
+    """Of a table, in which everything may be text. Raises BadLine."""
+    if not isinstance(value, str):
+        return value
+    if key == "thinking":
+        return TRUTHS.get(value.strip().lower(), value)
+    return parsed_json(key, value) if key in PARSED else value
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
@@ -112,12 +122,11 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> Read:
             "folder of a run (trajectories/*.jsonl), of `keel eval` (samples.jsonl), or a file"
         )
     left: Counter[str] = Counter()
-    each: Counter[str] = Counter()
 
     def selected(at: str, text: bytes) -> Iterator[Line]:
         line = object_of(text, halves=True)[0]
         for record in _of_evaluation(line) if "samples" in line else [dict(line)]:
-            if why := _why_not(record, source, each):
+            if why := _why_not(record, source):
                 left[why] += 1
                 continue
             if not _as_sampled(record, source, tokenizer):
@@ -144,10 +153,11 @@ def _read(
     records: Callable[[str, R], Iterable[Line]],
 ) -> Read:
     """rows: each with its place. records: what is to be learned of one; raises BadLine."""
+    size = 0 if source.most_per_prompt else source.size  # of those that are kept of a prompt
     examples: list[Example] = []
     skipped: list[str] = []
     for at, row in rows:
-        if source.size and len(examples) >= source.size:
+        if size and len(examples) >= size:
             break
         try:
             found = [_example(place, record, source) for place, record in records(at, row)]
@@ -160,17 +170,17 @@ def _read(
             skipped.append(f"{at}: {error}")
             continue
         examples += found
-    return Read(examples=tuple(examples[: source.size or None]), skipped=tuple(skipped))
+    return Read(examples=tuple(examples[: size or None]), skipped=tuple(skipped))
 
 
 def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) -> Example:
-    messages, learned = conversation_of(record, source.system)
     segments, written = (), source.source == "trajectories"
     if written and record.get("segments"):
         try:
             segments = segments_of(record, at)
         except ValueError as error:
             raise BadLine(str(error)) from error
+    messages, learned = conversation_of(record, source.system, rendered=not segments)
     known = WRITTEN if written else KNOWN
     return Example(
         origin=at,
@@ -211,8 +221,8 @@ def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _why_not(record: Mapping[str, Any], source: ConversationsConfig, each: Counter[str]) -> str:
-    """Why a trajectory is not learned from, or nothing. each: how many of a prompt were."""
+def _why_not(record: Mapping[str, Any], source: ConversationsConfig) -> str:
+    """Why a trajectory is not learned from, or nothing."""
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:
         raise BadLine("is no trajectory: it needs `messages` and the `parts` of its reward")
@@ -226,8 +236,4 @@ def _why_not(record: Mapping[str, Any], source: ConversationsConfig, each: Count
         return f"worth less than {source.least_reward:g}"
     if not source.cut and record.get("finish_reason", "stop") != "stop":
         return "cut off"
-    prompt = str(record.get("id"))
-    if source.most_per_prompt and each[prompt] >= source.most_per_prompt:
-        return f"beyond {source.most_per_prompt} of a prompt"
-    each[prompt] += 1
     return ""

@@ -42,29 +42,43 @@ KNOWN = frozenset({*FORMS, "completion", "tools", "thinking", "id", "system"})
 IN_MESSAGES = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING}
 )
+IN_SHAREGPT = frozenset({"from", "value", "weight"})
+WEIGHTS_ELSEWHERE = ("loss", "train", "loss_mask")
+"""What other programs call `weight`."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
-def conversation_of(record: Mapping[str, Any], system: str) -> tuple[list[Message], list[int]]:
+def conversation_of(
+    record: Mapping[str, Any], system: str, *, rendered: bool = True
+) -> tuple[list[Message], list[int]]:
     """The messages of a line in one form, and the places of those to learn. system: of the source,
-    for a conversation without one.
+    for a conversation without one. rendered: what is learned is written by the template, so it has
+    to say something; tokens that a policy has sampled may be the end of a turn alone.
 
     Raises BadLine.
     """
     given = [key for key in FORMS if key in record]
     if len(given) != 1:
         has = " and ".join(f"`{key}`" for key in given) or f"the keys {', '.join(record) or 'none'}"
-        raise BadLine(f"has {has}: it needs exactly one of {', '.join(FORMS)}")
+        others = ", ".join(f"{key}: ''" for key in given[1:])
+        cure = f"; if another is meant as something else, say so by columns: {{{others}}}"
+        raise BadLine(
+            f"has {has}: it needs exactly one of {', '.join(FORMS)}{cure if others else ''}"
+        )
     (form,) = given
     if form == "prompt":
         if "completion" not in record:
-            raise BadLine("has a `prompt` and no `completion`")
+            has = ", ".join(record)
+            raise BadLine(
+                f"has a `prompt` and no `completion`; it has {has} (columns: {{completion: …}} "
+                "names the one that it is in)"
+            )
         asked, said = (_either(record, key) for key in ("prompt", "completion"))
         written = [*({**m, "weight": 0} if _is_said(m) else m for m in asked), *said]
     elif form == "conversations":
         written = [_of_sharegpt(m, at) for m, at in _entries(record, form)]
     else:
-        written = [_object(m, at) for m, at in _entries(record, form)]
+        written = [_entry(m, at) for m, at in _entries(record, form)]
     own = record.get("system")
     if own is not None and not isinstance(own, str):
         raise BadLine(f"`system` must be text, is {kind_of(own)}")
@@ -81,6 +95,13 @@ def conversation_of(record: Mapping[str, Any], system: str) -> tuple[list[Messag
         raise BadLine("has no message of the assistant's to learn")
     if learned[0] == 0:
         raise BadLine("begins with a message of the assistant's: it needs something to answer")
+    for place in learned if rendered else ():
+        one = messages[place]
+        if not (one["content"].strip() or "reasoning_content" in one or "tool_calls" in one):
+            raise BadLine(
+                f"`messages[{place}]` is the assistant's, and says nothing (`weight: 0` makes it "
+                "context that is not learned)"
+            )
     return [*messages], learned
 
 
@@ -114,13 +135,13 @@ def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: st
 
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
     """Keys of a line and of its messages that mean nothing here."""
-    inside = record.get("messages")
     keys = {
-        f"messages[].{key}"
-        for message in (inside if isinstance(inside, list) else ())
+        f"{form}[].{key}"
+        for form in (*FORMS, "completion")
+        for message in (record[form] if isinstance(record.get(form), list) else ())
         if isinstance(message, dict)
         for key, value in message.items()
-        if key not in IN_MESSAGES and value is not None
+        if key not in (IN_MESSAGES if "role" in message else IN_SHAREGPT) and value is not None
     }
     return frozenset({*(key for key in record if key not in known), *keys})
 
@@ -138,12 +159,22 @@ def _object(message: Any, at: str) -> dict[str, Any]:
     return cast(dict[str, Any], message)
 
 
+def _entry(message: Any, at: str) -> dict[str, Any]:
+    """One message, as it is written. Raises BadLine for what would have to be heeded."""
+    entry = _object(message, at)
+    if wrong := next((key for key in WEIGHTS_ELSEWHERE if entry.get(key) is not None), ""):
+        raise BadLine(
+            f"`{at}.{wrong}` means nothing here: `weight` says whether a message is learned, 1 or 0"
+        )
+    return entry
+
+
 def _either(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """The messages of `prompt` or `completion`."""
     if isinstance(record[key], str):
         role = "user" if key == "prompt" else "assistant"
         return [{"role": role, "content": record[key]}]
-    return [_object(message, at) for message, at in _entries(record, key)]
+    return [_entry(message, at) for message, at in _entries(record, key)]
 
 
 def _is_said(message: Mapping[str, Any]) -> bool:
@@ -151,7 +182,7 @@ def _is_said(message: Mapping[str, Any]) -> bool:
 
 
 def _of_sharegpt(given: Any, at: str) -> dict[str, Any]:
-    message = _object(given, at)
+    message = _entry(given, at)
     if "role" in message:
         return message
     role, value = SHAREGPT.get(str(message.get("from"))), message.get("value")
@@ -194,8 +225,6 @@ def _message(given: Mapping[str, Any], at: str) -> dict[str, Any]:
             _call(call, f"{at}.tool_calls[{place}]")
             for place, call in enumerate(cast(list[Any], calls))
         ]
-    if not message["content"].strip() and len(message) == 2:
-        raise BadLine(f"`{at}` is the assistant's, and says nothing")
     return message
 
 
@@ -233,18 +262,22 @@ def _call(given: Any, at: str) -> dict[str, Any]:
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
     """Ids for calls without one, and for each result the id and the name of the call it answers:
-    the next that has no answer yet, where it does not say."""
+    of those without an answer yet the first, or the first of its name where it has one. Raises
+    BadLine."""
     waiting: dict[str, str] = {}
     for place, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = call["id"] or f"call_{place}_{number}"
             waiting[call["id"]] = call["function"]["name"]
         if message["role"] == "tool":
-            call_id = message.setdefault("tool_call_id", next(iter(waiting), ""))
+            name = message.get("name")
+            of_name = (one for one, called in waiting.items() if name in (None, called))
+            call_id = message.setdefault("tool_call_id", next(of_name, ""))
             if call_id not in waiting:
+                said = f" (tool_call_id {call_id!r})" if call_id else f" (name {name!r})"
                 raise BadLine(
                     f"`messages[{place}]` is the result of no call before it"
-                    + (f" (tool_call_id {call_id!r})" if call_id else "")
+                    + (said if call_id or name else "")
                 )
             called = waiting.pop(call_id)
             message.setdefault("name", called)
