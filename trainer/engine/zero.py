@@ -24,11 +24,14 @@ from keel.trainer.engine.deepspeed_internals import (
     whole_shape,
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
+from keel.trainer.engine.state.optimizer_internals import forget_sums, grow_loss_scale
 
 SCALE_POWER = 16
 """float16: the loss is first multiplied by 2 to this power, and half of it after an overflow."""
 SCALE_WINDOW = 100
 """float16: optimizer steps without an overflow after which the loss's scale is doubled."""
+NEVER = 2**31
+"""Steps."""
 
 
 def check_libraries(*, expert_parallel: int) -> str:
@@ -67,6 +70,8 @@ def initialize(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
+    if (scaler := getattr(engine.optimizer, "loss_scaler", None)) is not None:
+        scaler.raise_error_at_min_scale = False  # `Skips` ends a run, and says why
     return engine
 
 
@@ -94,11 +99,12 @@ def deepspeed_config(
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     elif dtype == torch.float16:
         # The loss's scale: halved after each step that overflows, doubled after a window of steps
-        # that do not. A run has hundreds, not the hundred thousands that DeepSpeed's window is for.
+        # that do not (`grow_loss_scale`). A run has hundreds, not the hundred thousands that
+        # DeepSpeed's window is for.
         config["fp16"] = {
             "enabled": True,
             "initial_scale_power": SCALE_POWER,
-            "loss_scale_window": SCALE_WINDOW,
+            "loss_scale_window": NEVER,
             "hysteresis": 1,
         }
     if trainer.offload_optimizer:
@@ -154,6 +160,10 @@ def apply_gradients(
         engine.step()
         norm = engine.get_global_grad_norm()
         assert norm is not None  # only where its computation is switched off
+        if math.isfinite(norm):
+            grow_loss_scale(engine, SCALE_WINDOW)
+        elif stage < 3:
+            forget_sums(engine)
         return float(norm)
     norm = clip_gradients(module.parameters(), clip or math.inf)
     if math.isfinite(norm):

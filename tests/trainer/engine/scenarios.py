@@ -268,6 +268,10 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         **{f"reference {stage} asleep": referenced(stage, sleep=True) for stage in (1, 3)},
         **{f"skipping {stage}": skipping(stage) for stage in STAGES},
         **{f"skipping {stage} bfloat16": skipping(stage, bfloat16=True) for stage in (1, 2, 3)},
+        **{
+            f"skipping {stage} offloaded": skipping(stage, bfloat16=True, offload_optimizer=True)
+            for stage in (1, 2)
+        },
     },
 }
 

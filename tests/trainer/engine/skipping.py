@@ -24,7 +24,7 @@ def with_nan(batch: TrainBatch) -> TrainBatch:
     return replace(batch, micro_batches=(replace(first, logp_old_N=logp), *others))
 
 
-def skipping(stage: int, *, bfloat16: bool = False) -> Any:
+def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
     """Steps that are skipped leave weights, and what later steps do to them, as if they had not
     been; so many in a row are the last."""
 
@@ -35,7 +35,7 @@ def skipping(stage: int, *, bfloat16: bool = False) -> Any:
         on_cpu, loss = module.compute_dtype, objectives.grpo_loss
         if bfloat16:
             module.compute_dtype = lambda *_: torch.bfloat16
-        config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0)
+        config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0, **trainer)
         groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
         good = ranks.batch(groups, config)
         assert len(good.micro_batches) == 2, "one that is bad on a rank, and one that is not"

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine
 
+SCALED = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
+"""What a scaler of float16's loss has come to."""
 MOVED_ON = (AttributeError, TypeError, LookupError, RuntimeError, AssertionError)
 """What looking at it ends in where it is another DeepSpeed than the one that is known."""
 
@@ -107,11 +109,28 @@ def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
     return {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)}
 
 
+def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
+    """Double it after `window` steps that were not skipped, of which this is the last. DeepSpeed
+    itself would before it divides the step's gradient by it, and so halve that (0.19.8)."""
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    steady = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", 0) - 2
+    if steady > 0 and steady % window == 0:
+        scaler.cur_scale *= scaler.scale_factor
+
+
+def forget_sums(engine: DeepSpeedEngine) -> None:
+    """After a step that was skipped. With an optimizer in host memory DeepSpeed keeps the sums of
+    its gradients (ZeRO 1 and 2, 0.19.8), and what is not finite in them would stay for good."""
+    sums: Any = getattr(engine.optimizer, "averaged_gradients", None)
+    if getattr(engine.optimizer, "cpu_offload", False) and isinstance(sums, dict):
+        sums.update(dict.fromkeys(sums))
+
+
 def set_loss_scale(engine: DeepSpeedEngine, seen: Mapping[str, float]) -> None:
-    """If there is one."""
+    """If there is one; its settings stay those of this run."""
     if loss_scale(engine):
         optimizer: Any = engine.optimizer
-        vars(optimizer.loss_scaler).update(seen)
+        vars(optimizer.loss_scaler).update({k: v for k, v in seen.items() if k in SCALED})
 
 
 @contextmanager
