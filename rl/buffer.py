@@ -208,14 +208,17 @@ class GroupBuffer:
 
 def uninformative(
     group: ScoredGroup, by: Filter
-) -> Literal["all_correct", "all_wrong", "all_equal"] | None:
-    """Why a group teaches nothing, or None: it does, or it has no completions, or `by` is none.
+) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
+    """Why a group teaches nothing, or None: it does, or `by` is none.
 
     `reward`: all advantages are 0. `correct`: all of its `correct` parts are equal, though length
-    or format may tell its completions apart.
+    or format may tell its completions apart. `empty`, `lone`: it has lost all of its completions,
+    or all but one.
     """
-    if by == "none" or not group.parts_G:
+    if by == "none":
         return None
+    if len(group.parts_G) < 2:
+        return "lone" if group.parts_G else "empty"
     correct = [parts.get("correct", 0.0) for parts in group.parts_G]
     equal = group.uniform if by == "reward" else max(correct) - min(correct) <= FAIL
     if not equal:
@@ -226,14 +229,25 @@ def uninformative(
 
 
 def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """The groups of `updates` optimizer steps, in order, with equally many each (±1).
+    """The groups of `updates` optimizer steps, with equally many each (±1), and of those that teach
+    anything (`ScoredGroup.idle`), too.
 
-    Groups without completions are left out, so that no step is empty; where fewer than `updates`
-    have any, there are fewer steps. Raises `ValueError` for `updates` below 1.
+    Groups without completions are left out, so that no step is empty, and steps in which none
+    teaches: an optimizer's momentum would move the weights for nothing. Then there are fewer steps,
+    at least one for any completions. Raises `ValueError` for `updates` below 1.
     """
     if updates < 1:
         raise ValueError(f"updates = {updates}: must be at least 1")
     sampled = [group for group in groups if group.group.trajectories]
-    updates = min(updates, len(sampled))
-    edges = [len(sampled) * step // max(1, updates) for step in range(updates + 1)]
-    return [sampled[a:b] for a, b in pairwise(edges)]
+    teaching = [group for group in sampled if not group.idle]
+    updates = min(updates, max(len(teaching), bool(sampled)))
+    rest = iter([group for group in sampled if group.idle])
+    sizes = [b - a for a, b in pairwise(_edges(len(sampled), updates))]
+    shares = [teaching[a:b] for a, b in pairwise(_edges(len(teaching), updates))]
+    for share, size in zip(shares, sizes, strict=True):
+        share += islice(rest, size - len(share))
+    return shares
+
+
+def _edges(count: int, parts: int) -> list[int]:
+    return [count * part // max(1, parts) for part in range(parts + 1)]

@@ -28,10 +28,10 @@ def summarize(
     - `length/mean`, `staleness/…`, `sampling/kept_mean` and `rollout/uniform_group_fraction` (the
       share of groups with no completion better than another: at 1 there is nothing to learn): of
       what is trained on.
-    - `length/sampled_mean`, `rollout/truncated_fraction` (cut off) and `rollout/deadline_cuts`
-      (those among them that ran out of time): of everything that was sampled, completions that
-      were left out included. Where it differs from `length/mean`, length decides about what is
-      trained on.
+    - `length/sampled_mean`, `rollout/truncated_fraction` (cut off by a limit) and
+      `rollout/deadline_cuts` (those among them that ran out of time): of everything that was
+      sampled, completions that were left out included. Where it differs from `length/mean`, length
+      decides about what is trained on.
     - `agents/…`: of all of those that have a `Usage`, and there with such ones only: see `_agents`.
       `agents/crashes`: those whose environment was lost, whether they were left out or count.
 
@@ -53,7 +53,9 @@ def summarize(
         "length/sampled_mean": _length(sampled),
         "staleness/mean": _staleness(ours, version),
         "staleness/max": _oldest(ours, version),
-        "rollout/truncated_fraction": mean_of(t.cut for t in sampled),
+        "rollout/truncated_fraction": mean_of(
+            t.cut and t.finish_reason != "crash" for t in sampled
+        ),
         "rollout/deadline_cuts": Sum(sum(t.finish_reason == "deadline" for t in sampled)),
         "rollout/dropped_completions": Sum(sum(len(group.group.dropped) for group in groups)),
         "rollout/uniform_groups": Sum(sum(group.uniform for group in groups)),

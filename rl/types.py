@@ -328,6 +328,11 @@ class ScoredGroup:
         """Whether the group has completions, but none better than another."""
         return len(self.advantages_G) > 0 and not self.advantages_G.any()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of the loss has a gradient in it: it is uniform, and has no KL term."""
+        return self.uniform and self.group.prompt.kl_coef == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:

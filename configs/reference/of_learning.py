@@ -130,7 +130,9 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "entropy/kept",
             "nats per token",
-            "Entropy of the policy over the sampling mask of each sampled token.",
+            "Entropy of the policy over the sampling mask of each sampled token that is trained "
+            "on: not of groups whose completions are all as good "
+            "(`algorithm.skip_uniform_groups`), which are those of prompts that it has settled on.",
             "falls slowly; near 0 nothing new is tried",
         ),
         Metric(
@@ -193,8 +195,8 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "mismatch/logp_abs",
             "nats per token",
-            "Mean |log π_θ − log π_old| before the step: what engine and trainer compute "
-            "differently, and how stale the completions are.",
+            "Mean |log π_θ − log π_old| before the step, over what its first optimizer step trains "
+            "on: what engine and trainer compute differently, and how stale the completions are.",
             "rounding: 1e-7 in float32, 0.02 in bfloat16 with a small pretrained model, more with "
             "a less certain one. It stays: a jump means that the engine has other weights",
             "stability",
@@ -230,7 +232,8 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "mask/sequence_fraction",
             "share, 0 to 1",
-            "Completions that the off-policy sequence mask (Eq. 9) leaves out.",
+            "Completions that the off-policy sequence mask (Eq. 9) leaves out, of those that are "
+            "trained on (`algorithm.skip_uniform_groups` leaves out others).",
             "near 0 on-policy; grows with stale completions",
             "stability",
         ),
@@ -267,7 +270,7 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
             "sampling/kept_mass",
             "share, 0 to 1",
             "What the policy gives to the sampling masks as a whole, before each optimizer step: a "
-            "mean over one token of each completion or turn, or over those that "
+            "mean over one token of each context, or over those that "
             "`algorithm.kept_mass_coef` looks at. With truncated sampling only. What a "
             "policy moves out of the masks changes no ratio, so that neither the clip nor "
             "`algorithm.mask_delta` sees it.",
@@ -286,7 +289,8 @@ LEARNING: dict[str, tuple[Metric, ...]] = {
         Metric(
             "staleness/mean",
             "optimizer steps",
-            "Age of the weights that sampled a token, when it is trained on.",
+            "Age of the weights that sampled a token, when its batch is trained on: at the first "
+            "of `algorithm.updates_per_batch` optimizer steps.",
             "0 with `algorithm.max_lag: 0`",
             "rollouts",
         ),

@@ -44,8 +44,8 @@ class AlgorithmConfig:
     ratio shows: the mean over tokens of how far, in nats, the mask's mass lies below the square of
     `rollout.sampling.top_p` (docs/stability.md). 0: none, as in the paper. 1 where completions are
     many optimizer steps old (`publish_every`, `max_lag`, `updates_per_batch`); of fresh ones it is
-    next to nothing. It looks at up to 64 tokens of each completion or turn, and at masks of at most
-    a quarter of `rollout.sampling.top_k`, which that has not cut. Needs top_p below 1."""
+    next to nothing. It looks at up to 64 tokens of each context, and at masks of at most a quarter
+    of `rollout.sampling.top_k`, which that has not cut. Needs top_p below 1."""
     ref_routing: Literal["live", "replay"] = "live"
     """Routing of the reference policy: its own, or the recorded one."""
     updates_per_batch: int = 1
@@ -67,8 +67,8 @@ class AlgorithmConfig:
     completions come from older weights: `staleness/mean` counts the optimizer steps."""
     skip_uniform_groups: bool = True
     """Leave groups whose advantages are all zero (and β = 0) out of the trainer's work. They still
-    count in every denominator, so the gradient is the same, but for the part that
-    `kept_mass_coef` has of them, which goes."""
+    count in every denominator, so the gradient is the same, but for what `kept_mass_coef` and the
+    indexers of sparse attention have of them, which goes."""
     allow_unsound: bool = False
     """Run without a replay that the recipe needs. For experiments that show why it is needed; never
     for training."""

@@ -48,7 +48,8 @@ def pack(
     and only its KL term is left.
 
     `skip_uniform_groups` leaves out groups whose advantages and KL coefficient are all 0. They
-    still count in `total_sequences` and n, so the gradient is the same.
+    still count in `total_sequences` and n, so the gradient is the same, but for what an objective
+    beside the loss has of them (indexers of sparse attention, `kept_mass_coef`).
 
     `share_prompts`: what the trajectories of a group begin with alike is there once for several of
     them (`keel.rl.packing.bundles`), where that makes the step shorter.
@@ -69,11 +70,7 @@ def pack(
         raise ValueError(f"groups: none of {len(groups)} has a trajectory to learn from")
     sampled = sum(bool(group.group.trajectories) for group in groups)
     layout = Layout.of(groups, watched)
-    taught = [
-        group
-        for group in groups
-        if not (skip_uniform_groups and group.uniform and group.group.prompt.kl_coef == 0)
-    ]
+    taught = [group for group in groups if not (skip_uniform_groups and group.idle)]
     work, split = split_long(
         [
             [

@@ -222,7 +222,9 @@ def test_a_step_waits_for_its_own_groups_and_for_no_others() -> None:
         ((1.0, 1.0), (1.0, 0.9), "correct", "all_correct"),
         ((1.0, 0.0), None, "correct", None),
         ((0.0, 0.0), None, "none", None),
-        ((), None, "correct", None),
+        ((), None, "correct", "empty"),
+        ((), None, "none", None),
+        ((1.0,), None, "reward", "lone"),
     ],
 )
 def test_what_teaches_nothing(correct: Any, rewards: Any, by: Any, why: Any) -> None:

@@ -18,6 +18,7 @@ from tests.rl.packed import fresh_table, gradient, micro_batches, oracle
 from tests.rl.rollouts import (
     EXPERTS,
     LAYERS,
+    finished,
     kept_of,
     logp_old_of,
     random_groups,
@@ -227,11 +228,25 @@ def test_positions_and_segments_count_from_zero() -> None:
 
 
 def test_updates_are_contiguous_and_even() -> None:
-    groups = random_groups(0, groups=7)
+    groups = [finished(f"g{index}") for index in range(7)]
     parts = split_updates(groups, 3)
     assert [len(part) for part in parts] == [2, 2, 3]
     assert [group for part in parts for group in part] == groups
     assert split_updates(groups, 1) == [groups]
+
+
+@pytest.mark.parametrize("idle", range(8))
+def test_groups_that_teach_nothing_make_no_update_of_their_own(idle: int) -> None:
+    """They are spread over those there are, where they count in the denominators."""
+    same = finished("same", (1.0, 1.0))
+    taught = [finished(f"g{index}") for index in range(8 - idle)]
+    assert same.idle and not any(group.idle for group in taught)
+    parts = split_updates([same] * idle + taught, 3)
+    assert len(parts) == min(3, 8 - idle)
+    assert sum(map(len, parts)) == 8 and max(map(len, parts)) - min(map(len, parts)) <= 1
+    teaching = [sum(not group.idle for group in part) for part in parts]
+    assert min(teaching) >= 1 and max(teaching) - min(teaching) <= 1
+    assert split_updates([same] * 2, 3) == [[same] * 2], "a step there is, for its metrics"
 
 
 def test_groups_without_answers_do_not_make_empty_updates() -> None:

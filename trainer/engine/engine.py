@@ -128,7 +128,7 @@ class TrainerEngine:
         experts = getattr(routers[0], "num_experts", 0) if routers else 0
         heads = text.num_attention_heads
         check_parallel(trainer, architecture=family, experts=experts, heads=heads)
-        options = deepspeed_config(trainer, dtype, self._device, hidden_size=text.hidden_size)
+        options = deepspeed_config(trainer, dtype, self._device, network.model)
         self._adam: torch.optim.AdamW
 
         def make_adam(_: object) -> torch.optim.AdamW:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from keel.configs.schema import Config, TrainerConfig
 from keel.model.torch_internals import check_torch
@@ -25,6 +26,7 @@ from keel.trainer.engine.deepspeed_internals import (
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
 from keel.trainer.engine.state.optimizer_internals import forget_sums, grow_loss_scale
+from keel.trainer.planning.memory import bucket_elements
 
 SCALE_POWER = 16
 """float16: the loss is first multiplied by 2 to this power, and half of it after an overflow."""
@@ -76,7 +78,10 @@ def initialize(
 
 
 def deepspeed_config(
-    trainer: TrainerConfig, dtype: torch.dtype, device: torch.device, *, hidden_size: int
+    trainer: TrainerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    model: PreTrainedModel,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration dict.
 
@@ -85,12 +90,15 @@ def deepspeed_config(
     boundaries itself.
     """
     stage = zero_stage(trainer, dtype)
+    # DeepSpeed has its bucket as large as it is told, however small the model.
+    elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    bucket = min(bucket_elements(trainer.ranks), elements)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": trainer.grad_clip if stage else 0.0,  # the engine clips at stage 0
         "steps_per_print": None,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }
@@ -113,6 +121,7 @@ def deepspeed_config(
         config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's fused AdamW is one for the CPU
     if stage == 3:
         # Parameters up to a few rows of the hidden size (norms, biases, routers) stay whole.
+        hidden_size = model.config.get_text_config().hidden_size
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 10 * hidden_size
     if trainer.expert_parallel > 1:
         grouped = device.type == "cuda" and dtype == torch.bfloat16

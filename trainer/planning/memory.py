@@ -40,6 +40,8 @@ SAMPLER_BYTES = 20
 sorted with their ids."""
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed reduces gradients in buckets of this many elements (its default)."""
+LONE_BUCKET_ELEMENTS = 50_000_000
+"""The same on one rank, where a bucket goes nowhere."""
 ZERO_2_BUCKETS = 4
 """Buckets' worth of memory under ZeRO-2: itself and its copies. Fitted to three measured steps."""
 LIVE_ELEMENTS = 1_000_000_000
@@ -249,9 +251,9 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         "experts' tokens": experts * width * tokens,
         "support head": support_head_bytes(config, facts, width),
     }
-    if stage == 2 or (stage >= 1 and (ranks > 1 or config.model.dtype == "float16")):
+    if ranks > 1 or (stage >= 1 and not summed_apart(config.model.dtype, trainer)):
         buckets = ZERO_2_BUCKETS if stage == 2 else 1
-        parts["buckets"] = 4 * buckets * min(held, BUCKET_ELEMENTS)
+        parts["buckets"] = 4 * buckets * min(held, bucket_elements(ranks))
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
     largest = (count - routed) / facts.layers
     largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
@@ -265,6 +267,11 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     else:
         parts["process"] = TRAINER_PROCESS_GIB * GIB
     return Memory(parts=parts)
+
+
+def bucket_elements(ranks: int) -> int:
+    """Of a bucket of gradients, at most."""
+    return BUCKET_ELEMENTS if ranks > 1 else LONE_BUCKET_ELEMENTS
 
 
 def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:
