@@ -61,7 +61,7 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
         )
     dataset_type, config_type = tasks[source.task]
     params = {"seed": int(digest(f"{seed}/{source.name}")[:7], 16), **source.params}
-    _check_params(knob, config_type, source.params)
+    check_params(knob, config_type, source.params)
     try:
         config = config_type(size=source.size, **params)
         if hasattr(config, "validate"):
@@ -82,7 +82,8 @@ def _made(dataset_type: type, config: Any) -> Any:
     return _KEPT[key]
 
 
-def _check_params(knob: str, config_type: type, params: Mapping[str, Any]) -> None:
+def check_params(knob: str, config_type: type, params: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what is no option of a task, and for `size`, a knob of the source."""
     options = [field.name for field in fields(config_type) if field.name != "size"]
     for name in params:
         if name == "size":

@@ -6,14 +6,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
+from math import inf
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
+from keel.rollout.endpoint_reply import Said, read
 from keel.rollout.engine.conversion import THINK_END, THINK_START
 
 T = TypeVar("T")
@@ -22,12 +26,19 @@ CLOSING_S = 30.0
 MOST_SAID = 300
 LATER = "later: "
 """How the reason begins for a completion that the endpoint may give another time."""
-BUSY, FORBIDDEN = 429, 403
+FORBIDDEN = 403
 """HTTP status."""
-MOST_FORBIDDEN = 64
-"""Refusals in a row that may be about the prompts; after more it is the key that is refused."""
+FOR_ALL = frozenset({401, 402, 404})
+"""HTTP status about key, balance or address, which all requests have in common."""
+BUSY = frozenset({408, 409, 429, *range(500, 600)})
+"""HTTP status that another time may not have."""
+MOST_IN_A_ROW = 64
+"""Requests forbidden or cut off that may be about the prompts; after more it is the key that is
+refused, or nobody is there."""
 UNKNOWN = -1
 """In the place of token ids, which an endpoint does not say."""
+_status: ContextVar[int] = ContextVar("_status", default=0)
+"""HTTP status of the last attempt of a request; 0: it has none yet."""
 
 
 class EndpointCompletions:
@@ -41,11 +52,11 @@ class EndpointCompletions:
                 f"endpoint.api_key_env = {config.api_key_env}: no such environment variable"
             )
         self._config, self._key = config, key
-        self._forbidden = MOST_FORBIDDEN
-        """Since the last answer. Before the first one a refusal is about all requests."""
+        self._in_a_row = MOST_IN_A_ROW
+        """Since the last answer. Before the first one the next is about all requests."""
 
     def __enter__(self) -> Self:
-        from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  half a second, for few commands
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout  # noqa: PLC0415  half a second, for few commands
 
         config = self._config
         self._loop = asyncio.new_event_loop()
@@ -56,6 +67,9 @@ class EndpointCompletions:
             api_key=self._key or "none",
             max_retries=config.retries,
             timeout=Timeout(config.deadline_s, connect=min(CONNECT_S, config.deadline_s)),
+            http_client=DefaultAsyncHttpxClient(
+                event_hooks={"request": [_attempted], "response": [_answered]}
+            ),
         )
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="keel-endpoint", daemon=True
@@ -94,14 +108,14 @@ class EndpointCompletions:
         self, prompt: Prompt, sibling: int, sampling: SamplingConfig
     ) -> Trajectory | str:
         """Or why there is none."""
-        body = await self.asked(
+        said = await self.asked(
             prompt.messages,
             prompt.tools,
             sampling,
             max_tokens=sampling.max_tokens,
             thinking=prompt.thinking,
         )
-        return body if isinstance(body, str) else _trajectory(prompt, sibling, body)
+        return said if isinstance(said, str) else _trajectory(prompt, sibling, said)
 
     def later(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """On this thread's loop."""
@@ -115,8 +129,10 @@ class EndpointCompletions:
         *,
         max_tokens: int,
         thinking: bool,
-    ) -> Mapping[str, Any] | str:
-        """What the endpoint says, or why it says nothing. Raises as `submit`'s future fails."""
+        within_s: float = inf,
+    ) -> Said | str:
+        """What the endpoint says, or why it says nothing. Raises as `submit`'s future fails, and
+        TimeoutError after `within_s`. Time begins with a free slot (`endpoint.max_concurrent`)."""
         import openai  # noqa: PLC0415  as above
 
         config = self._config
@@ -126,8 +142,10 @@ class EndpointCompletions:
         if config.tells_thinking:
             told = {"enable_thinking": thinking, "thinking": thinking}
             extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **told}
+        most_s = min(within_s, config.deadline_s * (1 + config.retries))
         try:
-            async with self._slots, asyncio.timeout(config.deadline_s * (1 + config.retries)):
+            async with self._slots, asyncio.timeout(most_s):
+                began = time.monotonic()
                 response = await self._client.chat.completions.create(
                     model=config.model,
                     messages=cast(Any, [dict(message) for message in messages]),
@@ -138,60 +156,70 @@ class EndpointCompletions:
                     stop=list(sampling.stop) or None,
                     extra_body=extra or None,
                 )
-                self._forbidden = 0
-                return response.model_dump()
-        except (TimeoutError, openai.APITimeoutError):
-            return f"no reply within endpoint.deadline_s = {config.deadline_s:g}"
-        except (
-            openai.AuthenticationError,
-            openai.PermissionDeniedError,
-            openai.NotFoundError,
-        ) as error:
-            self._forbidden += error.status_code == FORBIDDEN
-            if error.status_code == FORBIDDEN and self._forbidden <= MOST_FORBIDDEN:
-                return self._public(f"the endpoint says HTTP {FORBIDDEN}: {error.message}")
-            raise RuntimeError(
-                f"endpoint.base_url = {config.base_url}: {self._public(str(error))}"
-            ) from error
+                self._in_a_row = 0
+                body = response.model_dump(warnings=False)
+                return read(body, seconds=time.monotonic() - began)
+        except TimeoutError:
+            if (status := _status.get()) in BUSY:
+                own = "endpoint.deadline_s and endpoint.retries"
+                knobs = own if most_s < within_s else "rollout.deadline_s"
+                return f"{LATER}the endpoint says HTTP {status} for all {most_s:g} s of {knobs}"
+            if most_s == within_s:
+                raise
+            return self._late
+        except openai.APITimeoutError:
+            return self._late
         except openai.APIStatusError as error:
-            busy = error.status_code == BUSY or error.status_code >= 500
-            said = f"the endpoint says HTTP {error.status_code}: {error.message}"
-            return LATER * busy + self._public(said)
+            status, said = error.status_code, f"the endpoint says HTTP {error.status_code}"
+            if status in FOR_ALL or (status == FORBIDDEN and self._is_for_all()):
+                raise self._unusable(f"{said}: {error.message}") from error
+            return LATER * (status in BUSY) + self._public(f"{said}: {error.message}")
         except openai.APIConnectionError as error:
-            raise RuntimeError(
-                f"endpoint.base_url = {config.base_url}: cannot be reached "
-                f"({self._public(str(error.__cause__ or error))})"
-            ) from error
+            why = str(error.__cause__ or error)
+            if self._is_for_all():
+                raise self._unusable(f"cannot be reached ({why})") from error
+            return LATER + self._public(f"the connection to the endpoint was lost: {why}")
         except (openai.APIError, ValueError, AttributeError) as error:
             return self._public(f"the endpoint's reply is none: {error}")
+
+    @property
+    def _late(self) -> str:
+        return f"no reply within endpoint.deadline_s = {self._config.deadline_s:g}"
+
+    def _is_for_all(self) -> bool:
+        """Whether one more request that got nothing says that none would."""
+        self._in_a_row += 1
+        return self._in_a_row > MOST_IN_A_ROW
+
+    def _unusable(self, why: str) -> RuntimeError:
+        return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {self._public(why)}")
 
     def _public(self, text: str) -> str:
         text = (text.replace(self._key, "***") if self._key else text)[:MOST_SAID]
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _trajectory(prompt: Prompt, sibling: int, body: Mapping[str, Any]) -> Trajectory | str:
-    """Or why there is none."""
-    choice: Any = (body.get("choices") or [None])[0]
-    tokens: Any = (body.get("usage") or {}).get("completion_tokens")
-    if not choice or not isinstance(choice.get("message"), Mapping):
-        return "the endpoint's reply is no chat completion"
-    if not isinstance(tokens, int) or tokens < 1:
-        return "the endpoint does not count the tokens of its completions"
-    message = cast(Mapping[str, Any], choice["message"])
-    content = str(message.get("content") or "")
-    reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "")
+async def _attempted(_: object) -> None:
+    _status.set(0)
+
+
+async def _answered(response: Any) -> None:
+    _status.set(response.status_code)
+
+
+def _trajectory(prompt: Prompt, sibling: int, said: Said) -> Trajectory:
+    content, reasoning = said.content, said.reasoning
     raw = f"{THINK_START}{reasoning}{THINK_END}{content}" if reasoning else content
-    said = {"role": "assistant", "content": content.strip(), "raw": raw}
+    message = {"role": "assistant", "content": content.strip(), "raw": raw}
     if reasoning.strip():
-        said["reasoning_content"] = reasoning.strip()
-    finish: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
+        message["reasoning_content"] = reasoning.strip()
+    finish: FinishReason = "length" if said.cut else "stop"
     return Trajectory(
         prompt_id=prompt.prompt_id,
         sibling=sibling,
-        segments=(_counted(prompt.prompt_id, tokens),),
+        segments=(_counted(prompt.prompt_id, said.tokens),),
         finish_reason=finish,
-        messages=(said,),
+        messages=(message,),
     )
 
 

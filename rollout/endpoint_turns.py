@@ -6,10 +6,8 @@ each part of it (an opening, a reply, what answered it), and the others are ther
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,10 +30,15 @@ from keel.rl.turns import (
 )
 from keel.rl.types import Prompt, Purpose
 from keel.rollout.endpoint import UNKNOWN, EndpointCompletions
+from keel.rollout.endpoint_reply import REASONING, Said
 
 CHARACTERS_PER_TOKEN = 4
 """About, of what nobody counts: openings and the results of tools."""
 MOST_SAID = 300
+LONGEST_S = 86_400.0
+"""Of a turn without a deadline."""
+THINKING = REASONING[0]
+"""Keel's own key of it."""
 
 
 class NoTurn(OSError):
@@ -47,7 +50,7 @@ class _Part:
     """Of a conversation."""
 
     messages: tuple[Message, ...]
-    """As an endpoint has them."""
+    """As an endpoint has them, all with their thinking."""
     tools: tuple[ToolSpec, ...] = ()
     thinking: bool = False
     said: Parsed | None = None
@@ -67,13 +70,15 @@ class EndpointTurns:
         self._of: dict[str, set[int]] = {}
         """Parts of the conversations about each prompt; touched on the completions' loop alone."""
         self._numbers = itertools.count()
+        self._reasoning_field = THINKING
+        """As the endpoint calls it."""
 
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
         wire = tuple(map(_as_sent, messages))
         part = _Part(messages=wire, tools=tuple(tools), thinking=thinking)
-        return self._added(part, [*wire, *(tool.as_json() for tool in tools)])
+        return self._added(part, [*self._shown(wire), *(tool.as_json() for tool in tools)])
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
@@ -111,26 +116,40 @@ class EndpointTurns:
         mine = self._of.setdefault(prompt_of(request.conversation), set())
         mine.update(numbers)
         parts = [self._parts[number] for number in numbers]
-        began = time.monotonic()
+        within_s = min(request.deadline_s, LONGEST_S)
         try:
-            async with asyncio.timeout(min(request.deadline_s, 86_400.0)):
-                body = await self._completions.asked(
-                    [message for part in parts for message in part.messages],
-                    [tool.as_json() for tool in parts[0].tools],
-                    sampling,
-                    max_tokens=request.max_tokens,
-                    thinking=parts[0].thinking,
-                )
+            said = await self._completions.asked(
+                self._shown([message for part in parts for message in part.messages]),
+                [tool.as_json() for tool in parts[0].tools],
+                sampling,
+                max_tokens=request.max_tokens,
+                thinking=parts[0].thinking,
+                within_s=within_s,
+            )
         except TimeoutError:
-            return _result((), "deadline", time.monotonic() - began)
-        if isinstance(body, str):
-            raise NoTurn(body)
-        said, tokens = _read(body, turn=sum(part.said is not None for part in parts))
+            return _result((), "deadline", within_s)
+        if isinstance(said, str):
+            raise NoTurn(said)
+        if said.reasoning:
+            self._reasoning_field = said.reasoning_field
         number = next(self._numbers)
-        self._parts[number] = _Part(messages=(_spoken(said),), said=said)
+        parsed = _parsed(said, f"call_{number}")
+        self._parts[number] = _Part(messages=(_spoken(parsed),), said=parsed)
         mine.add(number)
-        ids = [number, *[UNKNOWN] * (min(tokens, request.max_tokens) - 1)]
-        return _result(ids, "stop" if said.closed else "length", time.monotonic() - began)
+        ids = [number, *[UNKNOWN] * (min(said.tokens, request.max_tokens) - 1)]
+        return _result(ids, "length" if said.cut else "stop", said.seconds)
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """With the thinking after the user's last message alone, as templates show it. Some
+        endpoints refuse tools' results without it."""
+        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        last = users[-1] if users else -1
+        shown: list[Message] = []
+        for n, message in enumerate(messages):
+            rest = dict(message)
+            thought = rest.pop(THINKING, "")
+            shown.append({**rest, self._reasoning_field: thought} if thought and n > last else rest)
+        return shown
 
     def _added(self, part: _Part, shown: Sequence[Mapping[str, Any]]) -> list[int]:
         number = next(self._numbers)
@@ -149,38 +168,24 @@ def _result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
     )
 
 
-def _read(body: Mapping[str, Any], *, turn: int) -> tuple[Parsed, int]:
-    """What it says, and its tokens. Raises NoTurn."""
-    try:
-        choice = body["choices"][0]
-        message, tokens = choice["message"], body["usage"]["completion_tokens"]
-        given = list(message.get("tool_calls") or ())
-        reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "")
-        said = Parsed(
-            content=str(message.get("content") or ""),
-            reasoning=reasoning,
-            closed=choice.get("finish_reason") != "length",
-            calls=tuple(_call(one, f"call_{turn}_{n}") for n, one in enumerate(given)),
-        )
-    except (LookupError, TypeError, AttributeError) as error:
-        raise NoTurn(f"the endpoint's reply is no chat completion: {error!r}") from error
-    if not isinstance(tokens, int) or tokens < 1:
-        raise NoTurn("the endpoint does not count the tokens of its completions")
-    return said, tokens
+def _parsed(said: Said, name: str) -> Parsed:
+    """name: unique in the conversation, its contexts before a rewrite included."""
+    return Parsed(
+        content=said.content,
+        reasoning=said.reasoning,
+        closed=not said.cut,
+        calls=tuple(_call(*call, f"{name}_{n}") for n, call in enumerate(said.calls)),
+    )
 
 
-def _call(given: Mapping[str, Any], name: str) -> ToolCall | Malformed:
-    """name: of the call, unique in its conversation."""
-    function = given["function"]
-    text = str(function.get("arguments") or "{}")
+def _call(tool: str, text: str, call_id: str) -> ToolCall | Malformed:
     try:
         arguments = strict_json.load(text)
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no JSON object")
     except ValueError as error:
-        return Malformed(call_id=name, text=text[:MOST_SAID], why=str(error))
-    own = cast(dict[str, Any], arguments)
-    return ToolCall(call_id=name, name=str(function["name"]), arguments=own)
+        return Malformed(call_id=call_id, text=text[:MOST_SAID], why=str(error))
+    return ToolCall(call_id=call_id, name=tool, arguments=cast(dict[str, Any], arguments))
 
 
 def _spoken(said: Parsed) -> Message:
@@ -192,12 +197,14 @@ def _spoken(said: Parsed) -> Message:
         for call in said.calls
     ]
     wanted = [{"id": n, "function": {"name": name, "arguments": a}} for n, name, a in calls]
-    return _as_sent({"role": "assistant", "content": said.content, "tool_calls": wanted})
+    message = {"role": "assistant", "content": said.content, THINKING: said.reasoning}
+    return _as_sent({**message, "tool_calls": wanted})
 
 
 def _as_sent(message: Message) -> Message:
     """Keel's form has more keys, and arguments as they are; an endpoint's has them as text."""
-    sent = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    keys = ("role", "content", THINKING, "tool_call_id")
+    sent = {key: message[key] for key in keys if key in message}
     if calls := message.get("tool_calls"):
         sent["tool_calls"] = [
             {

@@ -39,6 +39,7 @@ from keel.rewards.sandbox.runtime import runtime
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
+from keel.rollout.chat.ends import ends_of
 from keel.rollout.chat.laws import check_calls_in_thinking, check_prefix_law, turn_ids
 
 SHOWN = 8
@@ -55,8 +56,11 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.given}
+    ends = () if config.model.path == "embedded" else ends_of(config.model.path)
     try:
-        chat = TemplateChat(tokenizer, tools_in_thinking=config.agents.tools_in_thinking)
+        chat = TemplateChat(
+            tokenizer, tools_in_thinking=config.agents.tools_in_thinking, ends=ends
+        )
         check_prefix_law(chat, modes=sorted(modes))
         if chat.tools_in_thinking:
             check_calls_in_thinking(chat)

@@ -61,7 +61,7 @@ def conversation_of(
     if len(given) != 1:
         has = " and ".join(f"`{key}`" for key in given) or f"the keys {', '.join(record) or 'none'}"
         others = ", ".join(f"{key}: ''" for key in given[1:])
-        cure = f"; if another is meant as something else, say so by columns: {{{others}}}"
+        cure = f"; where another is something else, say so by the source's columns: {{{others}}}"
         raise BadLine(
             f"has {has}: it needs exactly one of {', '.join(FORMS)}{cure if others else ''}"
         )
@@ -70,8 +70,8 @@ def conversation_of(
         if "completion" not in record:
             has = ", ".join(record)
             raise BadLine(
-                f"has a `prompt` and no `completion`; it has {has} (columns: {{completion: …}} "
-                "names the one that it is in)"
+                f"has a `prompt` and no `completion`; it has {has}; say which of them "
+                "it is by the source's columns: {completion: …}"
             )
         asked, said = (_either(record, key) for key in ("prompt", "completion"))
         written = [*({**m, "weight": 0} if _is_said(m) else m for m in asked), *said]

@@ -4,7 +4,8 @@ and those that are held out."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
@@ -60,7 +61,8 @@ def load_lessons(
 ) -> Lessons:
     """Read every source and set its held-out conversations aside.
 
-    A conversation is kept once, and a question that any source holds out is learned in none.
+    A conversation is kept once, and a question that any source holds out is learned in none; of a
+    document that does not fit into what is held out, that goes for the windows at its end.
     reserved: further questions that are not (`Example.question`): those of the recipe's prompts
     that are held out. reserved_ids: names of these prompts: an environment opens its conversations
     in its own words, and trajectories are known by the prompt that they answer. tokenizer: digest
@@ -78,11 +80,11 @@ def load_lessons(
         return _read(source, config, seed, solve, tokenizer, encoded)
 
     parts = [_part(source, config, read(source), seed, render) for source in config.sources]
-    held = {question for part in parts for question in part.held}
+    held = {key for part in parts for key in part.held}
     train: dict[str, list[Lesson]] = {}
     report: dict[str, Report] = {}
     for source, part in zip(config.sources, parts, strict=True):
-        spared = [one for one in part.usable if one.question not in held]
+        spared = [one for one in part.usable if one.key not in held]
         kept = [
             one
             for one in spared
@@ -93,11 +95,7 @@ def load_lessons(
         left["held out by data.sources"] = len(spared) - len(kept)
         left = {why: count for why, count in left.items() if count}
         if source.repeat > 0 and not kept:
-            why = "; ".join(f"{count} {why}" for why, count in left.items()) or "it is empty"
-            raise ConfigError(
-                f"sft.sources[{source.name}]: no conversation is left to learn from ({why}; "
-                f"{len(part.heldout)} held out)"
-            )
+            raise _nothing_left(source, part, left)
         lessons = [one.lesson for one in kept] if source.repeat > 0 else []
         train[source.name] = lessons
         report[source.name] = Report(
@@ -138,6 +136,8 @@ def content_of(lesson: Lesson) -> str:
 class _Usable:
     lesson: Lesson
     question: str
+    key: str
+    """By which it is held out: the question, or of text the window."""
     prompt_id: str
     sampled: bool
 
@@ -149,12 +149,12 @@ class _Part:
     read: Read
     usable: list[_Usable]
     held: set[str]
-    """Questions."""
+    """`_Usable.key`."""
     left_out: Mapping[str, int]
 
     @property
     def heldout(self) -> list[_Usable]:
-        return [one for one in self.usable if one.question in self.held]
+        return [one for one in self.usable if one.key in self.held]
 
 
 def _read(
@@ -180,10 +180,19 @@ def _part(
 ) -> _Part:
     knob = f"sft.sources[{source.name}]"
     skipped = list(read.skipped)
-    distinct = {one.content: one for one in reversed(read.examples)}
+    distinct: dict[str, Example] = {}
+    for example in read.examples:
+        distinct.setdefault(example.content, example)
     usable: list[_Usable] = []
-    long = 0
-    for example in reversed(distinct.values()):
+    long = beyond = 0
+    most, taken = source.most_per_prompt, Counter[str]()
+    for example in distinct.values():
+        if most and source.size and len(usable) >= source.size:
+            break
+        prompt = example.prompt_id or example.question
+        if most and taken[prompt] >= most:
+            beyond += 1
+            continue
         try:
             lesson = _lesson(source.name, example, render)
         except ValueError as error:
@@ -204,36 +213,76 @@ def _part(
                 )
             long += 1
             continue
+        taken[prompt] += 1
         sampled = bool(example.segments) and not example.document
-        usable.append(_Usable(lesson, example.question, example.prompt_id, sampled))
-    questions = sorted(
-        {one.question for one in usable}, key=lambda q: digest(f"{seed}/{source.name}/{q}")
-    )
-    count: dict[str, int] = {}
-    for one in usable:
-        count[one.question] = count.get(one.question, 0) + 1
-    held: set[str] = set()
-    number = 0
-    for question in questions:
-        if number >= source.holdout:
-            break
-        held.add(question)
-        number += count[question]
-    if number < source.holdout:
-        raise ConfigError(
-            f"{knob}.holdout = {source.holdout}: there are only {number} usable conversations"
-        )
+        question = example.question
+        key = example.content if example.document else question
+        usable.append(_Usable(lesson, question, key, example.prompt_id, sampled))
     return _Part(
         read=Read(examples=read.examples, skipped=tuple(skipped)),
         usable=usable,
-        held=held,
+        held=_held(source, usable, seed, skipped),
         left_out={
             **read.unselected,
             "malformed": len(skipped),
             "repeated": len(read.examples) - len(distinct),
+            f"beyond {most} of a prompt": beyond,
             "too long": long,
         },
     )
+
+
+def _held(
+    source: ConversationsConfig, usable: list[_Usable], seed: int, skipped: Sequence[str]
+) -> set[str]:
+    """What `holdout` takes, by `_Usable.key`: questions and documents in an order drawn by the
+    seed, each whole, as long as they fit; then the end of one more document, or the question with
+    the fewest conversations. Raises ConfigError where there are not so many."""
+    knob, missing = f"sft.sources[{source.name}].holdout", source.holdout
+    if missing > len(usable):
+        raise ConfigError(
+            f"{knob} = {missing}: there are only {len(usable)} usable {_called(source)}s"
+            f"{_first(skipped)}; lower it, or add more"
+        )
+    groups: dict[str, list[str]] = {}
+    for one in usable:
+        groups.setdefault(one.question, []).append(one.key)
+    order = sorted(groups, key=lambda question: digest(f"{seed}/{source.name}/{question}"))
+    held: set[str] = set()
+    larger: list[list[str]] = []
+    for keys in (groups[question] for question in order):
+        if len(keys) > missing:
+            larger.append(keys)
+            continue
+        held.update(keys)
+        missing -= len(keys)
+    if missing and source.is_text:
+        held.update(larger[0][-missing:])
+    elif missing:
+        fewest = min(larger, key=len)
+        if len(larger) == 1 and len(fewest) >= source.holdout:
+            held.clear()  # else nothing would be left to learn
+        held.update(fewest)
+    return held
+
+
+def _nothing_left(source: ConversationsConfig, part: _Part, left: Mapping[str, int]) -> ConfigError:
+    knob = f"sft.sources[{source.name}]"
+    counts = {**left, "held out": len(part.heldout)}
+    why = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count) or "it is empty"
+    said = f"{knob}: no {_called(source)} is left to learn from ({why}){_first(part.read.skipped)}"
+    if part.heldout:
+        whole = "" if source.is_text else " (those with the same question go together)"
+        said += f"; lower {knob}.holdout = {source.holdout}, or add more to learn from{whole}"
+    return ConfigError(said)
+
+
+def _called(source: ConversationsConfig) -> str:
+    return "window" if source.is_text else "conversation"
+
+
+def _first(skipped: Sequence[str]) -> str:
+    return f"; the first that is malformed: {skipped[0]}" if skipped else ""
 
 
 def _lesson(name: str, example: Example, render: Render) -> Lesson:

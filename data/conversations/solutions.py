@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.types import Example, Read
-from keel.data.procedural import GENERATOR_ERRORS
+from keel.data.procedural import GENERATOR_ERRORS, check_params
 
 FAR = 1 << 41
 """Added to the seed of the questions, far from any seed that a recipe gives its prompts."""
@@ -18,14 +18,18 @@ Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def worked_solutions(source: ConversationsConfig, solve: Solve, *, seed: int) -> Read:
-    """`source.size` questions with their answers, those left out that nobody has taught. Raises
-    ConfigError for a task that reasoning_gym does not make so, or of which none is left."""
-    import reasoning_gym  # noqa: PLC0415  builds a hundred tasks: only who uses it pays
+    """`source.size` questions with their answers, those left out that nobody has taught; seeded by
+    `params.seed`, or by the run's seed. Raises ConfigError for a task that reasoning_gym does not
+    make so, or of which none is left."""
+    # Builds a hundred tasks: only who uses it pays.
+    from reasoning_gym import factory  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     knob = f"sft.sources[{source.name}]"
-    params = {**source.params, "seed": FAR + seed * STRIDE, "size": source.size}
+    if known := cast(Mapping[str, Any], factory.DATASETS).get(source.task):
+        check_params(knob, known[1], source.params)
+    params = {"seed": FAR + seed * STRIDE, **source.params, "size": source.size}
     try:
-        entries = list(reasoning_gym.create_dataset(source.task, **params))
+        entries = list(factory.create_dataset(source.task, **params))
     except GENERATOR_ERRORS as error:
         raise ConfigError(f"{knob}: reasoning_gym's {source.task}: {error}") from error
     examples: list[Example] = []

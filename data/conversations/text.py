@@ -7,22 +7,24 @@ token that the one before ends with, so every token of it but the first is learn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.types import Example, Read
 from keel.data.items import digest
-from keel.data.rows.lines import BadLine, kind_of, lines_of, object_of
+from keel.data.rows.lines import BROKEN, BadLine, check_file, kind_of, opened
+from keel.data.rows.read import KINDS, kind_of_file, rows_of_files
 from keel.data.text.retrieval import pieces, retrieval_texts
 from keel.rl.supervised.lessons import shown
 
-LINES = (".jsonl", ".json", ".ndjson")
-"""Files with a document a line; all others are one as a whole."""
-KINDS = (".txt", *LINES)
-"""What is read of a folder."""
+WHOLE = (".txt", ".md")
+"""Files that are one document; of others (`KINDS`) each row is one."""
+SHOWN = 3
+"""Files that a folder leaves out, by name."""
 Encode = Callable[[str], Sequence[int]]
 """The ids of a text, without any that stands for its beginning or its end."""
 
@@ -37,6 +39,13 @@ class Encoded:
     after: tuple[int, ...] = ()
     """Ids that it ends with."""
 
+    def __post_init__(self) -> None:
+        if None in self.after:
+            raise ValueError(
+                "it has no eos_token, and a document ends with one: name a tokenizer that has, by "
+                "model.tokenizer, or add it to its tokenizer_config.json"
+            )
+
 
 def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> Read:
     """The documents of `source.path`, in windows of at most `window` tokens.
@@ -45,17 +54,12 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> Read:
     skip`; and where there is nothing to read.
     """
     knob = f"sft.sources[{source.name}]"
-    path = data_path(source.path)
-    files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in KINDS and p.is_file())
-    if not files:
-        raise ConfigError(
-            f"{knob}.path = {source.path!r}: holds no {', '.join(KINDS)} file; name a folder with "
-            "text, or a file"
-        )
+    files, others = _files(data_path(source.path), f"{knob}.path")
     examples: list[Example] = []
     left: Counter[str] = Counter()
+    if others:
+        names = ", ".join(file.name for file in others[:SHOWN]) + ", …" * (len(others) > SHOWN)
+        left[f"files of other kinds ({names})"] = len(others)
     skipped: list[str] = []
     documents = 0
     for file in files:
@@ -102,35 +106,68 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> Read:
     return Read(examples=tuple(examples))
 
 
+def _files(path: Path, knob: str) -> tuple[list[Path], list[Path]]:
+    """Those to read, and those of a folder that are of no kind that is read; hidden ones aside.
+    Raises ConfigError naming `knob`."""
+    kinds = f"{' and '.join(WHOLE)}, one document each; {', '.join(KINDS)}, with a `text` a row"
+    if not path.is_dir():
+        check_file(path, knob)
+        if not _is_read(path):
+            raise ConfigError(
+                f"{knob} = {str(path)!r}: of no known kind; let its name say which it is ({kinds})"
+            )
+        return [path], []
+    there = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+    ]
+    files = [file for file in there if _is_read(file)]
+    if not files:
+        raise ConfigError(
+            f"{knob} = {str(path)!r}: holds no file with text ({kinds}); name a folder with some, "
+            "or a file"
+        )
+    return files, [file for file in there if not _is_read(file)]
+
+
+def _is_whole(file: Path) -> bool:
+    return file.name.lower().removesuffix(".gz").endswith(WHOLE)
+
+
+def _is_read(file: Path) -> bool:
+    return _is_whole(file) or bool(kind_of_file(file))
+
+
 def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
     """Where each stands, and its text or why there is none."""
-    if file.suffix in LINES:
-        for number, line in lines_of(file, knob):
-            try:
-                yield f"{file}:{number}", _text_of(line)
-            except BadLine as error:
-                yield f"{file}:{number}", error
+    if _is_whole(file):
+        yield str(file), _whole(file, knob)
         return
-    if next(lines_of(file, knob), None) is None:
-        yield str(file), BadLine("is empty")
-        return
+    for row in rows_of_files([file], knob):
+        yield row.at, row.record if isinstance(row.record, BadLine) else _text_of(row.record)
+
+
+def _whole(file: Path, knob: str) -> str | BadLine:
+    check_file(file, knob)
     try:
-        yield str(file), file.read_bytes().decode("utf-8-sig")
+        with opened(file) as content:
+            text = content.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        yield str(file), BadLine(f"not UTF-8 (byte {error.start})")
+        return BadLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8")
+    except BROKEN as error:
+        raise ConfigError(f"{knob} = {str(file)!r}: cannot be read: {error}") from error
+    return text if text.strip() else BadLine("is empty")
 
 
-def _text_of(line: bytes) -> str:
-    record = object_of(line)[0]
+def _text_of(record: Mapping[str, Any]) -> str | BadLine:
     if "text" not in record:
         has = ", ".join(record) or "none"
-        raise BadLine(f"has no `text`; its keys: {has} (chats are for source: jsonl)")
+        return BadLine(f"has no `text`; its keys: {has} (chats are for source: jsonl)")
     text = record["text"]
     if not isinstance(text, str):
-        raise BadLine(f"`text` must be text, is {kind_of(text)}")
-    if not text.strip():
-        raise BadLine("`text` is empty")
-    return text
+        return BadLine(f"`text` must be text, is {kind_of(text)}")
+    return text if text.strip() else BadLine("`text` is empty")
 
 
 def _windows(

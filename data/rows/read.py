@@ -22,6 +22,8 @@ from keel.data.rows.tables import TABLES, table_rows
 LINES, LISTS, SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv": "\t"}
 KINDS = (*LINES, *LISTS, *SHEETS, *TABLES)
 TAB = "\t"
+UNCLOSED = "unexpected end of data"
+"""How `csv` calls a quote that is open at the end of a file."""
 LONGEST_CELL = 1 << 30
 """Characters; Python's own limit is 131,072 for all of the process."""
 
@@ -95,7 +97,7 @@ def _rows(path: Path, knob: str) -> Iterator[Row]:
             f"{knob} = {str(path)!r}: is not UTF-8 (byte 0x{error.object[error.start]:02x}); save "
             f"it as UTF-8, such as by iconv -f latin1 -t utf-8 {path.name}"
         ) from error
-    except (*BROKEN, csv.Error) as error:
+    except BROKEN as error:
         raise ConfigError(f"{knob} = {str(path)!r}: cannot be read: {error}") from error
 
 
@@ -161,11 +163,15 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
-    """Rows of a CSV file, each at the line that it begins in."""
+    """Rows of a CSV file, each at the line that it begins in. Blanks around the columns' names are
+    no part of them."""
     csv.field_size_limit(LONGEST_CELL)
     with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        cells = csv.reader(text, delimiter=delimiter, strict=True)
-        header = next(cells, [])
+        rows = _cells(path, csv.reader(text, delimiter=delimiter, strict=True))
+        _, first = next(rows, (1, []))
+        if isinstance(first, BadLine):
+            raise ConfigError(f"{path}:1: {first}")
+        header = [name.strip() for name in first]
         if twice := sorted({name for name in header if header.count(name) > 1}):
             raise ConfigError(f"{path}:1: several columns are called {twice[0]!r}; rename them")
         if len(header) == 1 and (other := next((c for c in ";\t|" if c in header[0]), "")):
@@ -173,11 +179,33 @@ def _sheet(path: Path, delimiter: str) -> Iterator[Row]:
                 f"{path}:1: its columns are divided by {other!r}; save it with "
                 f"{delimiter!r} between them{' or call it .tsv' * (other == TAB)}"
             )
-        line = cells.line_num + 1
-        for row in cells:
+        for line, row in rows:
+            record: dict[str, Any] | BadLine
+            if isinstance(row, BadLine):
+                record = row
+            elif len(row) == len(header):
+                record = dict(zip(header, row, strict=True))
+            else:
+                record = BadLine(f"has {len(row)} cells, and the header {len(header)}")
             if row:
-                record = dict(zip(header, row, strict=False))
-                wrong = BadLine(f"has {len(row)} cells, and the header {len(header)}")
-                whole = len(row) == len(header)
-                yield Row(f"{path}:{line}", line, record if whole else wrong, None)
-            line = cells.line_num + 1
+                yield Row(f"{path}:{line}", line, record, None)
+
+
+def _cells(path: Path, cells: Any) -> Iterator[tuple[int, list[str] | BadLine]]:
+    """The rows of a `csv.reader`, each with the line that it begins in, or why it is none. Raises
+    ConfigError for a quote that is never closed: the rest of the file is in its cell."""
+    while True:
+        line = cells.line_num + 1
+        try:
+            yield line, next(cells)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if str(error) == UNCLOSED:
+                raise ConfigError(
+                    f"{path}:{line}: not CSV: a quote opens in this row and never closes, so the "
+                    "rest of the file is one cell; close it, or repair the file"
+                ) from error
+            where = f" in line {cells.line_num}" if cells.line_num > line else ""
+            why = f'not CSV: {error}{where}; a quote inside a cell is written twice ("")'
+            yield line, BadLine(why)

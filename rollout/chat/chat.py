@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,17 +30,22 @@ class TemplateChat:
     `tools_in_thinking`: the policy calls tools while it thinks, and there alone. A turn that ends
     inside the thinking is gone on with by the next one, after the tools' results; after `</think>`
     comes the answer. DeepSeek-V3.2 (2025), Appendix B, Table 8.
+    `ends`: tokens for which the engine ends a turn beside the format's and the tokenizer's own, as
+    `keel.rollout.chat.ends.ends_of` has them.
     Raises `ValueError` for a tokenizer without a chat template or without a tokenizer.json.
     """
 
-    def __init__(self, tokenizer: Any, *, tools_in_thinking: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, tools_in_thinking: bool = False, ends: Collection[int] = ()
+    ) -> None:
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format: Format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
         controls = self.encoder.controls
-        ends = {text for text in (*self.format.ends, tokenizer.eos_token) if text in controls}
-        self.ends: dict[str, int] = {text: controls[text] for text in ends}
+        others = (self.encoder.text_of.get(index) for index in ends)
+        known = {*self.format.ends, tokenizer.eos_token, *others}
+        self.ends: dict[str, int] = {text: controls[text] for text in known if text in controls}
         """Control tokens that end a turn."""
         self._ids_of_ends = frozenset(self.ends.values())
         self._spoken: dict[bool, str] = {}

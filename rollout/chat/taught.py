@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
@@ -21,6 +23,8 @@ from keel.rollout.chat.parsing import THINK_END, THINK_START
 ASSISTANT = "assistant"
 _MODE = re.compile(rf"(?:{THINK_START}\s*)?(?:{THINK_END}\s*)?\Z")
 _END = {"role": "user", "content": "?"}
+_SHOWN: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
+"""Roles in an order, written in a way, of which none is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,17 @@ def taught(
         if place == 0:
             raise ValueError("messages[0] is the assistant's: it needs something to answer")
         between = messages[done:place]
+        opening = partial(chat.opening, tools=tools, thinking=thinking)
         extended = None
         if contexts and between and all(one["role"] != ASSISTANT for one in between):
-            extended = chat.extend(contexts[-1].ids, between, thinking=thinking)
+            extend = partial(chat.extend, contexts[-1].ids, thinking=thinking)
+            extended = extend(between)
+            if extended is not None:
+                _check_shown(chat, extend, between, done, (thinking, None))
         if extended is None:
             contexts.append(Context())
-            extended = chat.opening(messages[:place], tools, thinking=thinking)
+            extended = opening(messages[:place])
+            _check_shown(chat, opening, messages[:place], 0, (thinking, bool(tools)))
         here = contexts[-1]
         here.add(extended[len(here.ids) :], said=False)
         after = messages[place + 1 : place + 2]
@@ -116,6 +125,41 @@ def turn_ids(
         return chat.encoder.encode(turn[: min(ends)], marks)
     follows = [one for one in after if one["role"] != ASSISTANT] or [_END]
     return chat.encoder.encode(turn + chat.end_before(follows, thinking=thinking), marks)
+
+
+def _check_shown(
+    chat: TemplateChat,
+    write: Callable[[list[Message]], list[int] | None],
+    messages: Sequence[Message],
+    first: int,
+    how: tuple[bool, bool | None],
+) -> None:
+    """Whether `write` shows something of every message that is not the assistant's: a template may
+    pass over roles that it does not know, or a system message that is not the first. Asked with
+    words in the place of the contents, once for the same roles written in the same way. first:
+    place of the first message. Raises `ValueError` naming the one that is lost."""
+    roles = tuple(
+        str(one["role"]) if _plain(one.get("content")) else "" for one in messages
+    )  # nothing is lost of an empty one
+    seen = _SHOWN.setdefault(chat, set())
+    if (how, roles) in seen:
+        return
+    words = [
+        f"keelprobe{place}x" if role not in ("", ASSISTANT) else ""
+        for place, role in enumerate(roles)
+    ]
+    probed = [
+        {**one, "content": word} if word else one for one, word in zip(messages, words, strict=True)
+    ]
+    text = chat.decode(write(probed) or ())
+    for place, word in enumerate(words):
+        if word not in text:
+            raise ValueError(
+                f"messages[{first + place}]: {chat.renderer.name} (format {chat.format.name}) does "
+                f"not show a message of the role {roles[place]} here; give it another role or "
+                "place, or leave it out"
+            )
+    seen.add((how, roles))
 
 
 def _check_read_back(

@@ -74,8 +74,8 @@ class EngineThread:
         self._stepping: float | None = None
         """When the step that runs began."""
         self._steps, self._longest_s = 0, 0.0
-        self._failed = False
-        """Whether the last update did, so that the weights stay incomplete for good."""
+        self._failure = ""
+        """Of the last update: the weights stay incomplete for good."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="keel-engine", daemon=True
@@ -98,7 +98,7 @@ class EngineThread:
         `sampling` differs from the recipe's for evaluation, where `record` is False: routes and
         sampling masks are then left out (log-probabilities never are). The future fails with
         `ValueError` for a prompt that does not fit, `RecordingError` for a gap in what was recorded
-        and `EngineError` if the engine breaks.
+        and `EngineError` if the engine breaks or an update of its weights has failed.
         """
         options: dict[str, Any] = {
             "group_size": group_size,
@@ -127,6 +127,8 @@ class EngineThread:
         def start(engine: SamplingEngine) -> None:
             if future.cancelled():
                 return
+            if self._failure:
+                raise EngineError(f"its weights are incomplete, an update failed: {self._failure}")
             self._flights[job] = _Flight(future, self._busy_s, self._busy_s + deadline_s)
             try:
                 add(engine, job)
@@ -198,7 +200,7 @@ class EngineThread:
         def interrupt(engine: SamplingEngine) -> None:
             for job, result in act(engine):
                 self._resolve(job, result)
-            self._failed = False
+            self._failure = ""
 
         when = "idle" if self._config.weight_updates == "drain" else "now"
         self._wait(self._ask(interrupt, when=when), "running completions to pause or finish")
@@ -218,8 +220,9 @@ class EngineThread:
         def run(engine: SamplingEngine) -> None:
             try:
                 act(engine)
-            except BaseException:
-                self._failed = True
+            except BaseException as error:
+                # Its text alone: frames of a traceback hold buckets in the GPU's memory.
+                self._failure = f"{type(error).__name__}: {error}"
                 raise
 
         return run
@@ -266,6 +269,8 @@ class EngineThread:
         try:
             return future.result(timeout=deadline)
         except TimeoutError:
+            if future.done():  # the command's own error, or it was done just now
+                return future.result()
             future.cancel()
             raise TimeoutError(
                 f"waited {deadline:.0f} s (rollout.update_deadline_s) for {what}"
@@ -320,8 +325,8 @@ class EngineThread:
                 waiting.append(command)
 
     def _due(self, command: _Command, engine: SamplingEngine) -> bool:
-        if command.when == "whole":  # the engine says what is wrong with weights that stay partial
-            return engine.whole or self._failed
+        if command.when == "whole":  # or will never be, which the command says
+            return engine.whole or bool(self._failure)
         return command.when == "now" or not engine.busy
 
     def _hurry(self, engine: SamplingEngine) -> Iterator[tuple[int, Result]]:

@@ -44,8 +44,9 @@ from keel.rollout.engine.fallbacks import (
 )
 from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
 from keel.rollout.engine.vllm_args import asked, engine_args
+from keel.rollout.engine.workers import have_workers
 from keel.rollout.recording.base import Recorder, RecorderName, Wanted
-from keel.rollout.spec import EngineSpec, RecordingError
+from keel.rollout.spec import EngineError, EngineSpec, RecordingError
 from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
 from keel.rollout.weight_loading.manifest import Manifest, checkpoint_names
 
@@ -168,7 +169,7 @@ class VllmEngine:
 
     def _check_whole(self, label: str) -> None:
         if self._updating:
-            raise RuntimeError(
+            raise EngineError(
                 f"{label}: cannot be sampled, the engine's weights are incomplete (an update is "
                 "under way, or one failed)"
             )
@@ -285,12 +286,16 @@ class VllmEngine:
     def join(self, rendezvous: Rendezvous, name: str) -> None:
         """Open a channel for weights to whoever meets the engine there under `name`."""
         deadline_s = self.spec.config.update_deadline_s
-        self._llm.collective_rpc("keel_join", args=(rendezvous, name, deadline_s))
+        self._over_channel("keel_join", rendezvous, name, deadline_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Raises `ValueError` naming a tensor that the checkpoint does not have."""
+        """Raises `ValueError` naming a tensor that the checkpoint does not have, and errors of the
+        channel as `Channel.receive`."""
         self._manifest.arrived(bucket)
-        self._llm.collective_rpc("keel_load_bucket", args=(bucket,))
+        self._over_channel("keel_load_bucket", bucket)
+
+    def _over_channel(self, method: str, *args: Any) -> None:
+        have_workers(self._llm, method, *args, several=self.spec.config.tensor_parallel > 1)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Sample from the new weights from now on. Raises `ValueError` if tensors are missing, and

@@ -37,6 +37,7 @@ from keel.model.weight_transfer.buckets import (
     unpack_flat,
 )
 from keel.model.weight_transfer.channel import Channel, Rendezvous, SharedView, gpu_id
+from keel.rollout.engine.workers import attempt
 from keel.rollout.weight_loading.copy_plan import Plan
 from keel.rollout.weight_loading.trace import Recorder
 
@@ -106,6 +107,10 @@ class WeightsExtension:
             device=self.device,
             deadline_s=deadline_s,
         )
+
+    def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
+        """See `keel.rollout.engine.workers.have_workers`."""
+        return attempt(self, method, args)
 
     def keel_begin_update(self, no_copies: str = "") -> None:
         """`no_copies`: why vLLM's loader is to do every update; empty: until it is known what it

@@ -92,7 +92,7 @@ def deepspeed_config(
     stage = zero_stage(trainer, dtype)
     # DeepSpeed has its bucket as large as it is told, however small the model.
     elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    bucket = min(bucket_elements(trainer.ranks), elements)
+    bucket = min(bucket_elements(trainer), elements)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -253,7 +253,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     }
     if ranks > 1 or (stage >= 1 and not summed_apart(config.model.dtype, trainer)):
         buckets = ZERO_2_BUCKETS if stage == 2 else 1
-        parts["buckets"] = 4 * buckets * min(held, bucket_elements(ranks))
+        parts["buckets"] = 4 * buckets * min(held, bucket_elements(trainer))
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
     largest = (count - routed) / facts.layers
     largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel
@@ -269,9 +269,10 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     return Memory(parts=parts)
 
 
-def bucket_elements(ranks: int) -> int:
-    """Of a bucket of gradients, at most."""
-    return BUCKET_ELEMENTS if ranks > 1 else LONE_BUCKET_ELEMENTS
+def bucket_elements(trainer: TrainerConfig) -> int:
+    """Of a bucket of gradients, at most. (ZeRO 2 on one rank was measured with the larger one.)"""
+    lone = trainer.ranks == 1 and trainer.zero_stage != 2
+    return LONE_BUCKET_ELEMENTS if lone else BUCKET_ELEMENTS
 
 
 def summed_apart(dtype: str, trainer: TrainerConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -102,19 +103,59 @@ def test_what_is_not_to_be_learned() -> None:
     assert conversation_of(shown, "")[1] == [3], "a prompt's own answers are examples"
     weighed = {"messages": [USER, {**example, "weight": 0}, USER, {**SAID, "weight": 1}]}
     assert conversation_of(weighed, "")[1] == [3]
+    empty = {"messages": [USER, {"role": "assistant", "content": "", "weight": 0}, USER, SAID]}
+    assert conversation_of(empty, "")[1] == [3], "nothing, as context"
+    nothing = {"messages": [USER, {"role": "assistant", "content": ""}]}
+    assert conversation_of(nothing, "", rendered=False)[1] == [1], "an end of the turn was sampled"
+
+
+def test_a_result_with_a_name_answers_the_call_of_that_name() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("add", "sub", "add")]
+    results = [
+        {"role": "tool", "content": "0", "name": "sub"},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "content": "5", "name": "add"},
+    ]
+    asked = {"role": "assistant", "tool_calls": calls}
+    messages, _ = conversation_of({"messages": [USER, asked, *results, SAID]}, "")
+    assert [(m["tool_call_id"], m["name"]) for m in messages[2:5]] == [
+        ("call_1_1", "sub"),
+        ("call_1_0", "add"),
+        ("call_1_2", "add"),
+    ]
 
 
 def test_keys_that_mean_nothing_are_named() -> None:
     record = {"messages": [{**USER, "time": 3}, SAID], "score": 1, "id": "a"}
     assert unread_of(record) == {"score", "messages[].time"}
+    sides = {"prompt": [{**USER, "time": 3}], "completion": [{**SAID, "rank": 1, "mood": None}]}
+    assert unread_of(sides) == {"prompt[].time", "completion[].rank"}
+    sharegpt = [{"from": "human", "value": "?", "weight": 0, "lang": "en"}, {**SAID, "mark": 1}]
+    assert unread_of({"conversations": sharegpt}) == {
+        "conversations[].lang",
+        "conversations[].mark",
+    }
+
+
+@pytest.mark.parametrize("key", ["loss", "train", "loss_mask"])
+def test_another_word_for_weight_is_refused(key: str) -> None:
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"messages": [USER, {**SAID, key: False}]}, "messages[1]"),
+        ({"prompt": "?", "completion": [{**SAID, key: 0}]}, "completion[0]"),
+        ({"conversations": [{"from": "human", "value": "?", key: 1}]}, "conversations[0]"),
+    ]
+    for record, at in forms:
+        with pytest.raises(BadLine, match=re.escape(f"`{at}.{key}` means nothing here: `weight`")):
+            conversation_of(record, "")
+    assert conversation_of({"messages": [USER, {**SAID, key: None}]}, "")[1] == [1]
 
 
 @pytest.mark.parametrize(
     ("record", "named"),
     [
         ({"mesages": []}, "has the keys mesages: it needs exactly one of messages"),
-        ({"messages": [USER], "prompt": "x"}, "has `messages` and `prompt`"),
-        ({"prompt": "x"}, "a `prompt` and no `completion`"),
+        ({"messages": [USER], "prompt": "x"}, r"has `messages` and `prompt`.*\{prompt: ''\}"),
+        ({"prompt": "x", "reply": "y"}, "a `prompt` and no `completion`; it has prompt, reply"),
         ({"prompt": "x", "completion": 3}, "`completion` must be a list of at least one message"),
         ({"messages": "x"}, "`messages` must be a list"),
         ({"messages": []}, "`messages` must be a list of at least one message"),
@@ -146,6 +187,16 @@ def test_keys_that_mean_nothing_are_named() -> None:
             "function.arguments` is not JSON",
         ),
         ({"messages": [USER, {"role": "tool", "content": "x"}, SAID]}, "the result of no call"),
+        (
+            {
+                "messages": [
+                    USER,
+                    {**SAID, "tool_calls": [{"function": {"name": "a"}}]},
+                    {"role": "tool", "content": "x", "name": "b"},
+                ]
+            },
+            r"`messages\[2\]` is the result of no call before it \(name 'b'\)",
+        ),
         ({"conversations": [{"from": "me", "value": "x"}]}, "from` is 'me', must be one of human"),
         ({"conversations": [{"from": "human", "text": "x"}]}, "value` must be text, is missing"),
         ({"messages": [USER, SAID], "system": 3}, "`system` must be text"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,69 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
-from keel.data.conversations.load import Lessons, load_lessons
+from keel.configs.schema import ConfigError, ConversationsConfig
+from keel.data.conversations.load import Lessons
 from keel.data.conversations.types import Example
-from keel.rl.supervised.lessons import shown
-from keel.rl.types import Segment
+from tests.data.conversations.sources import chat, load, said, source, write
 from tests.data.rows.hub import MAIN, NAME, serving
-
-
-def chat(asked: str, said: str, **more: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    return {"messages": messages, **more}
-
-
-def write(path: Path, *records: Mapping[str, Any] | str) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [one if isinstance(one, str) else json.dumps(one) for one in records]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return str(path)
-
-
-def letters(example: Example) -> list[Segment]:
-    """Every letter is a token, and the last message is learned."""
-    if "untellable" in str(example.messages):
-        raise ValueError("the template has no word for it")
-    said = str(example.messages[-1]["content"])
-    asked = "".join(str(m["content"]) for m in example.messages[:-1])
-    ids = [ord(letter) for letter in asked + said]
-    return [shown(example.origin, ids, [i >= len(asked) for i in range(len(ids))])]
-
-
-def solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    if task != "spell_backward" or "a" in entry["answer"]:
-        return None
-    return {"role": "assistant", "content": entry["answer"], "reasoning_content": "letters"}
-
-
-def load(
-    *sources: ConversationsConfig,
-    reserved: Collection[str] = (),
-    reserved_ids: Collection[str] = (),
-    **config: Any,
-) -> Lessons:
-    return load_lessons(
-        SftConfig(sources=sources, **config),
-        seed=0,
-        render=letters,
-        solve=solve,
-        tokenizer="mine",
-        reserved=reserved,
-        reserved_ids=reserved_ids,
-    )
-
-
-def source(path: str, **knobs: Any) -> ConversationsConfig:
-    return ConversationsConfig(**{"name": "s", "source": "jsonl", "path": path, **knobs})
-
-
-def said(lessons: Any) -> set[str]:
-    return {
-        "".join(chr(int(token)) for token in lesson.segments[0].token_ids_T[one.trainable_T])
-        for lesson in lessons
-        for one in lesson.segments[:1]
-    }
 
 
 def test_conversations_are_kept_once_and_questions_are_not_split(tmp_path: Path) -> None:
@@ -113,26 +54,6 @@ def test_a_question_held_out_anywhere_is_learned_nowhere(tmp_path: Path) -> None
     found = load(source(one), reserved={question})
     assert "a3" not in said(found.train.sources["s"])
     assert found.report["s"].left_out == {"held out by data.sources": 1}
-
-
-@pytest.mark.parametrize("ascii", [True, False])
-def test_half_a_surrogate_pair_in_a_trajectory_costs_no_other(tmp_path: Path, ascii: bool) -> None:
-    samples = [
-        {
-            "correct": 1.0,
-            "messages": [{"role": "assistant", "content": said}],
-            "record": {"id": "a/1", "asked": [{"role": "user", "content": "?"}]},
-        }
-        for said in ("\ud800 half", "whole \U0001f600")
-    ]
-    line = json.dumps({"samples": samples}, ensure_ascii=ascii) + "\n"
-    path = tmp_path / "samples.jsonl"
-    path.write_bytes(line.encode("utf-8", "surrogatepass"))
-    found = load(source(str(path), source="trajectories"))
-    assert said(found.train.sources["s"]) == {"\ufffd half", "whole \U0001f600"}
-    path.write_text(json.dumps(chat("?", "\ud800")) + "\n")
-    with pytest.raises(ConfigError, match="half of a surrogate pair"):  # somebody wrote it
-        load(source(str(path)))
 
 
 def test_repeat_weighs_sources_by_how_often_each_conversation_is_seen(tmp_path: Path) -> None:
@@ -178,7 +99,10 @@ def test_long_conversations_are_named_or_dropped(tmp_path: Path) -> None:
     ("knobs", "named"),
     [
         ({"path": "absent.jsonl"}, r"sft\.sources\[s\]\.path = .*no such file"),
-        ({"holdout": 2}, r"no conversation is left to learn from \(it is empty; 2 held out"),
+        (
+            {"holdout": 2},
+            r"no conversation is left to learn from \(2 held out\); lower .*holdout = 2",
+        ),
         ({"holdout": 3}, r"holdout = 3: there are only 2 usable conversations"),
         ({"source": "trajectories"}, "is no trajectory"),
         ({"source": "solutions", "path": "", "task": "chain_sum", "size": 2}, "nobody has worked"),
@@ -191,97 +115,40 @@ def test_a_source_that_teaches_nothing(tmp_path: Path, knobs: dict[str, Any], na
         load(source(knobs.pop("path", path), **knobs))
 
 
-def trajectory(name: str, correct: float, tokenizer: str = "mine", **more: Any) -> dict[str, Any]:
-    segments = [{"ids": [7, 8, 9], "said": [[1, 3]]}]
-    return {
-        **chat(f"{name}?", name),
-        **{"id": f"p/{name[0]}", "domain": "d", "step": 1, "finish_reason": "stop"},
-        **{"reward": correct - 0.1, "parts": {"correct": correct}},
-        **{"tokenizer": tokenizer, "segments": segments, **more},
-    }
-
-
-def test_trajectories_are_chosen_by_their_worth_and_keep_their_tokens(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    write(
-        run / "trajectories" / "step_000001.jsonl",
-        trajectory("a1", 1.0),
-        trajectory("a2", 0.0),
-        trajectory("b1", 1.0, tokenizer="another"),
-        trajectory("c1", 1.0, finish_reason="length"),
-    )
-    write(run / "trajectories" / "step_000002.jsonl", trajectory("a3", 1.0))
-    knobs = {"source": "trajectories"}
-    found = load(source(str(run), **knobs))
-    report = found.report["s"]
-    assert (report.learned, report.sampled, report.unread) == (3, 2, frozenset())
-    assert report.left_out == {"worth less than 1": 1, "cut off": 1}
-    tokens = [lesson.segments[0].token_ids_T.tolist() for lesson in found.train.sources["s"]]
-    assert sorted(tokens) == [[7, 8, 9], [7, 8, 9], [ord(letter) for letter in "b1?b1"]]
-    found = load(source(str(run), most_per_prompt=1, cut=True, **knobs))
-    assert found.report["s"].left_out == {"worth less than 1": 1, "beyond 1 of a prompt": 1}
-    assert (
-        load(source(str(run), reward="reward", least_reward=0.5, **knobs)).report["s"].learned == 3
-    )
-    with pytest.raises(ConfigError, match=r"step_000001\.jsonl:1: has no `style`.*correct"):
-        load(source(str(run), reward="style", **knobs))
-    with pytest.raises(ConfigError, match="holds no trajectories; name the folder of a run"):
-        load(source(str(tmp_path), **knobs))
-
-
 @pytest.mark.parametrize(
-    ("knobs", "written_again"),
+    ("sizes", "holdout", "held"),
     [
-        ({}, False),
-        ({"thinking": "without"}, False),
-        ({"thinking": "with"}, True),
-        ({"system": "Be brief."}, True),
+        ([9, 1], 1, 1),
+        ([9, 3, 3], 3, 3),
+        ([4, 5, 6], 3, 4),
+        ([3, 5], 4, 5),
+        ([3, 5], 3, 3),
     ],
 )
-def test_what_is_asked_for_in_another_way_than_it_was_sampled_is_written_again(
-    tmp_path: Path, knobs: dict[str, Any], written_again: bool
+def test_holdout_prefers_questions_that_fit(
+    tmp_path: Path, sizes: list[int], holdout: int, held: int
 ) -> None:
-    path = write(tmp_path / "step.jsonl", trajectory("a1", 1.0, thinking=False))
-    found = load(source(path, source="trajectories", **knobs))
-    assert found.report["s"].sampled == (not written_again)
-
-
-def test_ids_are_taken_from_trajectories_alone(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", trajectory("a1", 0.0, tokenizer="another"))
-    found = load(source(path))
+    lines = [chat(f"q{q}?", f"{q} {i}") for q, size in enumerate(sizes) for i in range(size)]
+    found = load(source(write(tmp_path / "a.jsonl", *lines), holdout=holdout))
     report = found.report["s"]
-    assert (report.learned, report.sampled) == (1, 0) and "segments" in report.unread
-    for knob in ({"least_reward": 0.5}, {"reward": "style"}, {"cut": True}, {"most_per_prompt": 1}):
-        (name,) = knob
-        with pytest.raises(ConfigError, match=rf"{name} = .* is for source: trajectories alone"):
-            source(path, **knob)
+    assert (report.heldout, report.learned) == (held, sum(sizes) - held)
+    questions = [
+        {one.split()[0] for one in said(part)}
+        for part in (found.heldout["s"], found.train.sources["s"])
+    ]
+    assert not questions[0] & questions[1]
 
 
-def test_a_trajectory_of_a_prompt_that_is_held_out_is_not_learned(tmp_path: Path) -> None:
-    lines = [trajectory(name, 1.0) for name in ("a1", "b1", "b2")]  # of p/a, p/b, p/b
-    path = write(tmp_path / "step.jsonl", *lines)
-    found = load(source(path, source="trajectories"), reserved_ids={"p/b"})
-    assert found.report["s"].learned == 1
-    assert found.report["s"].left_out == {"held out by data.sources": 2}
-    # A line that somebody wrote has a name of its own choosing.
-    path = write(tmp_path / "a.jsonl", chat("?", "a", id="p/b"))
-    assert load(source(path), reserved_ids={"p/b"}).report["s"].learned == 1
-
-
-def test_an_evaluation_is_learned_from_by_its_completions(tmp_path: Path) -> None:
-    sample = {"correct": 1.0, "tokens": 2, "messages": [{"role": "assistant", "content": "4"}]}
-    record = {
-        **{"id": "p/1", "finish_reason": "stop", "thinking": False, "tokenizer": "another"},
-        **{"asked": [{"role": "user", "content": "2+2?"}]},
-    }
-    line = {"variant": "recipe", "id": "p/1", "samples": [{**sample, "record": record}]}
-    folder = tmp_path / "eval"
-    write(folder / "samples.jsonl", line)
-    found = load(source(str(folder), source="trajectories"))
-    assert said(found.train.sources["s"]) == {"4"}
-    write(folder / "samples.jsonl", {**line, "samples": [sample]})
-    with pytest.raises(ConfigError, match=r"samples\.jsonl:1: is of an evaluation by an older"):
-        load(source(str(folder), source="trajectories"))
+def test_where_nothing_is_left_the_first_reason_is_quoted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "{", "[")
+    for knobs in ({}, {"holdout": 1}):
+        with pytest.raises(
+            ConfigError, match=r"the first that is malformed: .*a\.jsonl:1: not JSON"
+        ):
+            load(source(path, on_bad_line="skip", **knobs))
+    path = write(tmp_path / "b.jsonl", *(chat("?", f"{i}") for i in range(5)))
+    with pytest.raises(ConfigError, match=r"\(5 held out\); lower .*holdout = 1, .*go together"):
+        load(source(path, holdout=1))
 
 
 def test_worked_solutions_are_made_from_the_seed(tmp_path: Path) -> None:
@@ -290,6 +157,17 @@ def test_worked_solutions_are_made_from_the_seed(tmp_path: Path) -> None:
     report = found.report["s"]
     assert 0 < report.learned < 20 and report.left_out["not taught"] + report.learned <= 20
     assert not any("a" in answer for answer in said(found.train.sources["s"]))
+
+    def with_params(**params: Any) -> set[str]:
+        made = {"task": "spell_backward", "size": 20, "params": params, "path": ""}
+        return said(load(source(source="solutions", **made)).train.sources["s"])
+
+    assert with_params() == said(found.train.sources["s"])
+    assert with_params(seed=3) == with_params(seed=3) != with_params()
+    with pytest.raises(ConfigError, match=r"sft\.sources\[s\]\.params\.size: write .*s\]\.size"):
+        with_params(size=3)
+    with pytest.raises(ConfigError, match=r"params\.sead: .*did you mean seed\?"):
+        with_params(sead=3)
 
 
 COLUMNS = {"prompt": "instruction", "completion": "out.text"}
@@ -329,6 +207,24 @@ def test_tables_and_other_columns_are_conversations_too(tmp_path: Path) -> None:
         assert found.report["told"].unread == {"out"}
 
 
+def test_what_a_sheet_writes_as_text(tmp_path: Path) -> None:
+    """Names with blanks around them; true and false, as programs spell them."""
+    sheet = "prompt , completion, thinking\n1+1?,2,TRUE\n2+2?,4,false\n3+3?,6,\n"
+    (tmp_path / "a.csv").write_text(sheet)
+    assert texts(told(str(tmp_path / "a.csv"))) == ["1+1?2", "2+2?4", "3+3?6"]
+    (tmp_path / "a.csv").write_text(sheet + "4+4?,8,maybe\n")
+    with pytest.raises(ConfigError, match=r"a\.csv:5: `thinking` must be true or false, is text"):
+        told(str(tmp_path / "a.csv"))
+
+
+def test_a_prompt_beside_messages_can_be_something_else(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", chat("1+1?", "2", prompt="1+1?", prompt_id="x"))
+    with pytest.raises(ConfigError, match=r"the source's columns: \{prompt: ''\}"):
+        told(path, "jsonl")
+    found = told(path, "jsonl", columns={"prompt": ""})
+    assert texts(found) == ["1+1?2"] and found.report["told"].unread == {"prompt_id"}
+
+
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
@@ -341,6 +237,11 @@ def test_tables_and_other_columns_are_conversations_too(tmp_path: Path) -> None:
             {},
             r"its first row has none of messages, .*instruction, out\. Say .*: sft.sources\[told\]"
             r".columns: \{prompt: instruction, completion: COLUMN\}",
+        ),
+        (
+            {"prompt": "instruction"},
+            r"first row has a `prompt` and no `completion`, it has instruction, out\. Say .*: "
+            r"sft.sources\[told\].columns: \{completion: COLUMN\}",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def test_every_token_of_a_document_but_its_beginning_is_learned_once(tmp_path: P
     (tmp_path / "deep" / "a.txt").write_text("a" * 12)
     lines = [{"text": "b" * 3}, {"text": "c" * 4, "url": "…"}, {"text": "b" * 3}]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "notes.md").write_text("not read")
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "old.txt").write_text("not read, and not told")
     lessons = load(tmp_path)
     a, b, c = (ord(letter) for letter in "abc")
     windows = learned(lessons)
@@ -60,13 +63,32 @@ def test_every_token_of_a_document_but_its_beginning_is_learned_once(tmp_path: P
     assert second == ([a] * 6, [a] * 5) and third == ([a, a, a, END], [a, a, END])
     report = lessons.report["s"]
     assert (report.documents, report.learned, report.learned_tokens) == (3, 5, 13 + 4 + 5)
-    assert report.left_out == {"repeated": 1}, "a text counts once"
+    assert report.left_out == {"files of other kinds (picture.png)": 1, "repeated": 1}
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_every_kind_of_file_whatever_the_case_of_its_name(tmp_path: Path, compressed: bool) -> None:
+    files = {
+        "BOOK.TXT": "\ufeffaaa",
+        "b.md": "bbb",
+        "CORPUS.JSONL": '{"text": "ccc"}\n',
+        "list.json": '[{"text": "ddd"},\n {"text": "eee"}]',
+        "docs.csv": "id,text\n1,fff\n",
+    }
+    for name, content in files.items():
+        raw = content.encode()
+        path = tmp_path / (f"{name}.gz" if compressed else name)
+        path.write_bytes(gzip.compress(raw) if compressed else raw)
+    arrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(arrow.Table.from_pylist([{"text": "ggg"}]), tmp_path / "t.parquet")
+    lessons = load(tmp_path)
+    assert set(learned(lessons)) == set("abcdefg") and not lessons.report["s"].left_out
 
 
 def test_windows_of_a_document_are_held_out_together(tmp_path: Path) -> None:
     for letter in "abcdef":
         (tmp_path / f"{letter}.txt").write_text(letter * 9)
-    lessons = load(tmp_path, holdout=3)
+    lessons = load(tmp_path, holdout=4)
     assert lessons.report["s"].heldout == 4 and lessons.report["s"].learned == 8
 
     def letters(some: list[Lesson]) -> set[int]:
@@ -74,6 +96,39 @@ def test_windows_of_a_document_are_held_out_together(tmp_path: Path) -> None:
 
     held = letters(list(lessons.heldout["s"]))
     assert len(held) == 2 and not held & letters(lessons.train.take(8))
+
+
+def test_of_a_document_too_long_to_be_held_out_its_end_is(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("a" * 5 + "b" * 30)
+    lessons = load(tmp_path, holdout=2)
+    report = lessons.report["s"]
+    assert (report.heldout, report.learned) == (2, 6)
+    last, end = (one.segments[0].token_ids_T.tolist() for one in lessons.heldout["s"])
+    b = ord("b")
+    assert (last, end) == ([b] * 6, [b, END])
+    again = load(tmp_path, holdout=2)
+    assert [one.prompt_id for one in again.heldout["s"]] == [
+        one.prompt_id for one in lessons.heldout["s"]
+    ]
+    assert again.train.state() == lessons.train.state(), "the same in every start"
+    assert not any(END in one.segments[0].token_ids_T for one in lessons.train.take(6))
+    (tmp_path / "short.txt").write_text("c")
+    held = load(tmp_path, holdout=1).heldout["s"]
+    assert [one.segments[0].token_ids_T.tolist() for one in held] == [[BEGIN, ord("c"), END]]
+    with pytest.raises(
+        ConfigError, match=r"no window is left .*\(9 held out\); lower .*holdout = 9"
+    ):
+        load(tmp_path, holdout=9)
+    with pytest.raises(
+        ConfigError, match=r"holdout = 10: there are only 9 usable windows; lower it"
+    ):
+        load(tmp_path, holdout=10)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_named() -> None:
+    none: Any = None
+    with pytest.raises(ValueError, match=r"no eos_token, .* model\.tokenizer"):
+        Encoded(lambda text: list(text.encode()), (), (none,))
 
 
 def test_of_retrieval_texts_what_can_be_known_is_learned() -> None:
@@ -105,7 +160,9 @@ def test_of_retrieval_texts_what_can_be_known_is_learned() -> None:
         ("a.jsonl", b'{"text": 5}', r"a\.jsonl:1: `text` must be text, is"),
         ("a.jsonl", b'{"text": ""}', r"a\.jsonl:1: `text` is empty"),
         ("a.jsonl", b"", r"path = '.*': there is no text in it"),
-        ("a.md", b"text", r"holds no \.txt, \.jsonl, \.json, \.ndjson file"),
+        ("a.csv", b"id,body\n1,x\n", r"a\.csv:2: has no `text`; its keys: id, body"),
+        ("a.txt.gz", b"plain", r"path = '.*a\.txt\.gz': cannot be read: Not a gzipped file"),
+        ("a.pdf", b"text", r"holds no file with text \(\.txt and \.md, one document each; \.jsonl"),
     ],
 )
 def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
@@ -124,6 +181,9 @@ def test_what_is_no_text_can_be_left_out(tmp_path: Path) -> None:
         load(tmp_path, on_bad_line="skip")
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "absent.txt")
+    (tmp_path / "corpus").write_text("text")
+    with pytest.raises(ConfigError, match=r"corpus': of no known kind; let its name say which"):
+        load(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize(

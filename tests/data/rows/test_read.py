@@ -132,7 +132,13 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     ),
     "short.csv": ('prompt,answer\n"a\nb",2\nc\n', "short.csv:4: has 1 cells, and the header 2"),
     "twice.csv": ("prompt,prompt\n", "twice.csv:1: several columns are called 'prompt'"),
-    "quote.csv": ('prompt,answer\n"a"b,2\n', "cannot be read: ',' expected after '\"'"),
+    "quote.csv": ('prompt,answer\n"a"b,2\n', "quote.csv:2: not CSV: ',' expected after '\"'; a"),
+    "quotes.csv": (
+        'prompt,answer\na,1\n"a\nb"c,2\n',
+        "quotes.csv:3: not CSV: ',' expected after '\"' in line 4",
+    ),
+    "open.csv": ('prompt,answer\na,1\n"b,2\nc,3\n', "open.csv:3: not CSV: a quote opens in this"),
+    "header.csv": ('"prompt"x,answer\na,1\n', "header.csv:1: not CSV: "),
     "semi.csv": (
         "prompt;answer\na;2\n",
         "semi.csv:1: its columns are divided by ';'; save it with ','",
@@ -151,6 +157,17 @@ def test_what_is_wrong_is_named_with_its_place(name: str, tmp_path: Path) -> Non
     content, words = BAD[name]
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert words in refused(tmp_path / name)
+
+
+def test_a_row_that_is_no_csv_can_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(' prompt,answer \n1+1?,2\n"a"b,2\n2+2?,4\n')
+    loaded = load_jsonl(source(path, on_bad_line="skip"), check_spec)
+    assert [item.prompt.reward["answer"] for item in loaded.items] == ["2", "4"]
+    (reason,) = loaded.skipped
+    assert reason.startswith(f"{path}:3: not CSV: ")
+    path.write_text('prompt,answer\n1+1?,2\n"a,2\n2+2?,4\n')
+    assert "a.csv:3: " in refused(path, on_bad_line="skip"), "all that follows would be lost"
 
 
 LISTS = {

@@ -184,6 +184,46 @@ def test_what_a_template_cannot_show_is_refused(
         taught(chat_of(name), messages, [CITY], thinking=True)
 
 
+ASKED = {"role": "user", "content": "Hi?"}
+SAID = {"role": "assistant", "content": "Yes."}
+RULE = "Zebra rule."
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "lost"),
+    [
+        (
+            [{"role": "developer", "content": RULE}, ASKED, SAID],
+            0,
+            {"qwen3", "deepseek-v3.1", "harmony"},
+        ),
+        ([ASKED, {"role": "system", "content": RULE}, ASKED, SAID], 1, {"qwen3", "harmony"}),
+        (
+            [ASKED, SAID, {"role": "system", "content": RULE}, ASKED, SAID],
+            2,
+            {"qwen3", "harmony", "deepseek-v3.1"},  # which moves it to the front
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "glm"])
+def test_context_that_a_template_passes_over_is_refused(
+    name: str, messages: list[Message], place: int, lost: set[str]
+) -> None:
+    chat = chat_of(name)
+    for _ in range(2):
+        if name in lost:
+            named = (
+                rf"messages\[{place}\]: .* not show a message of the role {messages[place]['role']}"
+            )
+            with pytest.raises(ValueError, match=named):
+                taught(chat, messages, (), thinking=False)
+        else:
+            assert RULE in chat.decode(taught(chat, messages, (), thinking=False)[-1].ids)
+    if name == "qwen3":
+        blank = [{**one, "content": " "} if one["content"] == RULE else one for one in messages]
+        assert taught(chat, blank, (), thinking=False), "nothing is lost of it"
+
+
 @pytest.mark.parametrize(("make", "arguments"), COLD_STARTS, ids=["trip", "guess"])
 def test_the_cold_start_learns_the_same_tokens_of_the_same_conversations(
     make: Any, arguments: dict[str, Any]

@@ -43,7 +43,7 @@ class FakeEngine:
 
     def add(self, job: int, prompt: Prompt, **options: Any) -> None:
         if not self.whole:
-            raise RuntimeError("the weights are incomplete")
+            raise AssertionError("the weights are incomplete")
         self.jobs[job] = prompt
         if prompt.prompt_id == "long":
             raise ValueError("prompt long: does not fit")
@@ -172,7 +172,7 @@ def test_after_an_update_that_failed_groups_are_refused(engine: EngineThread) ->
     with pytest.raises(ValueError, match="no such tensor"):
         engine.load_bucket("bad")  # type: ignore[arg-type]
     for future in (waiting, engine.submit(prompt("b"), group_size=1)):
-        with pytest.raises(RuntimeError, match="incomplete"):
+        with pytest.raises(EngineError, match="incomplete, .*ValueError: no such tensor"):
             future.result(PATIENCE_S)
     engine.begin_update()
     later = engine.submit(prompt("c"), group_size=1)
@@ -300,6 +300,20 @@ def test_an_update_that_cannot_begin_is_given_up(fake: FakeEngine) -> None:
     future.result(PATIENCE_S)
     draining.close()
     assert fake.version == 0 and "begin" not in fake.events
+
+
+def test_a_commands_own_timeout_is_passed_on(fake: FakeEngine) -> None:
+    cause = TimeoutError("the store did not answer within 12 s")
+
+    def late(_: Bucket) -> None:
+        raise cause
+
+    fake.load_bucket = late
+    engine = EngineThread(lambda: fake, config())
+    with pytest.raises(TimeoutError, match="the store") as raised:
+        engine.update_weights(1, iter(["x"]))  # type: ignore[list-item]
+    assert raised.value is cause
+    engine.close()
 
 
 @pytest.mark.parametrize(
