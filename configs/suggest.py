@@ -24,6 +24,23 @@ COMMON = {
 """What trainers in general call our knobs, too far apart for a spelling distance to find; what one
 of them has is in `keel.configs.elsewhere.words`."""
 
+_BATCH = "did you mean sft.conversations_per_step, or sft.tokens_per_step?"
+_LEARNED = (
+    "what the assistant says is learned, and nothing else; `weight: 0` in a message leaves it out"
+)
+SUPERVISED = {
+    "sft.assistant_only_loss": _LEARNED,
+    "sft.batch_size": _BATCH,
+    "sft.completion_only_loss": _LEARNED,
+    "sft.gradient_accumulation_steps": "follows from the batch and trainer.micro_batch_tokens",
+    "sft.lr": "did you mean trainer.lr?",
+    "sft.packing": "conversations are always packed, and see none but themselves",
+    "sft.per_device_train_batch_size": _BATCH,
+    "sft.sources[].epochs": "did you mean repeat, of this source, or sft.epochs, of all?",
+    "sft.sources[].weight": "did you mean repeat?",
+    "sft.train_batch_size": _BATCH,
+}
+"""What other trainers have for `keel sft`: there it is other knobs than those of `keel train`."""
 CONTEXT = "follows from data.max_prompt_tokens + rollout.sampling.max_tokens"
 OF_OTHER_COMMANDS = {
     "epochs": "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and `keel pretrain`",
@@ -83,6 +100,8 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     """
     if renamed := RENAMED.get(re.sub(r"\[[^]]*\]", "[]", prefix) + key):
         return f"renamed to {prefix}{renamed}"
+    if said := SUPERVISED.get(re.sub(r"\[[^]]*\]", "[]", prefix) + key):
+        return said
     everywhere = sorted(knobs(root), key=lambda path: path.count("."))  # the likeliest first
     here = [field.name for field in fields(section)]
     known = COMMON.get(key, key)

@@ -58,9 +58,7 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     modes = {source.thinking for source in config.data.sources if source.environment.given}
     ends = () if config.model.path == "embedded" else ends_of(config.model.path)
     try:
-        chat = TemplateChat(
-            tokenizer, tools_in_thinking=config.agents.tools_in_thinking, ends=ends
-        )
+        chat = TemplateChat(tokenizer, tools_in_thinking=config.agents.tools_in_thinking, ends=ends)
         check_prefix_law(chat, modes=sorted(modes))
         if chat.tools_in_thinking:
             check_calls_in_thinking(chat)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from dataclasses import fields
 
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
@@ -12,6 +13,11 @@ OLD = 16
 28, and those do harm (docs/stability.md)."""
 SMALL = 50_000_000
 """Parameters below which a model is one of the embedded kind, which learns faster."""
+
+
+TRAINS = ("algorithm", "rollout", "agents", "rewards", "eval", "filter")
+"""Sections that say nothing of supervised training."""
+NAMED = 3
 
 
 def unusual(config: Config, facts: ModelFacts) -> list[str]:
@@ -27,6 +33,26 @@ def unusual(config: Config, facts: ModelFacts) -> list[str]:
         *_for_nothing(config),
         *_never_there(config),
     ]
+
+
+def unread(given: Config, left: Set[str]) -> Iterator[str]:
+    """Knobs of `keel train` in a recipe for supervised training alone. left: those whose values are
+    chosen."""
+    if given.data.sources:  # they are for what comes after it
+        return
+    sections = {name: getattr(given, name) for name in TRAINS}
+    found = [
+        f"{name}.{field.name}"
+        for name, section in sections.items()
+        for field in fields(section)
+        if getattr(section, field.name) != getattr(type(section)(), field.name)
+    ]
+    if found := [knob for knob in found if knob not in left]:
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        yield (
+            f"{', '.join(found[:NAMED])}{more}: not read by `keel sft` and `keel pretrain`, which "
+            "have run, model, trainer, alarms and sft"
+        )
 
 
 def _for_nothing(config: Config) -> Iterator[str]:

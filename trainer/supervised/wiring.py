@@ -44,6 +44,7 @@ from keel.trainer.planning.families import check_selects
 from keel.trainer.planning.lowering import Lowering, Repeating
 from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
+from keel.trainer.planning.unusual import unread
 from keel.trainer.prepare import (
     EMBEDDED,
     ending_lines,
@@ -199,7 +200,7 @@ def prepare_sft(
         given=given,
         prompts=prompts,
         format=chat.format.name if chat and not config.sft.only_text else "",
-        warnings=warning_lines(config, found),
+        warnings=[*warning_lines(config, found), *unread(given, left)],
     )
 
 

@@ -90,6 +90,8 @@ def test_a_section_of_theirs_is_answered_word_by_word_with_its_lines(tmp_path: P
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("sft.batch_size=8", "did you mean sft.conversations_per_step, or sft.tokens_per_step?"),
+        ("sft.completion_only_loss=true", "what the assistant says is learned, and nothing else"),
         ("run.epochs=3", "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and"),
         ("epochs=3", "did you mean run.steps (in steps)? sft.epochs is for `keel sft` and"),
         ("trainer.num_train_epochs=3", "did you mean run.steps? (TRL's num_train_epochs; in steps"),

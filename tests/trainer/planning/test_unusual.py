@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from keel.configs.load import load_config
+from keel.configs.schema import Config, ConversationsConfig, SftConfig
 from keel.model.embedded.build import model_config
 from keel.model.embedded.tokenizer import build_tokenizer
 from keel.model.load import facts_of
 from keel.trainer.planning.cures import with_knob
 from keel.trainer.planning.memory import GIB
 from keel.trainer.planning.plan import make_plan
-from keel.trainer.planning.unusual import unusual
+from keel.trainer.planning.unusual import unread, unusual
 from keel.trainer.prepare import crowded
 from tests.trainer.planning.test_memory import DENSE, recipe
 
@@ -74,6 +75,21 @@ def test_supervised_runs_have_rates_of_their_own_and_reach_them() -> None:
     assert said(5e-3, attention="warm-up") == []
     (line,) = said(1e-5, warmup_steps=100)
     assert line.startswith("trainer.warmup_steps = 100: the run ends after 100 step(s), before")
+
+
+def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
+    source: dict[str, Any] = {"name": "a", "source": "jsonl", "path": "a"}
+    sources = (ConversationsConfig(**source),)
+    config = Config(sft=SftConfig(sources=sources, max_context_tokens=256))
+    assert [*unread(config, frozenset())] == []
+    algorithm = replace(config.algorithm, prompts_per_step=4)
+    engines = replace(config.rollout, engines=3)
+    changed = replace(config, algorithm=algorithm, rollout=engines)
+    (line,) = unread(changed, {"rollout.engines"})
+    assert line.startswith("algorithm.prompts_per_step: not read by `keel sft`")
+    (line,) = unread(changed, frozenset())
+    assert line.startswith("algorithm.prompts_per_step, rollout.engines: not read")
+    assert [*unread(load_config("sft-quickstart"), frozenset())] == [], "what comes after it"
 
 
 def test_old_completions_under_masks_whose_mass_nobody_holds_are_warned_about() -> None:
