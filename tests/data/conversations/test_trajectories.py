@@ -1,0 +1,157 @@
+"""What runs and evaluations have sampled: which of it is learned, and by which tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import ConfigError
+from tests.data.conversations.sources import chat, load, said, source, write
+
+
+@pytest.mark.parametrize("ascii", [True, False])
+def test_half_a_surrogate_pair_in_a_trajectory_costs_no_other(tmp_path: Path, ascii: bool) -> None:
+    samples = [
+        {
+            "correct": 1.0,
+            "messages": [{"role": "assistant", "content": said}],
+            "record": {"id": "a/1", "asked": [{"role": "user", "content": "?"}]},
+        }
+        for said in ("\ud800 half", "whole \U0001f600")
+    ]
+    line = json.dumps({"samples": samples}, ensure_ascii=ascii) + "\n"
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogatepass"))
+    found = load(source(str(path), source="trajectories"))
+    assert said(found.train.sources["s"]) == {"\ufffd half", "whole \U0001f600"}
+    path.write_text(json.dumps(chat("?", "\ud800")) + "\n")
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):  # somebody wrote it
+        load(source(str(path)))
+
+
+def trajectory(name: str, correct: float, tokenizer: str = "mine", **more: Any) -> dict[str, Any]:
+    segments = [{"ids": [7, 8, 9], "said": [[1, 3]]}]
+    return {
+        **chat(f"{name}?", name),
+        **{"id": f"p/{name[0]}", "domain": "d", "step": 1, "finish_reason": "stop"},
+        **{"reward": correct - 0.1, "parts": {"correct": correct}},
+        **{"tokenizer": tokenizer, "segments": segments, **more},
+    }
+
+
+def test_trajectories_are_chosen_by_their_worth_and_keep_their_tokens(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(
+        run / "trajectories" / "step_000001.jsonl",
+        trajectory("a1", 1.0),
+        trajectory("a2", 0.0),
+        trajectory("b1", 1.0, tokenizer="another"),
+        trajectory("c1", 1.0, finish_reason="length"),
+    )
+    write(run / "trajectories" / "step_000002.jsonl", trajectory("a3", 1.0))
+    knobs = {"source": "trajectories"}
+    found = load(source(str(run), **knobs))
+    report = found.report["s"]
+    assert (report.learned, report.sampled, report.unread) == (3, 2, frozenset())
+    assert report.left_out == {"worth less than 1": 1, "cut off": 1}
+    tokens = [lesson.segments[0].token_ids_T.tolist() for lesson in found.train.sources["s"]]
+    assert sorted(tokens) == [[7, 8, 9], [7, 8, 9], [ord(letter) for letter in "b1?b1"]]
+    found = load(source(str(run), most_per_prompt=1, cut=True, **knobs))
+    assert found.report["s"].learned == 3
+    assert found.report["s"].left_out == {"worth less than 1": 1, "beyond 1 of a prompt": 1}
+    assert (
+        load(source(str(run), reward="reward", least_reward=0.5, **knobs)).report["s"].learned == 3
+    )
+    with pytest.raises(ConfigError, match=r"step_000001\.jsonl:1: has no `style`.*correct"):
+        load(source(str(run), reward="style", **knobs))
+    with pytest.raises(ConfigError, match="holds no trajectories; name the folder of a run"):
+        load(source(str(tmp_path), **knobs))
+
+
+def test_what_is_not_learned_takes_nobodys_place_among_the_most_of_a_prompt(
+    tmp_path: Path,
+) -> None:
+    def of(prompt: str, said: str) -> dict[str, Any]:
+        return {**trajectory(prompt, 1.0, tokenizer="another"), **chat(f"{prompt}?", said)}
+
+    same = [of("a", "same"), of("a", "same"), of("a", "other"), of("a", "third")]
+    lines = [of("b", "x" * 50), of("b", "untellable"), of("b", "short"), *same, of("c", "last")]
+    path = write(tmp_path / "step.jsonl", *lines)
+    drop = {"long_conversations": "drop", "max_context_tokens": 40}
+    knobs = {"source": "trajectories", "most_per_prompt": 2, "on_bad_line": "skip"}
+    found = load(source(path, **knobs), **drop)
+    assert said(found.train.sources["s"]) == {"short", "same", "other", "last"}
+    left = {"malformed": 1, "repeated": 1, "beyond 2 of a prompt": 1, "too long": 1}
+    assert found.report["s"].left_out == left
+    found = load(source(path, size=3, **knobs), **drop)
+    assert said(found.train.sources["s"]) == {"short", "same", "other"}
+
+
+def test_an_empty_turn_that_was_sampled_is_learned_and_one_to_be_written_is_none(
+    tmp_path: Path,
+) -> None:
+    """Such as a right episode whose last turn is nothing but its end."""
+    empty = {**trajectory("a", 1.0), **chat("go", "")}
+    found = load(source(write(tmp_path / "a.jsonl", empty), source="trajectories"))
+    assert (found.report["s"].learned, found.report["s"].sampled) == (1, 1)
+    path = write(tmp_path / "b.jsonl", {**empty, "tokenizer": "another"})
+    with pytest.raises(ConfigError, match=r"`messages\[1\]` is the assistant's, and says nothing"):
+        load(source(path, source="trajectories"))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "written_again"),
+    [
+        ({}, False),
+        ({"thinking": "without"}, False),
+        ({"thinking": "with"}, True),
+        ({"system": "Be brief."}, True),
+    ],
+)
+def test_what_is_asked_for_in_another_way_than_it_was_sampled_is_written_again(
+    tmp_path: Path, knobs: dict[str, Any], written_again: bool
+) -> None:
+    path = write(tmp_path / "step.jsonl", trajectory("a1", 1.0, thinking=False))
+    found = load(source(path, source="trajectories", **knobs))
+    assert found.report["s"].sampled == (not written_again)
+
+
+def test_ids_are_taken_from_trajectories_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", trajectory("a1", 0.0, tokenizer="another"))
+    found = load(source(path))
+    report = found.report["s"]
+    assert (report.learned, report.sampled) == (1, 0) and "segments" in report.unread
+    for knob in ({"least_reward": 0.5}, {"reward": "style"}, {"cut": True}, {"most_per_prompt": 1}):
+        (name,) = knob
+        with pytest.raises(ConfigError, match=rf"{name} = .* is for source: trajectories alone"):
+            source(path, **knob)
+
+
+def test_a_trajectory_of_a_prompt_that_is_held_out_is_not_learned(tmp_path: Path) -> None:
+    lines = [trajectory(name, 1.0) for name in ("a1", "b1", "b2")]  # of p/a, p/b, p/b
+    path = write(tmp_path / "step.jsonl", *lines)
+    found = load(source(path, source="trajectories"), reserved_ids={"p/b"})
+    assert found.report["s"].learned == 1
+    assert found.report["s"].left_out == {"held out by data.sources": 2}
+    # A line that somebody wrote has a name of its own choosing.
+    path = write(tmp_path / "a.jsonl", chat("?", "a", id="p/b"))
+    assert load(source(path), reserved_ids={"p/b"}).report["s"].learned == 1
+
+
+def test_an_evaluation_is_learned_from_by_its_completions(tmp_path: Path) -> None:
+    sample = {"correct": 1.0, "tokens": 2, "messages": [{"role": "assistant", "content": "4"}]}
+    record = {
+        **{"id": "p/1", "finish_reason": "stop", "thinking": False, "tokenizer": "another"},
+        **{"asked": [{"role": "user", "content": "2+2?"}]},
+    }
+    line = {"variant": "recipe", "id": "p/1", "samples": [{**sample, "record": record}]}
+    folder = tmp_path / "eval"
+    write(folder / "samples.jsonl", line)
+    found = load(source(str(folder), source="trajectories"))
+    assert said(found.train.sources["s"]) == {"4"}
+    write(folder / "samples.jsonl", {**line, "samples": [sample]})
+    with pytest.raises(ConfigError, match=r"samples\.jsonl:1: is of an evaluation by an older"):
+        load(source(str(folder), source="trajectories"))
