@@ -30,8 +30,8 @@ class ConversationsConfig:
     path: str = ""
     """jsonl: the file. file: a `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` or `.arrow` file, or a
     folder as the hub has it or `save_to_disk` writes it. hub: owner/name. trajectories: a run
-    folder, the folder of a `keel eval`, or a file of either. text: a `.txt` file, a file of JSON
-    lines with `text`, or a folder of both."""
+    folder, the folder of a `keel eval`, or a file of either. text: a `.txt` or `.md` file, rows of
+    any kind with a column `text`, or a folder of both."""
     split: str = ""
     """file, hub: the split of a folder or dataset; empty: train."""
     subset: str = ""
@@ -46,10 +46,12 @@ class ConversationsConfig:
     length: int = 0
     """retrieval: characters of a text."""
     size: int = 0
-    """Conversations to read (0: all), or to make; of text: documents."""
+    """Conversations to read (0: all), or to make; of text: documents. With `most_per_prompt`: to
+    keep."""
     holdout: int = 0
     """Conversations that are never learned, and whose loss is measured (`run.eval_every`). Those
-    with the same question go together, so there may be a few more."""
+    with the same question go together, so there may be a few more. Of text: windows, of whole
+    documents and of the end of one more."""
     repeat: float = 1.0
     """How often each is seen in an epoch, on average. 0: held out alone."""
     thinking: Literal["as-written", "with", "without"] = "as-written"
@@ -66,7 +68,8 @@ class ConversationsConfig:
     cut: bool = False
     """trajectories: those as well that were cut off."""
     most_per_prompt: int = 0
-    """trajectories: so many of each prompt, the first that were sampled; 0: all."""
+    """trajectories: so many of each prompt, the first that were sampled of those that can be
+    learned; 0: all."""
 
     def __post_init__(self) -> None:
         knob = f"sft.sources[{self.name}]"
