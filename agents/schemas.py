@@ -57,6 +57,10 @@ class Arguments:
                     "properties are the arguments"
                 )
             schema = dict(cast(Mapping[str, Any], schema))
+            if not isinstance(dialect := schema.get("$schema", ""), str):
+                raise ValueError(
+                    f"tool {tool.name}: $schema of its schema is {dialect!r:.50}, must be a string"
+                )
             kind: Any = validator_for(schema, default=Draft202012Validator)
             try:
                 kind.check_schema(schema)

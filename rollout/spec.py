@@ -93,6 +93,11 @@ class EngineError(RuntimeError):
     """The engine cannot continue; another one may."""
 
 
+class LostTurn(OSError):
+    """A turn that nothing can be learned from: its conversation is left out, and no other. An
+    `OSError`, as what an episode is lost over (`keel.agents.episode`)."""
+
+
 class RecordingError(RuntimeError):
     """The engine did not record what the trainer must replay."""
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from math import inf
 from time import monotonic
 
@@ -78,8 +78,8 @@ class Recording:
         self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
         self._turns = Turns(chat, thinking=thinking)
-        self._contexts: dict[str, int] = {}
-        """How often each context was sampled from: the next draws differ."""
+        self._draws: dict[str, set[int]] = {}
+        """Of each context, the numbers of those that are sampled or answered: all differ."""
         self._unanswered: Counter[str] = Counter()
         """By the key of the request: tries that failed or were given up."""
         self._growing: set[SegmentRecord] = set()
@@ -206,11 +206,13 @@ class Recording:
         )
         ids_T = np.array(ids, np.int32)
         context_key = blake2b(ids_T.tobytes(), digest_size=16).hexdigest()
+        draws = self._draws.setdefault(context_key, set())
+        draw = next(n for n in count() if n not in draws)
         request = replace(
             record.request(
                 self.name,
                 max_tokens=limit,
-                seed=self._seed_of(context_key),
+                seed=self._seed_of(context_key, draw),
                 deadline_s=self._budget.left_s(self._with_idle()),
                 stop_ids=self._chat.stop_ids,
             ),
@@ -219,7 +221,7 @@ class Recording:
         repeated = before.end - 1 if before is not None else self._in_common(ids)
         self._growing.add(record)
         try:
-            result = await self._sampled(request, context_key, limit)
+            result = await self._sampled(request, draws, draw, limit)
             if not len(result.token_ids_N):
                 raise spent(self._budget, "deadline")
             if extends:
@@ -291,11 +293,13 @@ class Recording:
                 f"turns at once had the whole budget for {self._turn_s:g} s"
             ) from error
 
-    async def _sampled(self, request: TurnRequest, context_key: str, limit: int) -> TurnResult:
+    async def _sampled(
+        self, request: TurnRequest, draws: set[int], draw: int, limit: int
+    ) -> TurnResult:
         """One turn of the policy, within its time."""
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
-        self._contexts[context_key] = self._contexts.get(context_key, 0) + 1
+        draws.add(draw)
         self._usage = self._with_idle()
         self._idle_since = None
         self.begun.set()
@@ -303,7 +307,7 @@ class Recording:
             async with asyncio.timeout(self._turn_s):
                 return await task
         except BaseException as error:
-            self._contexts[context_key] -= 1
+            draws.discard(draw)
             if isinstance(error, asyncio.CancelledError) and self._closed:
                 raise self._over() from error
             if isinstance(error, TimeoutError):
@@ -325,10 +329,9 @@ class Recording:
         spent_s = monotonic() - self._idle_since
         return replace(self._usage, tools_s=self._usage.tools_s + spent_s)
 
-    def _seed_of(self, context_key: str) -> int:
-        """Of the context and how often it was sampled from: the same for a turn that failed and is
-        asked for again, whatever other requests came between."""
-        key = f"{self._seed}/{context_key}/{self._contexts.get(context_key, 0)}".encode()
+    def _seed_of(self, context_key: str, draw: int) -> int:
+        """The same for a turn that failed and is asked for again, whatever came between."""
+        key = f"{self._seed}/{context_key}/{draw}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
     def _in_common(self, ids: Sequence[int]) -> int:

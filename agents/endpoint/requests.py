@@ -74,7 +74,7 @@ class Warnings:
 def asked_of(body: bytes, warnings: Warnings, *, is_retry: bool = False) -> Asked:
     """Read a request. Raises Refused, with the field that is wrong."""
     try:
-        given = _load(body)
+        given = load(body)
     except ValueError as error:
         raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
@@ -232,7 +232,7 @@ def _calls(at: str, given: Any) -> list[dict[str, Any]]:
         arguments: Any = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = _load(arguments)
+                arguments = load(arguments)
             except ValueError as error:
                 raise wrong(f"{here}.function.arguments", f"is no JSON: {error}") from error
         function = {
@@ -285,7 +285,8 @@ def _shown(given: Any) -> str:
     return "missing" if given is None else repr(given)[:50]
 
 
-def _load(text: bytes | str) -> Any:
+def load(text: bytes | str) -> Any:
+    """What a program sent. Raises ValueError."""
     return sound(strict_json.load(text, most_deep=MOST_DEEP))
 
 

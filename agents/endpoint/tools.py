@@ -7,11 +7,11 @@ one back: whoever has an MCP client uses it, and others post `tools/call`.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from keel.agents.budget import Budget
+from keel.agents.endpoint.requests import load
 from keel.agents.types import Environment, EnvironmentLost, ToolResult
 from keel.rl.turns import ToolCall, ToolSpec
 
@@ -50,7 +50,7 @@ class Tools:
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
         """To one message; None to a notification. Raises ValueError for what is none."""
-        asked = json.loads(body)
+        asked = load(body)
         if not isinstance(asked, dict):
             raise ValueError("a JSON-RPC message is an object")
         message = cast(dict[str, Any], asked)

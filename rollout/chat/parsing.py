@@ -11,13 +11,23 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from keel.rl import strict_json
 from keel.rl.turns import ToolSpec
 
 THINK_START = "<think>"
 THINK_END = "</think>"
+_KINDS: dict[type, set[str]] = {
+    type(None): {"null"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
+"""JSON types of a value, by Python's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +135,7 @@ def deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no call")]
-    return content.partition(begin)[0] + content.partition(end)[2], items
+    return _around(content, begin, end), items
 
 
 def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
@@ -159,12 +169,12 @@ def deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     content, items = _blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no invocation")]
-    return content.partition(begin)[0] + content.partition(end)[2], items
+    return _around(content, begin, end), items
 
 
 def glm_calls(text: str, tools: Sequence[ToolSpec]) -> Found:
     """GLM-4.5: `<tool_call>name`, then `<arg_key>` and `<arg_value>` in pairs. A value is text
-    where the tool's schema says so, and JSON where it can be."""
+    where the tool's schema has nothing else for it, and JSON where it can be."""
 
     def read(body: str) -> Item:
         name, mark, _ = body.partition("<arg_key>")
@@ -288,6 +298,12 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], Item]) -> Fou
     return "".join(said), items
 
 
+def _around(text: str, begin: str, end: str) -> str:
+    """What is not between the two marks, and no mark without the other."""
+    before, *blocks = text.split(begin)
+    return (before + "".join(block.partition(end)[2] for block in blocks)).replace(end, "")
+
+
 def _from_json(body: str, key: str) -> Item:
     try:
         value = strict_json.load(body)
@@ -325,12 +341,27 @@ def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, An
 
 
 def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
-    if schema.get("type") == "string":
-        return value
+    """Text where the schema admits a string, and nothing else that the value could be."""
+    kinds = _kinds(schema)
     try:
-        return strict_json.load(value)
+        read = strict_json.load(value)
     except ValueError:
         return value
+    others = kinds - {"string"}
+    return value if "string" in kinds and not _KINDS[type(read)] & others else read
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema names; empty: any."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given = cast(Mapping[str, Any], schema)
+    if "enum" in given:
+        return {kind for value in given["enum"] for kind in _KINDS[type(value)]}
+    if kind := given.get("type"):
+        return {kind} if isinstance(kind, str) else set(kind)
+    branches = [_kinds(branch) for key in ("anyOf", "oneOf") for branch in given.get(key, ())]
+    return {kind for kinds in branches for kind in kinds} if all(branches) else set()
 
 
 def _embedded_call(line: str, tools: Sequence[ToolSpec]) -> Item:

@@ -22,8 +22,10 @@ from keel.rollout.engine.conversion import (
     build_trajectory,
 )
 from keel.rollout.recording.base import Recording, Wanted
+from keel.rollout.spec import LostTurn
 
-Result = Group | TurnResult
+Result = Group | TurnResult | LostTurn
+"""A turn's error is data: raised in a step, it would end the engine."""
 Ids = Sequence[int] | NDArray[np.int32]
 
 
@@ -155,9 +157,12 @@ class GroupJob(Job):
 
 @dataclass(slots=True, kw_only=True)
 class TurnJob(Job):
-    done: TurnResult | None = None
+    done: TurnResult | LostTurn | None = None
 
     def take(self, sibling: int, sampled: Sampled) -> None:
+        if not np.isfinite(sampled.recording.logp).all():
+            self.done = LostTurn(NOT_FINITE)
+            return
         self.done = TurnResult(
             token_ids_N=np.array(sampled.ids, np.int32),
             logp_old_N=sampled.recording.logp,
@@ -168,7 +173,7 @@ class TurnJob(Job):
             cached_tokens=sampled.cached_tokens,
         )
 
-    def result(self) -> TurnResult:
+    def result(self) -> TurnResult | LostTurn:
         """With no token where its time was up before the first one."""
         return self.done or TurnResult(
             token_ids_N=np.zeros(0, np.int32),

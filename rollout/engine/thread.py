@@ -23,7 +23,7 @@ from keel.model.weight_transfer.mailbox import Begin, Finish, Inbox
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.jobs import Result, SamplingEngine
-from keel.rollout.spec import EngineError, Progress, RecordingError
+from keel.rollout.spec import EngineError, LostTurn, Progress, RecordingError
 
 STOP_S = 60.0
 """Longest wait for the thread to stop: one step of the engine, at most."""
@@ -114,7 +114,7 @@ class EngineThread:
         self, request: TurnRequest, *, sampling: SamplingConfig | None = None, record: bool = True
     ) -> Future[TurnResult]:
         """Sample one turn, as `submit` does a group. It has no token if its time was up before the
-        first one."""
+        first one. The future fails with `LostTurn` if a log-probability is not finite."""
         how = sampling or self._config.sampling
         return self._begin(
             lambda engine, job: engine.add_turn(job, request, sampling=how, record=record),
@@ -346,6 +346,9 @@ class EngineThread:
     def _resolve(self, job: int, result: Result) -> None:
         flight = self._flights.pop(job, None)
         if flight is not None and flight.future.set_running_or_notify_cancel():
+            if isinstance(result, LostTurn):
+                flight.future.set_exception(result)
+                return
             if isinstance(result, TurnResult):
                 step_s = time.perf_counter() - self._stepping if self._stepping else 0.0
                 result = replace(result, sampling_s=self._busy_s + step_s - flight.begun)

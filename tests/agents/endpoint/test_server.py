@@ -172,6 +172,13 @@ WRONG = [
         "messages[2]",
     ),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    *(
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": schema}}]},
+            "tools",
+        )
+        for schema in ({"type": "object", "$schema": 1}, {"type": "object", "$schema": []})
+    ),
     ({"tools": [{"type": "custom"}]}, "tools[0].type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "city"}}}, "tool_choice"),

@@ -87,6 +87,18 @@ def test_a_url_without_its_key_and_what_is_no_message_are_refused() -> None:
     ]
 
 
+def test_what_no_tokenizer_reads_reaches_no_environment() -> None:
+    environment = Sums()
+    tools = Tools(environment, [ADD], budget=BUDGET)
+    params = {"name": "half \ud800", "arguments": {"a": "\ud800"}}
+    asked = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
+    run(tools.answer(json.dumps(asked).encode()))
+    assert environment.log == ["call half \ufffd {'a': '\ufffd'}"]
+    for body in (b'{"id": NaN, "method": "ping"}', b"[" * 100_000, b"\xff"):
+        with pytest.raises(ValueError):
+            run(tools.answer(body))
+
+
 def test_a_program_works_with_the_environments_tools() -> None:
     """99 ends the task: then there are no more turns, and what was done is graded."""
     made: list[Sums] = []

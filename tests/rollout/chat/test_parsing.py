@@ -176,6 +176,63 @@ def test_pairs_of_glm(body: str, arguments: dict[str, Any] | None) -> None:
     assert isinstance(call, Malformed) if arguments is None else call.arguments == arguments  # pyright: ignore
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "90210", "90210"),
+        ({"type": ["string", "null"]}, "90210", "90210"),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"type": ["string", "null"]}, '"so"', '"so"'),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "1.5", "1.5"),
+        ({"anyOf": [{"type": "array"}, {"anyOf": [{"type": "string"}]}]}, "{}", "{}"),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/day"}]}, "12", 12),
+        ({"enum": ["1", "2", None]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"type": ["integer", "null"]}, "no", "no"),
+        ({"type": "number"}, "12", 12),
+        ({}, "12", 12),
+    ],
+)
+def test_values_of_glm_are_what_the_schema_admits(
+    schema: dict[str, Any], text: str, value: Any
+) -> None:
+    tool = ToolSpec(name="f", description="", parameters={"properties": {"a": schema}})
+    said = GLM.format(f"<arg_key>a</arg_key><arg_value>{text}</arg_value>")
+    ids = tokenizer_of("glm").encode(said + ENDS["glm"], add_special_tokens=False)
+    (call,) = chat_of("glm").parse(ids, [tool], thinking=False, turn=0).calls
+    assert isinstance(call, ToolCall) and call.arguments == {"a": value}
+
+
+V31 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+V32 = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
+
+
+@pytest.mark.parametrize(
+    ("name", "marks", "call"),
+    [
+        ("deepseek-v3.1", V31, "<｜tool▁call▁begin｜>city<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>'),
+    ],
+)
+def test_words_around_blocks_of_deepseek_are_there_once(
+    name: str, marks: tuple[str, str], call: str
+) -> None:
+    begin, end = marks
+    for text, content, calls in (
+        (f"a{end}b", "ab", 0),
+        (f"a{call}{end}b", "ab", 1),
+        (f"a{begin}{call}{end}b", "ab", 1),
+        (f"a{begin}{call}{end}b{begin}{call}{end}c", "abc", 2),
+        (f"a{end}b{begin}{call}{end}c{end}d", "abcd", 1),
+        (f"a{begin}{call}", "a", 1),
+        (f"a{call}b", "ab", 1),
+    ):
+        parsed = parse(name, text)
+        assert (parsed.content, len(parsed.calls)) == (content, calls), text
+
+
 def test_pairs_of_glm_that_are_never_closed_take_no_time() -> None:
     began = time.thread_time()
     body = "<arg_key>k</arg_key>\n<arg_value>v\n" * 10_000
