@@ -14,10 +14,10 @@ import pytest
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
-from keel.rollout.endpoint import MOST_FORBIDDEN, EndpointCompletions
+from keel.rollout.endpoint import LATER, MOST_IN_A_ROW, EndpointCompletions
 from keel.trainer.cli import main
 from tests.rewards.judge.judge_server import Reply, Server, running
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, within_some
 
 ASKED = Prompt(
     prompt_id="p", domain="d", messages=({"role": "user", "content": "Why?"},), thinking=True
@@ -50,11 +50,13 @@ def endpoint() -> Iterator[Server]:
         yield server
 
 
+def config_of(server: Server, **knobs: Any) -> EndpointConfig:
+    given = {"deadline_s": PATIENCE_S, "retries": 0, **knobs}
+    return EndpointConfig(base_url=server.url, model="m", **given)
+
+
 def group(server: Server, size: int = 2, **knobs: Any) -> Group:
-    config = EndpointConfig(
-        base_url=server.url, model="m", **{"deadline_s": PATIENCE_S, "retries": 0, **knobs}
-    )
-    with EndpointCompletions(config) as completions:
+    with EndpointCompletions(config_of(server, **knobs)) as completions:
         return completions.submit(ASKED, group_size=size, sampling=SAMPLING).result(PATIENCE_S)
 
 
@@ -88,6 +90,10 @@ def test_a_completion(endpoint: Server) -> None:
     [
         (words("x", tokens=None), "does not count the tokens"),
         (Reply('{"choices": []}'), "no chat completion"),
+        (Reply('{"choices": ["oops"]}'), "no chat completion"),
+        (Reply('{"choices": {"a": 1}}'), "no chat completion"),
+        (Reply('{"choices": [{"message": {}}], "usage": [1]}'), "does not count the tokens"),
+        (says({"role": "assistant", "tool_calls": ["oops"]}), "no chat completion"),
         (Reply("[]"), "reply is none"),
         (Reply('{"error": {"message": "too long"}}', status=400), "HTTP 400: .*too long"),
         (replace(words("x"), delay_s=1000), "no reply within endpoint.deadline_s = 0.2"),
@@ -102,8 +108,38 @@ def test_what_is_no_completion_is_dropped_with_its_reason(
     assert re.search(reason, found.dropped[0])
 
 
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
+def test_what_another_time_may_not_have_is_for_later(endpoint: Server, status: int) -> None:
+    endpoint.behave = lambda _: Reply('{"error": {"message": "full"}}', status=status)
+    (reason,) = group(endpoint, size=1).dropped
+    assert reason.startswith(f"{LATER}the endpoint says HTTP {status}: ") and "full" in reason
+
+
+def test_a_busy_endpoint_that_wants_longer_than_there_is_is_for_later(endpoint: Server) -> None:
+    endpoint.behave = lambda _: Reply("{}", status=429, headers={"Retry-After": "100"})
+    said = "later: the endpoint says HTTP 429 for all {:g} s of {}".format
+
+    def waits(limit_s: float) -> None:
+        (reason,) = group(endpoint, size=1, deadline_s=limit_s, retries=1).dropped
+        assert reason == said(limit_s * 2, "endpoint.deadline_s and endpoint.retries")
+        knobs = {"deadline_s": PATIENCE_S, "retries": 1}
+        with EndpointCompletions(config_of(endpoint, **knobs)) as completions:
+            asked = completions.asked(
+                ASKED.messages, (), SAMPLING, max_tokens=9, thinking=False, within_s=limit_s
+            )
+            reason = completions.later(asked).result(PATIENCE_S)
+        assert reason == said(limit_s, "rollout.deadline_s")
+
+    within_some(waits)
+
+
 @pytest.mark.parametrize(
-    "reply", [Reply('{"error": {"message": "bad key k3y"}}', status=401), Reply("", hang_up=True)]
+    "reply",
+    [
+        Reply('{"error": {"message": "bad key k3y"}}', status=401),
+        Reply('{"error": {"message": "nothing left"}}', status=402),
+        Reply("", hang_up=True),
+    ],
 )
 def test_what_every_request_would_meet_ends_it(
     endpoint: Server, reply: Reply, monkeypatch: pytest.MonkeyPatch
@@ -115,29 +151,45 @@ def test_what_every_request_would_meet_ends_it(
     assert "k3y" not in str(caught.value)
 
 
-def test_a_prompt_that_is_forbidden_is_dropped_once_others_were_not(endpoint: Server) -> None:
-    forbidden = Reply('{"error": {"message": "flagged"}}', status=403)
-    endpoint.behave = lambda _: forbidden
-    config = EndpointConfig(base_url=endpoint.url, model="m", deadline_s=PATIENCE_S, retries=0)
-    with EndpointCompletions(config) as completions:
+@pytest.mark.parametrize(
+    ("reply", "dropped", "ends"),
+    [
+        (
+            Reply('{"error": {"message": "flagged"}}', status=403),
+            "the endpoint says HTTP 403: .*flagged",
+            "flagged",
+        ),
+        (
+            Reply("", hang_up=True),
+            f"{LATER}the connection to the endpoint was lost: ",
+            "cannot be reached",
+        ),
+    ],
+)
+def test_what_may_be_about_a_prompt_is_dropped_once_others_were_answered(
+    endpoint: Server, reply: Reply, dropped: str, ends: str
+) -> None:
+    endpoint.behave = lambda _: reply
+    with EndpointCompletions(config_of(endpoint)) as completions:
         asked = partial(completions.submit, ASKED, group_size=1, sampling=SAMPLING)
-        with pytest.raises(RuntimeError, match="flagged"):  # a key without rights, perhaps
+        with pytest.raises(RuntimeError, match=ends):  # a key without rights, perhaps
             asked().result(PATIENCE_S)
         endpoint.behave = lambda _: words("x")
         assert asked().result(PATIENCE_S).trajectories
-        endpoint.behave = lambda _: forbidden
+        endpoint.behave = lambda _: reply
         (reason,) = asked().result(PATIENCE_S).dropped
-        assert reason.startswith("the endpoint says HTTP 403: ") and "flagged" in reason
-        # A key that was revoked meanwhile is no prompt's doing.
-        for _ in range(MOST_FORBIDDEN - 1):
+        assert re.match(dropped, reason)
+        # A key that was revoked meanwhile, or a server that ended, is no prompt's doing.
+        for _ in range(MOST_IN_A_ROW - 1):
             assert asked().result(PATIENCE_S).dropped
-        with pytest.raises(RuntimeError, match="flagged"):
+        with pytest.raises(RuntimeError, match=ends):
             asked().result(PATIENCE_S)
         endpoint.behave = lambda _: words("x")
         assert asked().result(PATIENCE_S).trajectories
-        endpoint.behave = lambda _: replace(forbidden, status=401)
-        with pytest.raises(RuntimeError, match="flagged"):
-            asked().result(PATIENCE_S)
+        for status in (401, 402):
+            endpoint.behave = lambda _, s=status: Reply('{"error": "no"}', status=s)
+            with pytest.raises(RuntimeError, match=f"HTTP {status}"):
+                asked().result(PATIENCE_S)
 
 
 def spells(request: dict[str, Any]) -> Reply:

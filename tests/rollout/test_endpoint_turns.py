@@ -6,21 +6,25 @@ import asyncio
 import json
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from keel.agents.conversation import Conversation
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, conversation_of
 from keel.rl.types import Prompt
+from keel.rollout.endpoint import EndpointCompletions
+from keel.rollout.endpoint_reply import read
 from keel.rollout.endpoint_turns import EndpointTurns
 from keel.trainer.cli import main
 from tests.agents.sandboxes import wrap_of
 from tests.rewards.judge.judge_server import Reply, running
-from tests.rollout.test_endpoint import says, words
+from tests.rollout.test_endpoint import config_of, says, words
+from tests.waiting import PATIENCE_S, within_some
 
 ASKED = {"role": "user", "content": "Well?"}
 RECIPE = """\
@@ -104,6 +108,70 @@ def test_tasks_with_tools_are_filtered_by_an_endpoint(
     assert set(result) == {"role", "content", "tool_call_id"}
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_thinking_is_sent_back_until_the_user_speaks_and_ids_differ_after_a_rewrite(
+    key: str,
+) -> None:
+    def thinks(request: dict[str, Any]) -> Reply:
+        turn = sum(one["role"] == "assistant" for one in request["messages"])
+        function = {"name": "calculate", "arguments": "{}"}
+        calls = [{"id": "of the server", "type": "function", "function": function}]
+        return says({"role": "assistant", key: f"Hm {turn}", "tool_calls": calls})
+
+    with running(thinks) as server, EndpointCompletions(config_of(server)) as completions:
+        turns = EndpointTurns(completions, {"eval": SamplingConfig()})
+        name = conversation_of("p", "eval", 0, 0, 0)
+        talk = Conversation(
+            name=name, prompt_id="p", chat=turns, messages=[ASKED], tools=[], thinking=True
+        )
+
+        def speak() -> None:
+            said = turns.turn(talk.request(max_tokens=50, seed=1), "eval").result(PATIENCE_S)
+            (call,) = talk.append(said).calls
+            talk.answer([{"role": "tool", "content": "3", "tool_call_id": call.call_id}])
+
+        speak()
+        speak()
+        talk.rewrite(talk.view)
+        speak()
+        talk.answer([ASKED])
+        speak()
+        sent = [one["messages"] for one in server.requests]
+    said = [[m for m in messages if m["role"] == "assistant"] for messages in sent]
+    thoughts = [[message.get(key) for message in messages] for messages in said]
+    assert thoughts == [[], ["Hm 0"], ["Hm 0", "Hm 1"], [None] * 3]
+    assert set(said[2][0]) == {"role", "content", "tool_calls", key}
+    assert len({message["tool_calls"][0]["id"] for message in said[3]}) == 3
+
+
+def test_the_wait_for_a_slot_is_no_time_of_the_endpoints() -> None:
+    def queues(limit_s: float) -> None:
+        """Three turns, each of which takes more than half of its time."""
+        slow = replace(words("Well."), delay_s=0.6 * limit_s)
+        with (
+            running(lambda _: slow) as server,
+            EndpointCompletions(config_of(server, max_concurrent=1)) as completions,
+        ):
+            turns = EndpointTurns(completions, {"eval": SamplingConfig()})
+            ids = np.array(turns.opening([ASKED], [], thinking=False), np.int32)
+            asked = [
+                TurnRequest(
+                    conversation=conversation_of("p", "eval", 0, 0, n),
+                    token_ids_T=ids,
+                    max_tokens=9,
+                    seed=0,
+                    deadline_s=limit_s,
+                )
+                for n in range(3)
+            ]
+            futures = [turns.turn(one, "eval") for one in asked]
+            said = [future.result(PATIENCE_S) for future in futures]
+        assert [one.finish_reason for one in said] == ["stop"] * 3
+        assert all(0.6 * limit_s <= one.sampling_s <= limit_s for one in said)
+
+    within_some(queues, (1.0, 10.0, 60.0))
+
+
 class Queued:
     """Stands in for `EndpointCompletions`, whose loop does what is queued when it gets to it."""
 
@@ -120,7 +188,7 @@ class Queued:
         self._queue.clear()
 
     async def asked(self, *_: object, **__: object) -> Any:
-        return json.loads(words("Well.").body)
+        return read(json.loads(words("Well.").body), seconds=0.1)
 
 
 def test_what_is_over_is_forgotten_and_nothing_of_prompts_with_longer_names() -> None:

@@ -1,0 +1,96 @@
+"""Requests that are asked again: what was lost is given, what failed is sampled anew."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from keel.agents.endpoint.errors import Refused
+from keel.agents.endpoint.types import Finished
+from keel.rl.turns import TurnRequest, TurnResult
+from tests.agents.endpoint.kit import (
+    Policy,
+    as_sent,
+    ask,
+    check_law,
+    play,
+    recording,
+    user,
+)
+
+
+def test_an_answer_that_was_lost_is_given_again_and_one_that_came_is_not() -> None:
+    policy = Policy(["one", "two", "three"])
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        first = await ask(recorded, [user("a")])
+        assert await ask(recorded, [user("a")], is_retry=True) is first
+        second = await ask(recorded, [user("a")])  # it has the first, and wants another
+        assert second.message["content"] == "two"
+        recorded.lose(second)
+        assert await ask(recorded, [user("a")]) is second
+        assert (await ask(recorded, [user("a")])).message["content"] == "three"
+        return await recorded.finish()
+
+    finished = play(work())
+    check_law(policy, finished)
+    assert (finished.counts.repeated, finished.usage.turns) == (2, 3)
+    assert len({request.seed for request in policy.requests}) == 3
+
+
+def test_a_retry_of_a_try_that_failed_gets_no_answer_of_another() -> None:
+    """Several at once ask the same: one of them fails, and its client's library tries again."""
+    policy = Policy(["one", "two"])
+
+    async def first_fails(request: TurnRequest) -> TurnResult:
+        if policy.requests:
+            return await policy(request)
+        policy.requests.append(request)
+        while len(policy.requests) < 2:
+            await asyncio.sleep(0)
+        raise RuntimeError("engine 3 died")
+
+    async def work() -> Finished:
+        recorded = recording(first_fails)
+        both = (ask(recorded, [user("a")]) for _ in range(2))
+        failed, _ = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(failed, Refused) and "engine 3 died" in failed.message
+        again = await ask(recorded, [user("a")], is_retry=True)
+        assert again.message["content"] == "two"
+        return await recorded.finish()
+
+    check_law(policy, play(work()))
+    first, other, again = (request.seed for request in policy.requests)
+    assert again == first != other
+
+
+def test_a_turn_that_failed_or_was_given_up_leaves_nothing_and_is_asked_for_again() -> None:
+    policy = Policy(["one", "two"])
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        messages = [user("a")]
+        messages += [as_sent(await ask(recorded, messages)), user("b")]
+        policy.fail = RuntimeError("engine 3 died")
+        with pytest.raises(Refused, match="engine 3 died") as failed:
+            await ask(recorded, messages)
+        assert failed.value.status == 503
+        policy.fail, policy.hold = None, asyncio.Event()
+        task = asyncio.create_task(ask(recorded, messages))
+        while len(policy.requests) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        policy.hold = None
+        await ask(recorded, messages, is_retry=True)
+        return await recorded.finish()
+
+    finished = play(work())
+    check_law(policy, finished)
+    assert len(finished.segments) == 1
+    assert len({request.seed for request in policy.requests[1:]}) == 1
+    assert (finished.counts.failed, finished.counts.given_up, finished.usage.turns) == (1, 1, 2)
+    assert "engine 3 died" in finished.failure
