@@ -116,8 +116,8 @@ class Feed:
                         raise TimeoutError(
                             f"waited {self._deadline_s:.0f} s for a group (rollout.deadline_s, "
                             "twice in case that an engine is replaced, with run.startup_deadline_s "
-                            "and rollout.update_deadline_s for the new one, and the deadlines of "
-                            f"rewards): {len(self._flights)} are in flight, "
+                            "and rollout.update_deadline_s for the new one, those of "
+                            f"environments and of rewards): {len(self._flights)} are in flight, "
                             f"{len(self._sampling)} of them being sampled"
                         )
             return self._buffer.take()

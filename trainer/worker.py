@@ -66,7 +66,6 @@ class StepReport:
     """What one rank says about a step."""
 
     version: int
-    steps: int
     metrics: dict[str, Metric]
     tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
     """What this rank saw of the segments that are watched, by their numbers."""
@@ -257,9 +256,7 @@ class TrainerWorker:
         # Out here nothing refers to what the step had computed.
         if not self.engine.forgotten():
             raise torch.OutOfMemoryError(short)
-        return StepReport(
-            version=self.engine.version, steps=self.engine.steps, metrics={}, out_of_memory=short
-        )
+        return StepReport(version=self.engine.version, metrics={}, out_of_memory=short)
 
     def recompute(self, keep_attention: bool) -> None:
         """`TrainerEngine.recompute`"""
@@ -268,7 +265,6 @@ class TrainerWorker:
     def _stepped(self, metrics: dict[str, Metric]) -> StepReport:
         return StepReport(
             version=self.engine.version,
-            steps=self.engine.steps,
             metrics=metrics,
             findings=tuple(self.engine.findings),
             gave_up=self.engine.gave_up,
@@ -298,7 +294,7 @@ class TrainerWorker:
 
     def load(self, folder: str) -> StepReport:
         self.engine.load(Path(folder))
-        return StepReport(version=self.engine.version, steps=self.engine.steps, metrics={})
+        return StepReport(version=self.engine.version, metrics={})
 
     def export(self, folder: str) -> dict[str, Entry]:
         return self.engine.export(Path(folder))

@@ -191,7 +191,7 @@ def test_a_step_of_more_work_is_waited_for_longer() -> None:
 def scored_first(config: Config) -> list[list[int]]:
     """Passes without gradient, of each group of ranks for each update."""
     pair = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
-    groups = [scored(pair, [0.0, 1.0]), scored(pair, [1.0, 1.0])]
+    groups = [scored(pair, [0.0, 1.0]), scored(pair, [1.0, 1.0], kl_coef=0.1)]
 
     def passes(batch: TrainBatch) -> int:
         assert batch.split_sequences in (0, 2)
