@@ -44,11 +44,11 @@ from keel.rollout.engine.fallbacks import (
 )
 from keel.rollout.engine.jobs import Job, Result, Sampled, group_job, turn_job
 from keel.rollout.engine.vllm_args import asked, engine_args
-from keel.rollout.engine.workers import have_workers
 from keel.rollout.recording.base import Recorder, RecorderName, Wanted
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError
 from keel.rollout.vllm_internals import cut_short, pause, resume, scheduler_of
 from keel.rollout.weight_loading.manifest import Manifest, checkpoint_names
+from keel.rollout.weight_loading.workers import have_workers
 
 DISCARD = 2
 """vLLM's level of sleep that keeps nothing: the next weights come from the trainer."""

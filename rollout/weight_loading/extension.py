@@ -37,9 +37,9 @@ from keel.model.weight_transfer.buckets import (
     unpack_flat,
 )
 from keel.model.weight_transfer.channel import Channel, Rendezvous, SharedView, gpu_id
-from keel.rollout.engine.workers import attempt
 from keel.rollout.weight_loading.copy_plan import Plan
 from keel.rollout.weight_loading.trace import Recorder
+from keel.rollout.weight_loading.workers import attempt
 
 _LOG = logging.getLogger(__name__)
 # Says "failed to load weights" of layers that only hold tables; `Manifest` does that check.
@@ -109,7 +109,7 @@ class WeightsExtension:
         )
 
     def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
-        """See `keel.rollout.engine.workers.have_workers`."""
+        """See `keel.rollout.weight_loading.workers.have_workers`."""
         return attempt(self, method, args)
 
     def keel_begin_update(self, no_copies: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -112,6 +113,15 @@ def test_a_template_without_thinking_marks_is_refused_with_the_knob() -> None:
     recipe = replace(plain, agents=replace(plain.agents, tools_in_thinking=True))
     with pytest.raises(ConfigError, match=r"model\.path .*agents\.tools_in_thinking"):
         check_chat(recipe, tokenizer_of("hermes"))
+
+
+def test_turns_end_where_the_engine_stops_by_the_models_generation_config(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")}
+    written = json.dumps({"eos_token_id": list(ends.values())})
+    (tmp_path / "generation_config.json").write_text(written)
+    chat = check_chat(replace(config(), model=ModelConfig(path=str(tmp_path))), tokenizer)
+    assert chat is not None and chat.ends == ends
 
 
 @pytest.mark.e2e

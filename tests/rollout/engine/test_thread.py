@@ -172,7 +172,7 @@ def test_after_an_update_that_failed_groups_are_refused(engine: EngineThread) ->
     with pytest.raises(ValueError, match="no such tensor"):
         engine.load_bucket("bad")  # type: ignore[arg-type]
     for future in (waiting, engine.submit(prompt("b"), group_size=1)):
-        with pytest.raises(EngineError, match="incomplete, .*ValueError: no such tensor"):
+        with pytest.raises(EngineError, match=r"incomplete, .*ValueError: no such tensor"):
             future.result(PATIENCE_S)
     engine.begin_update()
     later = engine.submit(prompt("c"), group_size=1)
