@@ -21,8 +21,8 @@ from tests.waiting import patiently
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 STEPS, SHORT_AFTER, LOST_AFTER = 4, 1, 2
-RANKS, LEFT = 3, 2
-"""Two find room on a core."""
+RANKS, LEFT = 2, 1
+"""One finds room on a node."""
 
 
 @pytest.fixture
@@ -74,6 +74,7 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_with_the_ranks_that_are_le
             return super().step(*arguments, **options)
 
     monkeypatch.setattr("keel.trainer.system.Learner", Unlucky)
+    monkeypatch.setattr("keel.trainer.worker.TrainerWorker.CPUS", 1.0)
     folder = tmp_path / "run"
     knobs = [
         *small(folder, tmp_path / "cache", steps=STEPS),
@@ -94,7 +95,7 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_with_the_ranks_that_are_le
     assert f"starts again from step {SHORT_AFTER}" in memory
     assert f"starts again from step {LOST_AFTER}" in loss
     assert all("does not answer. The run starts when" in line for line in silent)
-    assert "needs 3 trainer ranks of 0.5 CPU cores" in waits
+    assert "needs 2 trainer ranks of 1 CPU cores" in waits
     (fewer,) = told["fewer"]
     assert f"trainer.ranks is now {LEFT}, not {RANKS}" in fewer
     assert fewer in said.out + said.err

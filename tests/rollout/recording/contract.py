@@ -260,5 +260,5 @@ class RecorderContract:
         name = "model.layers.2.mlp.experts.3.up_proj.weight"
         with pytest.raises(ValueError, match=f"no tensor '{name}x'"):
             engine.update(7, {**tensors, f"{name}x": tensors[name]})
-        with pytest.raises(RuntimeError, match=r"prompt w0: .* weights"):
+        with pytest.raises(RuntimeError, match=r"incomplete, an update failed: ValueError: .* no"):
             engine.sample(prompts(1, shared=0, own=9, tag="w"))
