@@ -241,13 +241,9 @@ def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[Scor
     sampled = [group for group in groups if group.group.trajectories]
     teaching = [group for group in sampled if not group.idle]
     updates = min(updates, max(len(teaching), bool(sampled)))
-    rest = iter([group for group in sampled if group.idle])
-    sizes = [b - a for a, b in pairwise(_edges(len(sampled), updates))]
-    shares = [teaching[a:b] for a, b in pairwise(_edges(len(teaching), updates))]
-    for share, size in zip(shares, sizes, strict=True):
-        share += islice(rest, size - len(share))
+    edges = [len(teaching) * step // max(1, updates) for step in range(updates + 1)]
+    shares = [teaching[a:b] for a, b in pairwise(edges)]
+    for group in sampled:
+        if group.idle:
+            min(shares, key=len).append(group)
     return shares
-
-
-def _edges(count: int, parts: int) -> list[int]:
-    return [count * part // max(1, parts) for part in range(parts + 1)]

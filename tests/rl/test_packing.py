@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -235,17 +236,19 @@ def test_updates_are_contiguous_and_even() -> None:
     assert split_updates(groups, 1) == [groups]
 
 
-@pytest.mark.parametrize("idle", range(8))
-def test_groups_that_teach_nothing_make_no_update_of_their_own(idle: int) -> None:
+@pytest.mark.parametrize("count", range(1, 14))
+def test_groups_that_teach_nothing_make_no_update_of_their_own(count: int) -> None:
     """They are spread over those there are, where they count in the denominators."""
     same = finished("same", (1.0, 1.0))
-    taught = [finished(f"g{index}") for index in range(8 - idle)]
+    taught = [finished(f"g{index}") for index in range(count)]
     assert same.idle and not any(group.idle for group in taught)
-    parts = split_updates([same] * idle + taught, 3)
-    assert len(parts) == min(3, 8 - idle)
-    assert sum(map(len, parts)) == 8 and max(map(len, parts)) - min(map(len, parts)) <= 1
-    teaching = [sum(not group.idle for group in part) for part in parts]
-    assert min(teaching) >= 1 and max(teaching) - min(teaching) <= 1
+    for idle, updates in product(range(14), range(1, 9)):
+        parts = split_updates([same] * idle + taught, updates)
+        assert len(parts) == min(updates, count)
+        sizes = [len(part) for part in parts]
+        assert sum(sizes) == count + idle and max(sizes) - min(sizes) <= 1
+        teaching = [sum(not group.idle for group in part) for part in parts]
+        assert min(teaching) >= 1 and max(teaching) - min(teaching) <= 1
     assert split_updates([same] * 2, 3) == [[same] * 2], "a step there is, for its metrics"
 
 
