@@ -29,6 +29,7 @@ from keel.agents.told import SystemPrompt, Told
 from keel.agents.types import Environment, NoEnvironment
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
+from keel.configs.sections.model import EMBEDDED
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.data.rows.places import cached_places
@@ -56,7 +57,7 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.given}
-    ends = () if config.model.path == "embedded" else ends_of(config.model.path)
+    ends = () if config.model.path == EMBEDDED else ends_of(config.model.path)
     try:
         chat = TemplateChat(tokenizer, tools_in_thinking=config.agents.tools_in_thinking, ends=ends)
         check_prefix_law(chat, modes=sorted(modes))

@@ -22,10 +22,10 @@ from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.load import dump_config, load_config, load_recipe
 from keel.configs.schema import Config, ConfigError, ConversationsConfig
+from keel.configs.sections.model import EMBEDDED
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
-from keel.trainer.recipes.draft import EMBEDDED
 from keel.trainer.run.interrupt import PREEMPTED, PREEMPTION
 
 STAGES = ("specialist", "distilled", "mixed")

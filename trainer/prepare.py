@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.told import small_lines, source_lines, unread_lines
 from keel.model.embedded.build import model_config
@@ -57,7 +58,6 @@ from keel.trainer.planning.unusual import unusual
 from keel.trainer.run.folder import check_exported
 from keel.trainer.run.manifest import MANIFEST
 
-EMBEDDED = "embedded"
 UNKNOWN_GIB = (
     "run.gpu_gib is not given and no GPU is here, so nothing was chosen for them and nothing "
     "compared with their memory: what the recipe leaves open is as for a CPU. Say what a GPU has, "

@@ -19,6 +19,7 @@ import torch
 
 from keel.agents.runner import EpisodeRunner
 from keel.configs.schema import Config
+from keel.configs.sections.model import EMBEDDED
 from keel.data.dataset import Dataset
 from keel.model.download import download_of
 from keel.model.embedded.cache import ensure_embedded
@@ -43,7 +44,7 @@ from keel.trainer.learner import Learner
 from keel.trainer.planning.lowering import Lowering
 from keel.trainer.planning.memory import certain_cache, start_together
 from keel.trainer.planning.placement import ENGINE, JUDGE, RANK
-from keel.trainer.prepare import EMBEDDED, Task, length_rules
+from keel.trainer.prepare import Task, length_rules
 from keel.trainer.run.restarts import Lost
 from keel.trainer.run.waits import Wait, waiting
 

@@ -7,6 +7,9 @@ from typing import Literal
 
 from keel.configs.sections.base import require
 
+EMBEDDED = "embedded"
+"""The model that needs no download, by its path."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartConfig:
@@ -151,7 +154,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class ModelConfig:
     """Which model is trained, and in which precision."""
 
-    path: str = "embedded"
+    path: str = EMBEDDED
     """A local folder, a hub name, or `embedded` for the small model that needs no download."""
     tokenizer: str = ""
     """Tokenizer folder or hub name; empty: the model's own."""

@@ -52,6 +52,7 @@ from keel.trainer.engine.policy import (
     whole_sequences,
 )
 from keel.trainer.engine.process_group import join_ranks, limit_waits
+from keel.trainer.engine.state.optimizer_internals import sums_missed
 from keel.trainer.engine.weights import Weights, copy_weights, read_once, readers, twin
 from keel.trainer.engine.zero import (
     SCALE_POWER,
@@ -135,7 +136,7 @@ class TrainerEngine:
             self._adam = adam_for(network, trainer, self._device)
             return self._adam
 
-        self._engine = initialize(network.train(), options, self._device, make_adam)
+        made = self._engine = initialize(network.train(), options, self._device, make_adam)
         if trainer.compile:
             compile_layers(network.model)
         self._layers: Any = () if trainer.compile else network.model.get_decoder().layers
@@ -152,8 +153,7 @@ class TrainerEngine:
             if trainer.compile:
                 compile_layers(frozen.model)
         summed = self._summed = dtype == torch.bfloat16 and summed_apart("bfloat16", trainer)
-        if summed:
-            self._note(sum_in_one_pass(self._engine.optimizer))
+        self._note(sum_in_one_pass(made.optimizer) if summed else sums_missed(made))
         of = {"stage": self._stage, "sums": summed}
         self._offload, note = make_offload(self._engine, frozen, self._device, config, **of)
         self._note(note)

@@ -171,7 +171,7 @@ def apply_gradients(
         assert norm is not None  # only where its computation is switched off
         if math.isfinite(norm):
             grow_loss_scale(engine, SCALE_WINDOW)
-        elif stage < 3:
+        else:
             forget_sums(engine)
         return float(norm)
     norm = clip_gradients(module.parameters(), clip or math.inf)

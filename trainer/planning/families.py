@@ -4,6 +4,7 @@ before it starts anything."""
 from __future__ import annotations
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
+from keel.configs.sections.model import EMBEDDED
 
 EXPERT_PARALLEL = (
     "DeepseekV2ForCausalLM",
@@ -53,7 +54,7 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
         )
     if gpu or head_size in (0, *CPU_HEADS):
         return
-    embedded = config.model.path == "embedded"
+    embedded = config.model.path == EMBEDDED
     knob = "model.embedded.head_dim" if embedded else "model.path"
     value = (
         head_size if embedded else f"{config.model.path!r} (head_dim {head_size} in config.json)"
@@ -114,7 +115,7 @@ def check_selects(config: Config, *, top_k: int, longest: int) -> None:
         if most <= top_k
         else f"longer texts (sft.max_context_tokens = {most:,} would allow them)"
     )
-    smaller = " or a smaller model.embedded.index_top_k" if config.model.path == "embedded" else ""
+    smaller = " or a smaller model.embedded.index_top_k" if config.model.path == EMBEDDED else ""
     raise ConfigError(
         f"trainer.attention = {config.trainer.attention!r}: the longest window of text has "
         f"{longest:,} tokens, and the indexers select {top_k:,}, so all of it would be selected "

@@ -15,8 +15,8 @@ SMALL = 50_000_000
 """Parameters below which a model is one of the embedded kind, which learns faster."""
 
 
-TRAINS = ("algorithm", "rollout", "agents", "rewards", "eval", "filter")
-"""Sections that say nothing of supervised training."""
+READ = ("run", "model", "trainer", "alarms", "sft")
+"""Sections that supervised training is told by (`Config.supervised`)."""
 NAMED = 3
 
 
@@ -40,7 +40,8 @@ def unread(given: Config, left: Set[str]) -> Iterator[str]:
     chosen."""
     if given.data.sources:  # they are for what comes after it
         return
-    sections = {name: getattr(given, name) for name in TRAINS}
+    others = [each.name for each in fields(given) if each.name not in (*READ, "data")]
+    sections = {name: getattr(given, name) for name in others}
     found = [
         f"{name}.{field.name}"
         for name, section in sections.items()
@@ -51,7 +52,7 @@ def unread(given: Config, left: Set[str]) -> Iterator[str]:
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         yield (
             f"{', '.join(found[:NAMED])}{more}: not read by `keel sft` and `keel pretrain`, which "
-            "have run, model, trainer, alarms and sft"
+            f"have {', '.join(READ)}"
         )
 
 

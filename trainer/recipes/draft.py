@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-EMBEDDED = "embedded"
+from keel.configs.sections.model import EMBEDDED
+
 COMMENTS_AT = 34
 """Column that comments begin in."""
 _PLAIN = re.compile(r"[A-Za-z_~./][\w~./:-]*(?<!:)")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
 from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.source import check_path, is_hub_name
@@ -49,7 +50,7 @@ def check_named(config: Config, command: str) -> None:
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
     model = config.model.path
-    if model != "embedded" and not config.endpoint.base_url:
+    if model != EMBEDDED and not config.endpoint.base_url:
         for path in (model, config.model.tokenizer or model):
             # `models/qwen4` may be a name of the hub; beside a folder `models` it hardly is.
             beside = "/" in path and Path(path).parent.is_dir()

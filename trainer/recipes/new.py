@@ -24,9 +24,9 @@ from huggingface_hub import try_to_load_from_cache
 from keel.configs.load import load_config
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError
-from keel.configs.sections.model import EmbeddedConfig
+from keel.configs.sections.model import EMBEDDED, EmbeddedConfig
 from keel.model.source import check_path, hub_answers, is_hub_name
-from keel.trainer.recipes.draft import EMBEDDED, Draft, Source, text_of
+from keel.trainer.recipes.draft import Draft, Source, text_of
 
 SMALL = "Qwen/Qwen3-0.6B"
 """Where nobody says which model."""

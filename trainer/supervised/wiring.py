@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import Config, ConfigError
+from keel.configs.sections.model import EMBEDDED
 from keel.configs.sections.sft import TEXT
 from keel.data.conversations.load import Lessons, Report, load_lessons
 from keel.data.conversations.text import Encoded
@@ -46,7 +47,6 @@ from keel.trainer.planning.placement import RANK, Hardware
 from keel.trainer.planning.plan import Plan, model_line, ranks_line
 from keel.trainer.planning.unusual import unread
 from keel.trainer.prepare import (
-    EMBEDDED,
     ending_lines,
     found_model,
     has_chats,

@@ -88,7 +88,7 @@ def test_knobs_that_a_supervised_run_does_not_read_are_named() -> None:
     (line,) = unread(changed, {"rollout.engines"})
     assert line.startswith("algorithm.prompts_per_step: not read by `keel sft`")
     (line,) = unread(changed, frozenset())
-    assert line.startswith("algorithm.prompts_per_step, rollout.engines: not read")
+    assert line.startswith("rollout.engines, algorithm.prompts_per_step: not read")
     assert [*unread(load_config("sft-quickstart"), frozenset())] == [], "what comes after it"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine
+from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine, found_changed
 
 SCALED = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
 """What a scaler of float16's loss has come to."""
@@ -122,8 +122,23 @@ def forget_sums(engine: DeepSpeedEngine) -> None:
     """After a step that was skipped. With an optimizer in host memory DeepSpeed keeps the sums of
     its gradients (ZeRO 1 and 2, 0.19.8), and what is not finite in them would stay for good."""
     sums: Any = getattr(engine.optimizer, "averaged_gradients", None)
-    if getattr(engine.optimizer, "cpu_offload", False) and isinstance(sums, dict):
+    if keeps_sums(engine) and isinstance(sums, dict):
         sums.update(dict.fromkeys(sums))
+
+
+def keeps_sums(engine: DeepSpeedEngine) -> bool:
+    return engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3
+
+
+def sums_missed(engine: DeepSpeedEngine) -> str:
+    """Right after the start: a line about what is lost where `forget_sums` would find none."""
+    there = isinstance(getattr(engine.optimizer, "averaged_gradients", None), dict)
+    if there or not keeps_sums(engine):
+        return ""
+    return found_changed(
+        "an optimizer in host memory keeps its sums of gradients elsewhere",
+        "A step that is skipped for want of a finite gradient may have all later ones skipped",
+    )
 
 
 def set_loss_scale(engine: DeepSpeedEngine, seen: Mapping[str, float]) -> None:

@@ -15,13 +15,40 @@ from keel.trainer.engine.state.optimizer_internals import (
     Held,
     Part,
     flaw,
+    forget_sums,
     loss_scale,
     set_loss_scale,
+    sums_missed,
 )
 
 
 def engine(scaler: Any) -> Any:
     return SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+
+
+@pytest.mark.parametrize(
+    ("stage", "offloads", "sums", "missed"),
+    [
+        (1, True, {0: [1.0], 1: None}, False),
+        (2, True, "elsewhere", True),
+        (3, True, {0: [1.0]}, False),
+        (1, False, None, False),
+    ],
+)
+def test_what_a_skipped_step_leaves_is_forgotten_or_a_line_says_that_it_is_not(
+    stage: int, offloads: bool, sums: Any, missed: bool
+) -> None:
+    of: Any = SimpleNamespace(
+        optimizer=SimpleNamespace(averaged_gradients=sums),
+        zero_cpu_offload=lambda: offloads,
+        zero_optimization_stage=lambda: stage,
+    )
+    said = sums_missed(of)
+    assert ("keeps its sums of gradients elsewhere" in said) == bool(said) == missed
+    forget_sums(of)
+    assert sums == ({0: None, 1: None} if (stage, offloads) == (1, True) else sums)
+    if stage == 3:
+        assert sums == {0: [1.0]}, "DeepSpeed's own business"
 
 
 def dynamic() -> Any:
