@@ -45,9 +45,9 @@ def test_an_engine_for_cpus_is_promised_no_gpu(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = SimpleNamespace(name=engine)
-    monkeypatch.setattr(
-        "keel.trainer.cli.metadata.distributions", lambda *, name: [there] if name == engine else []
-    )
+    # Of this module alone: libraries that are loaded meanwhile ask, too.
+    found = SimpleNamespace(distributions=lambda *, name: [there] if name == engine else [])
+    monkeypatch.setattr("keel.trainer.cli.metadata", found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr("keel.trainer.main.run", lambda *_: 0)
     main(["check", "quickstart"])
