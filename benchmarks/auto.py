@@ -1,6 +1,6 @@
 """Whole GRPO steps with every knob left to Keel, beside layouts tuned by hand.
 
-    python -m benchmarks.auto --out OUT [--shapes 0.6b,1.7b,1.4b-a0.4b] [--seconds 540] [--steps 3]
+    python -m benchmarks.auto --out OUT [--shapes 0.6b,1.7b,8b] [--seconds 540] [--steps 3]
     python -m benchmarks.auto --out OUT --shapes 30b-a3b-slice --layers 8       # on all GPUs
 
 For each shape: a model with random weights, and `keel train` on the same prompts with all defaults,
@@ -29,7 +29,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from benchmarks.common.models import QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B, Mixture
+from benchmarks.common.models import QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B, Mixture
 from benchmarks.peers.keel_grpo import AUTO, read_steps, recipe, stop
 from benchmarks.peers.memory import PeakMemory, gpu_reader, settled, tree_reader
 from benchmarks.peers.shape import MARKS, TENTH, build_tokenizer, write_prompts
@@ -58,6 +58,13 @@ WIDE: Mapping[str, Any] = {
     "rollout.gpu_memory_utilization": 0.2,
 }
 PLAIN: Mapping[str, Any] = {**WIDE, "trainer.compile": False}
+TURNS: Mapping[str, Any] = {
+    "trainer.compile": True,
+    "rollout.sleep": True,
+    "trainer.offload_while_sampling": True,
+    "rollout.gpu_memory_utilization": 0.31,
+}
+"""For a model whose trainer does not fit beside an engine that is awake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,21 @@ SHAPES = {
             "turns": {**TUNED, "rollout.gpu_memory_utilization": 0.2},
             "wide": {**WIDE, "trainer.micro_batch_tokens": 32_256},
             "plain": {**PLAIN, "trainer.micro_batch_tokens": 18_432},
+        },
+    ),
+    "8b": Shape(
+        model=QWEN3_8B,
+        arms={
+            "recomputed": {
+                **TURNS,
+                "trainer.activation_checkpointing": True,
+                "trainer.micro_batch_tokens": 18_432,
+            },
+            "narrow": {
+                **TURNS,
+                "trainer.activation_checkpointing": False,
+                "trainer.micro_batch_tokens": 3_456,
+            },
         },
     ),
     "1.4b-a0.4b": Shape(

@@ -68,3 +68,12 @@ REPLAY = Mixture().config()
 """The model of benchmarks/training/replay.py."""
 QWEN3_06B = dense(hidden=1024)
 QWEN3_17B = dense(hidden=2048)
+QWEN3_8B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
