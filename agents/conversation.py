@@ -7,7 +7,8 @@ in one segment, under exactly the ids it was sampled after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, takewhile
 from math import inf
 from typing import Any
 
@@ -139,6 +140,17 @@ class SegmentRecord:
             return None
         rows = np.concatenate(parts)[: tokens - 1].astype(np.int16)
         return np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
+
+
+def in_common(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
+    """Ids at the beginning that some record begins with, too."""
+    most = 0
+    for record in records:
+        other = record.ids
+        if ids[:most] == other[:most]:
+            more = zip(islice(ids, most, None), islice(other, most, None), strict=False)
+            most += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], more))
+    return most
 
 
 def _kept(spans: Sequence[tuple[int, TurnResult]], tokens: int) -> KeptSets | None:

@@ -14,40 +14,51 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import count, islice, takewhile
+from itertools import count
 from math import inf
 from time import monotonic
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keel.agents.budget import Budget, with_turn
-from keel.agents.conversation import SegmentRecord
+from keel.agents.conversation import SegmentRecord, in_common
 from keel.agents.endpoint.endings import Endings
 from keel.agents.endpoint.errors import Refused, spent
 from keel.agents.endpoint.lookup import Turn, Turns
-from keel.agents.endpoint.matching import chain, key_of_tools, link
+from keel.agents.endpoint.matching import chain, key_of_tools
 from keel.agents.endpoint.replies import Reply, handed_out
 from keel.agents.endpoint.requests import Asked
+from keel.agents.endpoint.transcript import Transcript
 from keel.agents.endpoint.types import Counts, Finished
 from keel.agents.schemas import arguments_of
-from keel.rl.turns import (
-    Chat,
-    Malformed,
-    Message,
-    Parsed,
-    ToolSpec,
-    TurnRequest,
-    TurnResult,
-)
-from keel.rl.types import PROGRAM, FinishReason, Usage
+from keel.rl.turns import Chat, Malformed, Parsed, TurnRequest, TurnResult
+from keel.rl.types import FinishReason, Usage
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 TURN_S = 600.0
 """As long as OpenAI's own clients wait."""
 ENDING_S = 10.0
 """Longest wait at the end for turns that are being sampled to be given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a turn is going to stand."""
+
+    record: SegmentRecord
+    extends: bool
+    """The record goes on; else the turn is the first of its own."""
+    context_T: NDArray[np.int32]
+    repeated: int
+    """Ids at the beginning that some record has already."""
+    draws: set[int]
+    """Of this context, the numbers of those that are sampled or answered."""
+    draw: int
+    """The first that is free."""
+    seed: int
 
 
 class Recording:
@@ -86,10 +97,7 @@ class Recording:
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """With the tokens that are set aside for each."""
         self._changed = asyncio.Event()
-        self._opening: tuple[Message, ...] = ()
-        self._transcript: list[Message] = []
-        self._told: set[str] = set()
-        """Keys of messages that stand in the transcript."""
+        self._transcript = Transcript()
         self._usage = Usage(turns=0)
         self._endings = Endings()
         self._late = False
@@ -161,20 +169,18 @@ class Recording:
 
     async def finish(self) -> Finished:
         """Give up what is being sampled, and close. Safe to call more than once."""
-        self._usage = self._with_idle()
-        self._idle_since = None
+        self._usage, self._idle_since = self._with_idle(), None
         self._closed = True
         self._changed.set()
-        pending = list(self._sampling)
-        for task in pending:
+        for task in (pending := list(self._sampling)):
             task.cancel()
         if pending:
             await asyncio.wait(pending, timeout=ENDING_S)
         segments = (record.segment() for record in self._records)
         return Finished(
             segments=tuple(segment for segment in segments if segment is not None),
-            opening=self._opening,
-            messages=tuple(self._transcript[len(self._opening) :]),
+            opening=self._transcript.opening,
+            messages=self._transcript.after_opening,
             usage=self._usage,
             finish_reason="deadline" if self._late else self._endings.last,
             counts=self.counts,
@@ -193,50 +199,14 @@ class Recording:
             lost.given_again = True
             return lost.reply
         before, ids = self._turns.context(asked, keys, tools_key, self._growing)
-        tools = asked.tools if before is None else before.tools
         limit = await self._admit(len(ids), asked.max_tokens)
         # From here to the sampling nothing waits: what is free now stays so.
-        extends = (
-            before is not None
-            and before.end == len(before.record.ids)
-            and before.record not in self._growing
-        )
-        record = (
-            before.record if before is not None and extends else SegmentRecord(self._prompt_id, ids)
-        )
-        ids_T = np.array(ids, np.int32)
-        context_key = blake2b(ids_T.tobytes(), digest_size=16).hexdigest()
-        draws = self._draws.setdefault(context_key, set())
-        draw = next(n for n in count() if n not in draws)
-        request = replace(
-            record.request(
-                self.name,
-                max_tokens=limit,
-                seed=self._seed_of(context_key, draw),
-                deadline_s=self._budget.left_s(self._with_idle()),
-                stop_ids=self._chat.stop_ids,
-            ),
-            token_ids_T=ids_T,
-        )
-        repeated = before.end - 1 if before is not None else self._in_common(ids)
-        self._growing.add(record)
-        try:
-            result = await self._sampled(request, draws, draw, limit)
-            if not len(result.token_ids_N):
-                raise spent(self._budget, "deadline")
-            if extends:
-                record.extend(ids)
-            try:
-                record.append(request, result)
-            except ValueError as error:
-                raise self._failed(str(error)) from error
-            if not extends:
-                self._records.append(record)
-        finally:
-            self._growing.discard(record)
+        place = self._place(before, ids)
+        result = await self._grow(place, limit)
         if before is not None:
             before.extended = True
-        self._count("extended" if extends else "rendered" if before is None else "branched")
+        self._count("extended" if place.extends else "branched" if before else "rendered")
+        tools = asked.tools if before is None else before.tools
         parsed = self._chat.parse(
             result.token_ids_N.tolist(),
             tools,
@@ -244,31 +214,87 @@ class Recording:
             turn=self._usage.turns,
             inside=before is not None and before.inside,
         )
-        full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
-        ended: FinishReason = "window" if full else result.finish_reason
-        reply = Reply(
-            reply_id=f"chatcmpl-{secrets.token_hex(12)}",
-            message=handed_out(
-                parsed, cut=ended != "stop", may_call=asked.may_call and parsed.closed
-            ),
-            ended=ended,
-            prompt_tokens=len(ids),
-            completion_tokens=len(result.token_ids_N),
-            cached_tokens=result.cached_tokens,
-        )
+        reply = self._reply(asked, place, result, parsed)
         turn = Turn(
-            record=record,
-            end=len(record.ids),
+            record=place.record,
+            end=len(place.record.ids),
             tools=tools,
             tools_key=tools_key,
             request_key=request_key,
             reply=reply,
             inside=parsed.inside,
         )
-        self._tell(asked.messages, keys, reply.message)
+        self._transcript.tell(asked.messages, keys, reply.message)
         self._turns.add(turn, keys[-1])
-        self._use(parsed, reply, result, repeated, tools)
+        self._use(turn, parsed, result, place.repeated)
         return reply
+
+    def _place(self, before: Turn | None, ids: list[int]) -> _Place:
+        """At the end of a record, or where that is taken, in one of its own."""
+        record, extends = SegmentRecord(self._prompt_id, ids), False
+        if (
+            before is not None
+            and before.end == len(before.record.ids)
+            and before.record not in self._growing
+        ):
+            record, extends = before.record, True
+        context_T = np.array(ids, np.int32)
+        context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
+        draws = self._draws.setdefault(context_key, set())
+        draw = next(n for n in count() if n not in draws)
+        return _Place(
+            record=record,
+            extends=extends,
+            context_T=context_T,
+            repeated=in_common(ids, self._records) if before is None else before.end - 1,
+            draws=draws,
+            draw=draw,
+            seed=self._seed_of(context_key, draw),
+        )
+
+    async def _grow(self, place: _Place, limit: int) -> TurnResult:
+        """Sample the turn, and put it into the record."""
+        record = place.record
+        request = replace(
+            record.request(
+                self.name,
+                max_tokens=limit,
+                seed=place.seed,
+                deadline_s=self._budget.left_s(self._with_idle()),
+                stop_ids=self._chat.stop_ids,
+            ),
+            token_ids_T=place.context_T,
+        )
+        self._growing.add(record)
+        try:
+            result = await self._sampled(request, place, limit)
+            if not len(result.token_ids_N):
+                raise spent(self._budget, "deadline")
+            if place.extends:
+                record.extend(place.context_T.tolist())
+            try:
+                record.append(request, result)
+            except ValueError as error:
+                raise self._failed(str(error)) from error
+            if not place.extends:
+                self._records.append(record)
+        finally:
+            self._growing.discard(record)
+        return result
+
+    def _reply(self, asked: Asked, place: _Place, result: TurnResult, parsed: Parsed) -> Reply:
+        full = result.finish_reason == "length" and len(place.record.ids) >= self._budget.window
+        ended: FinishReason = "window" if full else result.finish_reason
+        return Reply(
+            reply_id=f"chatcmpl-{secrets.token_hex(12)}",
+            message=handed_out(
+                parsed, cut=ended != "stop", may_call=asked.may_call and parsed.closed
+            ),
+            ended=ended,
+            prompt_tokens=len(place.context_T),
+            completion_tokens=len(result.token_ids_N),
+            cached_tokens=result.cached_tokens,
+        )
 
     async def _admit(self, context: int, wanted: int | None) -> int:
         """Tokens that a turn after such a context may sample."""
@@ -293,13 +319,11 @@ class Recording:
                 f"turns at once had the whole budget for {self._turn_s:g} s"
             ) from error
 
-    async def _sampled(
-        self, request: TurnRequest, draws: set[int], draw: int, limit: int
-    ) -> TurnResult:
+    async def _sampled(self, request: TurnRequest, place: _Place, limit: int) -> TurnResult:
         """One turn of the policy, within its time."""
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
-        draws.add(draw)
+        place.draws.add(place.draw)
         self._usage = self._with_idle()
         self._idle_since = None
         self.begun.set()
@@ -307,7 +331,7 @@ class Recording:
             async with asyncio.timeout(self._turn_s):
                 return await task
         except BaseException as error:
-            draws.discard(draw)
+            place.draws.discard(place.draw)
             if isinstance(error, asyncio.CancelledError) and self._closed:
                 raise self._over() from error
             if isinstance(error, TimeoutError):
@@ -334,41 +358,11 @@ class Recording:
         key = f"{self._seed}/{context_key}/{draw}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
-    def _in_common(self, ids: Sequence[int]) -> int:
-        """Ids at the beginning that some record begins with, too."""
-        most = 0
-        for record in self._records:
-            other = record.ids
-            if ids[:most] == other[:most]:
-                more = zip(islice(ids, most, None), islice(other, most, None), strict=False)
-                most += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], more))
-        return most
-
-    def _tell(self, messages: Sequence[Message], keys: Sequence[str], said: Message) -> None:
-        """Put what is new into the transcript. What the program says for the policy, or makes of
-        its words, nobody sampled."""
-        if not self._opening:
-            self._opening = tuple(messages)
-        for message, key in zip(messages, keys[1:], strict=True):
-            if key not in self._told:
-                self._told.add(key)
-                own = {"name": PROGRAM} if message["role"] == "assistant" else {}
-                self._transcript.append({**message, **own})
-        self._told.add(link(keys[-1], said))
-        self._transcript.append(said)
-
-    def _use(
-        self,
-        parsed: Parsed,
-        reply: Reply,
-        result: TurnResult,
-        repeated: int,
-        tools: tuple[ToolSpec, ...],
-    ) -> None:
-        calls = parsed.calls if reply.message.get("tool_calls") else ()
+    def _use(self, turn: Turn, parsed: Parsed, result: TurnResult, repeated: int) -> None:
+        calls = parsed.calls if turn.reply.message.get("tool_calls") else ()
         malformed = sum(isinstance(call, Malformed) for call in calls)
         broken = sum(
-            not isinstance(call, Malformed) and bool(arguments_of(tools).complaint(call))
+            not isinstance(call, Malformed) and bool(arguments_of(turn.tools).complaint(call))
             for call in calls
         )
         usage = with_turn(self._usage, result, repeated=repeated)
