@@ -54,6 +54,12 @@ def written_by_code(tokenizer: Any) -> bool:
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
+def from_anywhere(path: str) -> str:
+    """A model's folder by its whole path, since the actors of a cluster that was joined do not work
+    where the command does; a name of the hub as it is."""
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
+
+
 def check_path(path: str) -> None:
     """Say what is wrong with a local path before it is taken for a hub name.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 
 from keel.configs.schema import Config, Dtype, RolloutConfig
 from keel.model.invariant import variables
+from keel.model.source import from_anywhere
 
 CAPTURED = 512
 """Tokens of the largest step that vLLM captures as a CUDA graph by itself."""
@@ -46,7 +47,7 @@ class EngineSpec:
         """An engine of this run; model: folder of the weights."""
         return cls(
             model_path=model,
-            tokenizer=config.model.tokenizer or model,
+            tokenizer=from_anywhere(config.model.tokenizer or model),
             config=config.rollout,
             dtype=config.engine_dtype,
             max_model_len=config.max_context,

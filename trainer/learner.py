@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from keel.configs.schema import Config
+from keel.configs.schema import Config, ConfigError
 from keel.model import ray_calls
 from keel.model.invariant import variables
 from keel.model.weight_transfer.receiver import Outcome, Receiver
@@ -25,8 +25,10 @@ from keel.rl.packing import TrainBatch
 from keel.rl.supervised.lessons import Lesson
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.trainer.cluster.limits import Limit, Limits, work_of
+from keel.trainer.feed import never
 from keel.trainer.nonfinite import said_of
 from keel.trainer.run.checkpoint import Unwritten
+from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import Lost, OutOfMemory, Stuck
 from keel.trainer.worker import (
@@ -123,8 +125,23 @@ class Learner:
         left = ray_calls.Patience(seconds)
         limit = Limit("the trainer's start", seconds, "run.startup_deadline_s", left)
         self._whereabouts = self._all("whereabouts", limit=limit)
+        self._check_folder(limit)
         (rendezvous,) = self._wait([ray_calls.call(self._ranks[0].listen)], limit)
         return self._all("start", self._model_path, self._config, rendezvous, limit=limit)[0]
+
+    def _check_folder(self, limit: Limit) -> None:
+        """Raises ConfigError unless all ranks see the folder of the run, if this is one: else that
+        would come out with the first checkpoint."""
+        mark = Path(self._config.run.dir).expanduser().absolute() / MARK
+        if not mark.exists():
+            return
+        found: list[str] = self._all("sees", str(mark), limit=limit)
+        for rank, (said, place) in enumerate(zip(found, self._whereabouts, strict=True)):
+            if said != mark.read_text():
+                raise ConfigError(
+                    f"run.dir = {mark.parent}: trainer rank {rank} on {place.host} does not see "
+                    "it. It must be on a file system that all machines of the run share"
+                )
 
     def warm_up(self, *, whole: bool = False) -> None:
         """Have the ranks compile what steps need, beside the engines' start and first completions:
@@ -149,7 +166,8 @@ class Learner:
     ) -> StepResult:
         """An optimizer step on each batch of the share of each group of ranks. groups: of which
         they were packed, to name what was found in them. examine: `TrainerEngine.step`."""
-        reports: list[StepReport] = self._deal("step", shares, STEP, examine=examine)
+        updates = max(map(len, shares), default=1)
+        reports: list[StepReport] = self._deal("step", shares, STEP, updates, examine=examine)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
@@ -172,13 +190,18 @@ class Learner:
             )
         self._config = config
 
-    def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
+    def score(
+        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool] = never
+    ) -> dict[str, Metric]:
         """`<name>/nll` of named batches of conversations, by the current weights: a micro-batch of
-        each rank at a time, since the deadline is a step's and a set may be of any size."""
+        each rank at a time, since the deadline is a step's and a set may be of any size. Nothing if
+        `hurry` says meanwhile that there is no time for it."""
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
             rows = zip(*(share[name].micro_batches for share in shares), strict=True)
             for row in rows:
+                if hurry():
+                    return {}
                 pieces = [
                     {name: replace(share[name], micro_batches=(one,))}
                     for share, one in zip(shares, row, strict=True)
@@ -186,8 +209,11 @@ class Learner:
                 scored += self._deal("score", pieces, f"scoring conversations of {name}")
         return merge(scored)
 
-    def _deal(self, method: str, shares: Sequence[Any], what: str, **options: bool) -> list[Any]:
-        """Call a method of every rank with the share of its group."""
+    def _deal(
+        self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
+    ) -> list[Any]:
+        """Call a method of every rank with the share of its group. times: that it may take as long
+        as one step may."""
         if self._warming:
             for refs in self._warming:
                 self._wait(refs, self._limits.of("compiling kernels"))
@@ -204,8 +230,9 @@ class Learner:
                 )
                 for index, rank in enumerate(self._ranks)
             ]
-        answers = self._wait(refs, self._limits.likely(what, work))
-        self._limits.took(what, work, time.monotonic() - began)
+        answers = self._wait(refs, self._limits.likely(what, work, times))
+        if not getattr(answers[0], "out_of_memory", ""):  # which ends it before its time
+            self._limits.took(what, work, time.monotonic() - began)
         return answers
 
     def publish(self) -> Any:
@@ -264,13 +291,13 @@ class Learner:
         """Write what `load` needs into `folder`, which all ranks must see. Returns the files."""
         ray_calls.awaited(self._make_room())
         limit = self._limits.of(f"saving {folder}")
-        return _joined(self._all("save", str(folder), limit=limit))
+        return _joined(self._all("save", str(folder.absolute()), limit=limit))
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, exactly. Call it right after `start`."""
         ray_calls.awaited(self._make_room())
         limit = self._limits.of(f"loading {folder}")
-        reports: list[StepReport] = self._all("load", str(folder), limit=limit)
+        reports: list[StepReport] = self._all("load", str(folder.absolute()), limit=limit)
         self._version = reports[0].version
 
     def export(self, folder: Path) -> dict[str, Entry]:
@@ -278,7 +305,7 @@ class Learner:
         the files."""
         ray_calls.awaited(self._make_room())
         limit = self._limits.of(f"exporting to {folder}")
-        return _joined(self._all("export", str(folder), limit=limit))
+        return _joined(self._all("export", str(folder.absolute()), limit=limit))
 
     def shutdown(self) -> None:
         """End every rank. Safe to call twice, and after a failure."""

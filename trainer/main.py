@@ -294,7 +294,7 @@ def run_loop(
 
     def save(step: int, cursor: Mapping[str, Any]) -> bool:
         failed = save_checkpoint(folder, config, learner, step, cursor, stop=stop, say=view.say)
-        if config.rollout.sleep and not interrupt.hurry() and not ends:
+        if config.rollout.sleep and step < config.run.steps and not stop():
             system.wake()
         return failed
 

@@ -24,6 +24,7 @@ from keel.data.dataset import Dataset
 from keel.model.download import download_of
 from keel.model.embedded.cache import ensure_embedded
 from keel.model.ray_calls import CALL_S, Unanswered, awaited
+from keel.model.source import from_anywhere
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Group, Prompt, Purpose
@@ -188,9 +189,11 @@ def running(
             spec,
             gpu=task.gpu,
             startup_deadline_s=deadline,
-            # An engine that was started again may have to wait for a step to end; and a rank that
+            # An engine that was started again may have to wait for steps to end; and a rank that
             # does not send is found first, or one engine after the other would be replaced for it.
-            update_deadline_s=config.sending_deadline_s + config.trainer.deadline_s + CALL_S,
+            update_deadline_s=config.sending_deadline_s
+            + config.algorithm.updates_per_batch * config.trainer.deadline_s
+            + CALL_S,
             options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)
@@ -351,7 +354,7 @@ def model_folder(task: Task) -> str:
 def start_of(config: Config, dataset: Dataset, *, gpu: bool) -> str:
     """As `model_folder`. dataset: the recipe's."""
     if config.model.path != EMBEDDED:
-        return config.model.path
+        return from_anywhere(config.model.path)
     steps = config.model.embedded.cold_start.steps
     with waiting("cold start of the embedded model", total=steps, unit="steps") as wait:
 

@@ -190,6 +190,13 @@ class TrainerWorker:
         log = os.readlink(stderr) if stderr.exists() else ""
         return Whereabouts(host=socket.gethostname(), pid=os.getpid(), log=log)
 
+    def sees(self, path: str) -> str:
+        """What this file says; nothing where this rank has no such file."""
+        try:
+            return Path(path).read_text()
+        except OSError:
+            return ""
+
     def listen(self) -> tuple[str, int]:
         """Rank 0: open the store the ranks meet at, on a free port; host and port of it."""
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)

@@ -76,4 +76,5 @@ QWEN3_8B = Qwen3Config(
     num_attention_heads=32,
     num_key_value_heads=8,
     head_dim=128,
+    tie_word_embeddings=False,
 )

@@ -98,7 +98,9 @@ class TrainerConfig:
     publish_bucket_mib: int = 256
     """Weights go to the engines in buckets of this size, in MiB."""
     deadline_s: float = 1800.0
-    """Longest wait for one optimizer step, in seconds."""
+    """Longest wait for one optimizer step, and for writing or reading a checkpoint, writing the
+    model, and sending weights (beside `rollout.update_deadline_s`), in seconds. What takes longer
+    is taken for lost: raise it where `run.dir` is slow and the model large."""
 
     @property
     def keeps_attention(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
@@ -37,6 +37,26 @@ class Report:
     """Why → how many."""
     skipped: tuple[str, ...]
     unread: frozenset[str]
+
+    def lines(self, name: str) -> Iterator[str]:
+        """For people. name: of the source."""
+        what = "windows" if self.documents else "conversations"
+        said = f"{name}: {self.learned:,} {what} to learn from, {self.heldout:,} held out"
+        if self.documents:
+            said += f"; of {self.documents:,} documents"
+        if self.learned:
+            said += (
+                f"; {self.learned_tokens:,} of {self.tokens:,} tokens learned, in "
+                f"{self.contexts:,} contexts of at most {self.longest:,}"
+            )
+        if self.sampled:
+            said += f"; {self.sampled:,} by the very tokens that were sampled"
+        yield said
+        if self.left_out:
+            yield "  left out: " + ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
+        yield from (f"  skipped: {reason}" for reason in self.skipped[:3])
+        if self.unread:
+            yield f"  keys that mean nothing here: {', '.join(sorted(self.unread))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

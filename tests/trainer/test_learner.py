@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,28 +13,26 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
-from keel.configs.schema import Config, ModelConfig
+from keel.configs.schema import Config, ConfigError, ModelConfig
 from keel.model import ray_calls
 from keel.model.invariant import VARIABLE
 from keel.rl.metrics import Mean, values
-from keel.rl.packing import TrainBatch
+from keel.rl.packing import TrainBatch, pack
 from keel.rl.supervised.lessons import Lesson, pack_lessons, shown
 from keel.rollout.spec import EngineError
 from keel.trainer.cluster.limits import Limit, Limits
-from keel.trainer.learner import Learner
-from keel.trainer.run.restarts import Lost, Stuck
-from keel.trainer.worker import PINNED, TrainerWorker, host_threads, last_lines, own_cores, shares
+from keel.trainer.learner import STEP, Learner
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.restarts import Lost, OutOfMemory, Stuck
+from keel.trainer.worker import (
+    StepReport,
+    TrainerWorker,
+    Whereabouts,
+    shares,
+)
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.scenarios import make_config
 from tests.waiting import PATIENCE_S
-
-
-def test_last_lines_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("\n".join(f"line {i}" for i in range(10_000)))
-    assert last_lines(str(log), 2) == "last lines of its log:\nline 9998\nline 9999"
-    log.write_text("")
-    assert last_lines(str(log)) == last_lines("") == last_lines(str(tmp_path / "absent")) == ""
 
 
 class Ranks:
@@ -178,6 +175,79 @@ def test_a_step_may_have_to_wait_until_weights_are_sent(
     assert limits.likely("another", 2).seconds == 10_000 + sending_s
 
 
+def one_batch() -> TrainBatch:
+    pair = [trajectory(segment(s, 5), sibling=s) for s in (0, 1)]
+    return pack([scored(pair, [0.0, 1.0])], ranks=1, micro_batch_tokens=64)[0]
+
+
+def test_steps_in_one_call_have_the_deadline_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(2, 1)
+    waited: list[Limit] = []
+    learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(config)
+    learner._config = replace(config, trainer=replace(config.trainer, ranks=1))
+    learner._warming = []
+    monkeypatch.setattr(ray_calls, "put", lambda value: value)
+    monkeypatch.setattr(ray_calls, "call", lambda *_, **__: 0)
+    wait = Learner._wait
+
+    def noted(self: Learner, refs: Sequence[Any], limit: Limit) -> list[Any]:
+        waited.append(limit)
+        return wait(self, refs, limit)
+
+    monkeypatch.setattr(Learner, "_wait", noted)
+    for steps in (1, 4):
+        learner._limits = Limits(600.0, 0.0)
+        assert learner.train([[one_batch()] * steps]).version == 3
+    assert [limit.seconds for limit in waited] == [600, 2400]
+
+
+def test_a_step_that_did_not_fit_says_nothing_of_how_long_one_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make_config(1, 1)
+    short = StepReport(version=0, metrics={}, out_of_memory="CUDA out of memory")
+    learner = Ranks(monkeypatch, (1, short)).learner(config)
+    learner._warming = []
+    monkeypatch.setattr(ray_calls, "put", lambda value: value)
+    monkeypatch.setattr(ray_calls, "call", lambda *_, **__: 0)
+    before = learner._limits.likely(STEP, 1)
+    with pytest.raises(OutOfMemory, match="did not fit"):
+        learner.train([[one_batch()]])
+    assert learner._limits.likely(STEP, 1) == before
+
+
+def test_ranks_that_do_not_see_the_runs_folder_are_found_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(2, 1)
+    config = replace(config, run=replace(config.run, dir="runs/mine"))
+    learner = Ranks(monkeypatch, (0, None), (0, None)).learner(config)
+    learner._whereabouts = [Whereabouts(host=name, pid=1, log="") for name in ("here", "there")]
+    asked: list[Path] = []
+
+    def seen(own: str | None) -> None:
+        def all_(_: Learner, method: str, path: str, *, limit: Limit) -> list[str]:
+            asked.append(Path(path))
+            read = TrainerWorker.sees(object.__new__(TrainerWorker), path)
+            return [read, read if own is None else own]
+
+        monkeypatch.setattr(Learner, "_all", all_)
+        learner._check_folder(Limit("the start", 1.0, ""))
+
+    seen(None)
+    assert not asked, "nothing of a run is there"
+    with RunFolder(config) as folder:
+        seen(None)
+        assert asked[0].is_absolute() and asked[0].parent == folder.path.absolute()
+        for other in ("", "another folder's\n"):
+            with pytest.raises(ConfigError, match=r"runs/mine: trainer rank 1 on there does not"):
+                seen(other)
+        said = asked[0].read_text()
+    with RunFolder(config):
+        assert asked[0].read_text() == said, "what other machines remember of it stays right"
+
+
 def test_a_step_of_more_work_is_waited_for_longer() -> None:
     limits = Limits(10_000.0, 0.0)
     limits.took("a step", 2, 40.0)
@@ -240,6 +310,9 @@ def test_a_held_out_set_of_any_size_has_a_steps_deadline_for_each_micro_batch(
     found = values(Learner.score(object.__new__(Learner), groups))
     assert dealt == [[("few", 1)] * 2, *[[("many", 1)] * 2] * 2]
     assert found == {"few/nll": 1.5, "many/nll": 4.5}
+    dealt.clear()
+    assert Learner.score(object.__new__(Learner), groups, lambda: len(dealt) == 2) == {}
+    assert len(dealt) == 2
 
 
 def test_a_driver_that_was_stopped_has_not_waited_for_its_ranks(
@@ -292,48 +365,3 @@ def test_ranks_are_told_of_the_engines_kernels_before_they_import_anything(
         == [{"num_cpus": 1, "num_gpus": 0.5, "runtime_env": {"env_vars": variables}}]
         * config.trainer.ranks
     )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "gpus", "threads"),
-    [(1, 1, 32), (8, 8, 4), (16, 8, 4), (2, 8, 16), (64, 64, 1), (4, 0, 8)],
-)
-def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
-    ranks: int, gpus: int, threads: int
-) -> None:
-    """Ray would have each do with one."""
-    assert host_threads(ranks, gpus, cores=32) == threads
-
-
-@pytest.mark.parametrize(
-    ("there", "then"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": PINNED}),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{PINNED}"},
-        ),
-        *[
-            ({name: "pinned_use_background_threads:True"},) * 2
-            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        ],
-    ],
-)
-def test_pinned_memory_comes_by_several_threads_unless_somebody_has_said_how(
-    monkeypatch: pytest.MonkeyPatch, there: dict[str, str], then: dict[str, str]
-) -> None:
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **there}
-    monkeypatch.setattr(os, "environ", environment)
-    TrainerWorker(0, 1, gpu=True)
-    assert {n: v for n, v in environment.items() if n.endswith("ALLOC_CONF")} == then
-
-
-@pytest.mark.parametrize(
-    ("content", "most"),
-    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None)],
-)
-def test_a_containers_quota_of_cores_counts(tmp_path: Path, content: str, most: int | None) -> None:
-    quota = tmp_path / "cpu.max"
-    everything = own_cores(quota)
-    quota.write_text(content)
-    assert own_cores(quota) == (most or everything)

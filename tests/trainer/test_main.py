@@ -16,18 +16,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-from keel.configs.schema import ConfigError
 from keel.model.embedded.tokenizer import build_tokenizer
-from keel.rl.metrics import Mean
 from keel.trainer.cli import main
-from keel.trainer.main import COMMANDS, keep_skipped, run_loop
+from keel.trainer.main import COMMANDS, keep_skipped
 from keel.trainer.planning.placement import Hardware
 from keel.trainer.prepare import Task, prepare
-from keel.trainer.run.checkpoint import State, Unwritten, config_digest
+from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import MANIFEST, write_manifest
-from keel.trainer.run.restarts import Stuck
-from keel.trainer.run.view import PlainView
 from keel.trainer.system import model_folder
 from tests.model.stand_in import stand_in
 from tests.rollout.chat.families import tokenizer_of
@@ -319,73 +315,6 @@ def test_an_exported_model_that_was_damaged_is_not_trained_on(
     code, _, err = run(capsys, "check", "quickstart", f"model.path={tmp_path}", *FEW)
     assert code == 2 and f"{tmp_path}: this model is not as it was exported" in err
     assert "model.safetensors: changed" in err and f"remove {MANIFEST} there" in err
-
-
-def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    below = ("run.eval_every=1", "alarms.stop_below={spelling: 0.5}")
-    words = (f"run.dir={tmp_path}", *below, *FEW)
-    task = prepare("quickstart", words)
-
-    def full(folder: Path) -> object:
-        raise Unwritten(f"{folder}: no space")
-
-    system: Any = SimpleNamespace(
-        task=task,
-        learner=SimpleNamespace(tokens={}, version=2, save=full),
-        pool=SimpleNamespace(),
-        lowering=None,
-        agents=None,
-        scorer=SimpleNamespace(tell=lambda say: None),
-        watch=None,
-        attended=lambda hurry: hurry,
-    )
-
-    def two_steps(parts: Any, config: object, *, start: int) -> int:
-        parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
-        assert not parts.whole(Stuck("rank 0 failed")) and not parts.stop()
-        parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
-        assert parts.stop()
-        with pytest.raises(Unwritten):  # none would follow it
-            parts.save(2, {})
-        return 2
-
-    monkeypatch.setattr("keel.trainer.loop.train", two_steps)
-    with (
-        RunFolder(task.config) as folder,
-        pytest.raises(RuntimeError, match=r"spelling/pass@1 is 0.400.* checkpoint of step 2"),
-    ):
-        run_loop(system, folder, PlainView(60), 0)
-    assert '"kind": "alarm"' in (tmp_path / "events.jsonl").read_text()
-    folder.check_heldout(1)
-    with pytest.raises(ConfigError, match=r"spelling = 0.5: pass@1 was 0.400 at step 2"):
-        folder.check_heldout(2)
-
-
-def test_a_run_leaves_measuring_to_others_where_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[set[str]] = []
-    monkeypatch.setattr(
-        "keel.trainer.loop.train", lambda parts, *_, start: seen.append(set(parts.heldout)) or 1
-    )
-    for every in (-1, 0):
-        told = (f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}", *FEW)
-        task, scorer = prepare("quickstart", told), SimpleNamespace(tell=lambda say: None)
-        system: Any = SimpleNamespace(
-            task=task,
-            learner=None,
-            pool=SimpleNamespace(),
-            lowering=None,
-            agents=None,
-            scorer=scorer,
-            watch=None,
-            attended=lambda hurry: hurry,
-        )
-        with RunFolder(task.config) as folder:
-            run_loop(system, folder, PlainView(60), 0)
-    assert seen == [set(), {"spelling", "spiral"}]
 
 
 def test_a_batch_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:

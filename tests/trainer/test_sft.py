@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,7 @@ class Ranks:
         """Tokens of each step's conversations."""
         self.named: list[list[str]] = []
         self.found: tuple[str, ...] = ()
+        self.scored: Callable[[int], object] = lambda version: None
 
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[Lesson], /
@@ -67,7 +68,12 @@ class Ranks:
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": Sum(1.0)}, findings=self.found)
 
-    def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
+    def score(
+        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool], /
+    ) -> dict[str, Metric]:
+        self.scored(self.version)
+        if hurry():
+            return {}
         return {f"{name}/nll": Mean(4.0 - self.version, 2) for name in shares[0]}
 
 
@@ -172,6 +178,24 @@ def test_a_signal_leaves_time_for_a_checkpoint_alone() -> None:
     assert [step for step, found in run.steps.items() if "eval/loss" in found] == [*range(7)]
     run = Run(lessons(*range(3, 13)), config_of())
     run.hurry_after = 0
+    assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps
+
+
+def test_a_signal_while_held_out_sets_are_measured_costs_no_step() -> None:
+    run = Run(lessons(*range(3, 13)), config_of(**{"run.eval_every": 2}))
+
+    def scored(version: int) -> None:
+        run.hurry_after = 2 if version == 2 else 99
+
+    run.ranks.scored = scored
+    assert run.fit(lessons(5)) == 2 and list(run.saved) == [2]
+    assert [step for step, found in run.steps.items() if "eval/loss" in found] == [0]
+    run.ranks.scored = lambda version: None
+    run.hurry_after = 99
+    assert run.fit(lessons(5), start=2) == 6
+    assert [step for step, found in run.steps.items() if "eval/loss" in found] == [0, 2, 4, 6]
+    run = Run(lessons(*range(3, 13)), config_of())
+    run.ranks.scored = lambda version: setattr(run, "hurry_after", 0)
     assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps
 
 
@@ -353,13 +377,17 @@ def test_a_supervised_run_leaves_measuring_to_others_where_it_is_told(
 
     def fit(parts: sft.Parts, *_: object, start: int) -> int:
         seen.append(set(parts.heldout))
+        watch.say("rank 0 stands still")
         return 1
 
     monkeypatch.setattr(sft, "fit", fit)
+    watch = SimpleNamespace(say=print)
     for every in (-1, 0):
         told = [f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}"]
         task = prepare_sft(recipe(tmp_path), told)
-        teaching: Any = SimpleNamespace(task=task, learner=None, lowering=None)
+        teaching: Any = SimpleNamespace(task=task, learner=None, lowering=None, watch=watch)
         with RunFolder(task.config) as folder:
             run_lessons(teaching, folder, PlainView(60), 0)
+            (line,) = (folder.path / "events.jsonl").read_text().splitlines()
+            assert json.loads(line)["kind"] == "frozen", "as of any run"
     assert seen == [set(), {"chats"}]

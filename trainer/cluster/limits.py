@@ -31,7 +31,7 @@ class Limits:
     def __init__(self, deadline_s: float, sending_s: float) -> None:
         """deadline_s: `trainer.deadline_s`. sending_s: the ranks may first have to send the weights
         of the step before."""
-        self.seconds = deadline_s + sending_s
+        self._deadline_s = deadline_s
         self._knobs = "trainer.deadline_s" + ", and rollout.update_deadline_s of engines" * (
             sending_s > 0
         )
@@ -40,17 +40,19 @@ class Limits:
         self._pace: dict[str, float] = {}
         """Most seconds that anything took so far, and that a part of its work did."""
 
-    def of(self, what: str) -> Limit:
-        return Limit(what, self.seconds, self._knobs)
+    def of(self, what: str, times: int = 1) -> Limit:
+        """times: that `trainer.deadline_s` counts, as for optimizer steps in one call."""
+        return Limit(what, times * self._deadline_s + self._sending_s, self._knobs)
 
-    def likely(self, what: str, work: int) -> Limit:
+    def likely(self, what: str, work: int, times: int = 1) -> Limit:
         """As `of`, and no longer than what has been done before makes likely of as much work."""
+        most = self.of(what, times)
         if what not in self._longest:
-            return self.of(what)
+            return most
         longest, for_this = self._longest[what], self._pace[what] * work
         seconds = max(AT_LEAST_S, MANY * max(longest, for_this)) + self._sending_s
-        if seconds >= self.seconds:
-            return self.of(what)
+        if seconds >= most.seconds:
+            return most
         more = f", and this one likely {for_this:.0f} s" * (for_this > longest)
         return Limit(
             what, seconds, f"the longest so far took {longest:.0f} s{more}; at most {self._knobs}"

@@ -216,7 +216,7 @@ class Reasons:
         larger = [n for n in sizes if n > tokens]
         if not larger:
             return "a share of a step at once, or the most that is worth it"
-        other = self._other(micro_batch_tokens=larger[0])
+        other = self._other(micro_batch_tokens=min(larger))
         if other is None:
             return f"the largest that fits{self._beside} ({gib(self._plan.peak)})"
         return f"larger ones are {self._against(other)}"

@@ -26,6 +26,10 @@ class Machine:
     flash4: bool = True
     """Of the generations that FlashAttention-4 is for: Hopper and Blackwell."""
 
+    def between(self, gpus: int) -> float:
+        """Bytes a second, one way, where so many GPUs exchange: by links or by network cards."""
+        return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
+
 
 FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
 """Names of data-centre GPUs of these generations; Blackwell's for desks have other kernels."""

@@ -338,6 +338,17 @@ def normed_elements(facts: ModelFacts) -> float:
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
+def elementwise_numbers(facts: ModelFacts) -> float:
+    """What the kernels between the GEMMs of a mean layer read and write for each token in a
+    forward pass, without tokens at their experts.
+
+    Two norms and two sums with the residual (10 hidden sizes); norms and rotary embedding of
+    queries and keys (12 widths of each); activation and product of the MLP (5 widths).
+    """
+    heads = facts.attention_width + key_width(facts)
+    return 10 * facts.hidden_size + 12 * heads + 5 * mlp_width(facts)
+
+
 def expert_elements(facts: ModelFacts) -> float:
     """Kept for the backward pass, for each token of a MoE layer at its experts, in units of the
     compute dtype: its copies on the way there and back (2 hidden sizes for each expert); gate, up

@@ -83,7 +83,9 @@ class Options:
         found: dict[tuple[tuple[str, Any], ...], None] = {}
         for ranks in self.rank_counts:
             if beside and config.rollout.tensor_parallel == 1:
-                found[self._seats(ranks, ranks, colocated=self.gpus > 1)] = None
+                # A single GPU is shared in any case; where a judge has others, only if said.
+                said = self.gpus > 1 or config.rewards.judge.gpus > 0
+                found[self._seats(ranks, ranks, colocated=said)] = None
             if apart and self.gpus > 1:
                 rest = max(1, (self.gpus - ranks) // config.rollout.tensor_parallel)
                 found[self._seats(ranks, rest, colocated=False)] = None

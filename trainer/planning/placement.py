@@ -139,8 +139,10 @@ class Hardware:
 
     @property
     def machine(self) -> Machine:
-        """What its GPUs can do."""
-        return machine_of(self.gpu_name)
+        """What its GPUs can do, and how many a node has."""
+        here = machine_of(self.gpu_name)
+        most = max((node.gpus for node in self.nodes), default=here.node_gpus)
+        return replace(here, node_gpus=max(1, most))
 
     @property
     def taken_said(self) -> str:

@@ -185,7 +185,8 @@ def make_plan(
         time = step_time(
             config,
             facts,
-            micro_batches=micro_batches,
+            micro_batches=micro_batches * algorithm.updates_per_batch,
+            shared=shared,
             sequences=cached,
             woken=engine.total if turns else 0.0,
             moved=waits.moved,

@@ -15,12 +15,12 @@ from keel.trainer.planning.gpus import Machine
 from keel.trainer.planning.memory import (
     BYTES,
     context_tokens,
+    elementwise_numbers,
     engine_sequences,
     expert_elements,
     key_width,
     kv_token_bytes,
     layer_elements,
-    mlp_width,
     normed_elements,
     read_together,
     summed_apart,
@@ -199,13 +199,15 @@ def step_time(
     facts: ModelFacts,
     *,
     micro_batches: int,
+    shared: bool = False,
     sequences: int | None = None,
     woken: float = 0.0,
     moved: float = 0.0,
     machine: Machine | None = None,
     rates: Rates | None = None,
 ) -> StepTime:
-    """`micro_batches` of a rank; `sequences`: what an engine's KV cache holds, where that is less
+    """`micro_batches` of a rank, in all optimizer steps of a batch; `shared`: engines and ranks
+    have the same GPUs; `sequences`: what an engine's KV cache holds, where that is less
     than the recipe asks for; `woken`: bytes of an engine that sleeps in each step; `moved`: those
     that a rank then moves between its GPU and host memory."""
     machine, rates = machine or Machine(), rates or Rates()
@@ -226,7 +228,7 @@ def step_time(
     if not rollout.enable_prefix_caching:
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
-    spread = gpus + config.trainer.ranks > machine.node_gpus
+    over = 1 if shared else gpus + config.trainer.ranks
     compute = compute_seconds(config, facts, trained_tokens(config), micro_batches, machine, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
     sent = facts.parameters * BYTES[config.engine_dtype]
@@ -236,7 +238,7 @@ def step_time(
         compute=max(compute, launch),
         traffic=traffic_seconds(config, facts, micro_batches, machine),
         weights=rates.update_s
-        + sent / (machine.network_bytes if spread else machine.link_bytes)
+        + sent / machine.between(over)
         + math.ceil(sent / (config.trainer.publish_bucket_mib * MIB)) * rates.block_s,
         turns=rates.turn_s + woken / rates.given_bytes + moved / machine.host_bytes
         if woken
@@ -326,7 +328,7 @@ def compute_seconds(
     one_pass = summed_apart(config.model.dtype, trainer)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
     owned = facts.parameters / trainer.ranks
-    updates = config.algorithm.updates_per_batch
+    updates = updates_of(config)
     updating = updates * owned * rates.optimizer_bytes / machine.memory_bytes
     if trainer.offload_optimizer:
         # Gradients are added up there, float32, by way of the GPU; new weights come back.
@@ -336,23 +338,17 @@ def compute_seconds(
     return body + head + weights / machine.memory_bytes + updating
 
 
+def updates_of(config: Config) -> int:
+    """Of a batch."""
+    return config.algorithm.updates_per_batch if config.data.sources else 1
+
+
 def probed_share(config: Config, tokens: int) -> float:
     """Of a step's `tokens`, those whose mask's mass is held; of trajectories, as of one turn."""
     algorithm = config.algorithm
     if not algorithm.kept_mass_coef:
         return 0.0
     return min(1.0, algorithm.probes * algorithm.prompts_per_step * algorithm.group_size / tokens)
-
-
-def elementwise_numbers(facts: ModelFacts) -> float:
-    """What the kernels between the GEMMs of a mean layer read and write for each token in a
-    forward pass, without tokens at their experts.
-
-    Two norms and two sums with the residual (10 hidden sizes); norms and rotary embedding of
-    queries and keys (12 widths of each); activation and product of the MLP (5 widths).
-    """
-    heads = facts.attention_width + key_width(facts)
-    return 10 * facts.hidden_size + 12 * heads + 5 * mlp_width(facts)
 
 
 def passes(config: Config) -> int:
@@ -364,19 +360,20 @@ def passes(config: Config) -> int:
 def traffic_seconds(
     config: Config, facts: ModelFacts, micro_batches: int, machine: Machine
 ) -> float:
-    """Gradients, gathered weights and tokens on their way to experts, none of it overlapped."""
+    """Gradients, gathered weights, tokens on their way to experts and parts of contexts on theirs
+    to heads, none of it overlapped; `micro_batches` as `step_time` has them."""
     trainer = config.trainer
+    updates = updates_of(config)
     ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage
     if ranks == 1:
         return 0.0
     width = BYTES[config.model.dtype]
     if width == 2:
         stage = max(1, stage)
-    with_reference = any(source.kl_coef > 0 for source in config.data.sources)
-    passes = 2 + trainer.activation_checkpointing + with_reference
-    # Bytes for each parameter and optimizer step: gradients are float32.
-    moved = {0: 8, 1: 4 + width, 2: 4 * micro_batches + width}.get(
-        stage, (4 + passes * width) * micro_batches
+    trips = passes(config) - 1
+    # Bytes for each parameter: gradients are float32.
+    moved = {0: 8 * updates, 1: (4 + width) * updates, 2: 4 * micro_batches + width * updates}.get(
+        stage, (4 + trips * width) * micro_batches
     )
     inside = ranks <= machine.node_gpus
     # Over several nodes every GPU's card carries its part of a ring.
@@ -390,8 +387,11 @@ def traffic_seconds(
     seconds += experts * moved / near
     per_rank = micro_batches * trainer.micro_batch_tokens / trainer.sequence_parallel
     sent = per_rank * facts.experts_per_token * facts.hidden_size * width * (1 - 1 / spread)
-    way = machine.link_bytes if spread <= machine.node_gpus else machine.network_bytes
-    return seconds + facts.moe_layers * 2 * passes * sent / way
+    seconds += facts.moe_layers * 2 * trips * sent / machine.between(spread)
+    slices = trainer.sequence_parallel
+    # Queries, keys and values to where their heads are computed, outputs back.
+    exchanged = 2 * (facts.attention_width + key_width(facts)) * width * (1 - 1 / slices)
+    return seconds + facts.layers * trips * per_rank * exchanged / machine.between(slices)
 
 
 def seconds(value: float) -> str:

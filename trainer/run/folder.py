@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +32,9 @@ from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import metric_lines
 from keel.trainer.run.manifest import MANIFEST, Entry, damage, said, write_manifest
 
+MARK = ".lock"
+"""Held by the process at work in the folder. What it says, no other folder's does: by that the
+trainer's ranks know that they see the same."""
 WRITTEN = (
     *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),
     *("trajectories", "rewards", "nonfinite", "model", "trackers"),
@@ -57,7 +62,7 @@ class RunFolder:
         self._check_place()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = (self.path / MARK).open("a+")
         except OSError as error:
             raise ConfigError(
                 f"run.dir = {self.path}: cannot be written ({error.strerror})"
@@ -70,6 +75,7 @@ class RunFolder:
                 f"run.dir = {self.path}: another process is running there; choose another folder"
             ) from error
         try:
+            self._mark()
             self.check()
             self._put_damaged_aside()
             if self.latest is None and self._metrics.exists():
@@ -87,6 +93,14 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
+
+    def _mark(self) -> None:
+        """Once, and on the disk: another machine may keep for a while what it has read of it."""
+        self._lock.seek(0)
+        if not self._lock.read():
+            self._lock.write(f"{secrets.token_hex(8)}\n")
+            self._lock.flush()
+            os.fsync(self._lock.fileno())
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
         """Raises ConfigError if the folder holds a run that this config may not continue (of the
@@ -260,6 +274,8 @@ class RunFolder:
             partial.rename(self.model)
         except OSError as error:
             raise OSError(f"{self.model}: the model cannot be written ({error})") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # what there is of it after an error
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
         """`<set>/<metric>`, such as `sums/pass@1` → (step, value), from `metrics.jsonl`."""

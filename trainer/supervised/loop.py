@@ -47,8 +47,11 @@ class Learner(Protocol):
         """lessons: of which they were packed, to name what is found in them."""
         ...
 
-    def score(self, shares: Sequence[Mapping[str, TrainBatch]]) -> dict[str, Metric]:
-        """`<name>/nll` of named batches, and `<name>/indexer/held` in a warm-up of indexers."""
+    def score(
+        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool], /
+    ) -> dict[str, Metric]:
+        """`<name>/nll` of named batches, and `<name>/indexer/held` in a warm-up of indexers;
+        nothing if `hurry` says meanwhile that there is no time for it."""
         ...
 
 
@@ -145,14 +148,19 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
     """
     run, learner = config.run, parts.learner
     heldout = packed_apart(parts.heldout, config)
-    if start == 0 and heldout and not parts.hurry():
+
+    def measure() -> dict[str, Metric]:
+        if parts.hurry():
+            return {}
         parts.journal.begin("measuring")
-        parts.journal.record(0, measured(learner.score(heldout)), [])
+        return measured(learner.score(heldout, parts.hurry))
+
+    # Before the first step, or what there was no time for in the run that this one goes on with.
+    due = not start or (evaluation_due(run, start) and not parts.journal.evaluated(start))
+    if heldout and due and (found := measure()):
+        parts.journal.record(start, found, [])
     if parts.hurry():  # nothing is there to be saved
         return start
-    if start and heldout and evaluation_due(run, start) and not parts.journal.evaluated(start):
-        parts.journal.begin("measuring")  # for which there was no time
-        parts.journal.record(start, measured(learner.score(heldout)), [])
     saved, unwritten = time.monotonic(), 0
     for step in range(start + 1, run.steps + 1):
         clock = Clock(seconds={})
@@ -180,9 +188,8 @@ def fit(parts: Parts, config: Config, *, start: int = 0) -> int:
             metrics["checkpoint/unwritten"] = Sum(unwritten)
         metrics |= clock.metrics(sum(lesson.learned_tokens for lesson in lessons))
         last = step == run.steps
-        if heldout and evaluation_due(run, step) and not parts.hurry():
-            parts.journal.begin("measuring")
-            metrics |= measured(learner.score(heldout))
+        if heldout and evaluation_due(run, step):
+            metrics |= measure()
         parts.journal.record(step, metrics, [])
         if result.gave_up:
             raise RuntimeError(f"step {step}: {result.gave_up}")

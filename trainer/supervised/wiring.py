@@ -18,7 +18,7 @@ from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import EMBEDDED
 from keel.configs.sections.sft import TEXT
-from keel.data.conversations.load import Lessons, Report, load_lessons
+from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset
@@ -26,7 +26,7 @@ from keel.data.items import Item
 from keel.model.embedded.cache import ensure_embedded
 from keel.model.embedded.solutions import TAUGHT
 from keel.model.load import ModelFacts, digest_of_tokenizer
-from keel.model.source import hub_answers
+from keel.model.source import from_anywhere, hub_answers
 from keel.model.trainable import check_ids
 from keel.rl.supervised.lessons import shown
 from keel.rl.turns import ToolSpec
@@ -38,7 +38,7 @@ from keel.rollout.chat.taught import taught
 from keel.trainer.cluster.fewer import Layouts
 from keel.trainer.cluster.nodes import end_ray, hardware_here, start_ray
 from keel.trainer.cluster.reservation import reserved
-from keel.trainer.cluster.watch import watched
+from keel.trainer.cluster.watch import Watch, watched
 from keel.trainer.learner import Learner
 from keel.trainer.planning.choose import Choice
 from keel.trainer.planning.families import check_selects
@@ -108,7 +108,7 @@ class SftTask:
         passes = f", {seen:.3g} passes over the data" if seen else ""
         rows = [
             ("model", model_line(config, self.facts)),
-            *(("data", line) for name, report in reports for line in report_lines(name, report)),
+            *(("data", line) for name, report in reports for line in report.lines(name)),
             *([("", f"chats are written in the format {self.format}")] if self.format else []),
             (
                 "batch",
@@ -136,6 +136,7 @@ class Teaching:
     learner: Learner
     lowering: Lowering | None = None
     """What a step that does not fit makes of the recipe."""
+    watch: Watch | None = None
 
 
 def prepare_sft(
@@ -299,27 +300,6 @@ def reserved_ids(dataset: Dataset | None) -> set[str]:
     return {prompt.prompt_id for prompts in heldout.values() for prompt in prompts}
 
 
-def report_lines(name: str, report: Report) -> Iterator[str]:
-    """What became of a source."""
-    what = "windows" if report.documents else "conversations"
-    said = f"{name}: {report.learned:,} {what} to learn from, {report.heldout:,} held out"
-    if report.documents:
-        said += f"; of {report.documents:,} documents"
-    if report.learned:
-        said += (
-            f"; {report.learned_tokens:,} of {report.tokens:,} tokens learned, in "
-            f"{report.contexts:,} contexts of at most {report.longest:,}"
-        )
-    if report.sampled:
-        said += f"; {report.sampled:,} by the very tokens that were sampled"
-    yield said
-    if report.left_out:
-        yield "  left out: " + ", ".join(f"{n:,} {why}" for why, n in report.left_out.items())
-    yield from (f"  skipped: {reason}" for reason in report.skipped[:3])
-    if report.unread:
-        yield f"  keys that mean nothing here: {', '.join(sorted(report.unread))}"
-
-
 @contextmanager
 def teaching(
     task: SftTask, say: Callable[[str], None], *, layouts: Layouts | None = None
@@ -341,7 +321,7 @@ def teaching(
             for line in seats.placement.lines():
                 say(line)
         fetch_elsewhere(config.model.path, seats, (RANK,), deadline)
-        stack.enter_context(watched(say, config.run.frozen_after_s))
+        watch = stack.enter_context(watched(say, config.run.frozen_after_s))
         learner = Learner(
             starting_model(task),
             config,
@@ -355,7 +335,8 @@ def teaching(
             warnings = learner.start()
         for line in warnings:
             say(f"warning: {line}")
-        yield Teaching(task=task, learner=learner, lowering=layouts.lowering if layouts else None)
+        lowering = layouts.lowering if layouts else None
+        yield Teaching(task=task, learner=learner, lowering=lowering, watch=watch)
 
 
 def starting_model(task: SftTask) -> str:
@@ -364,7 +345,7 @@ def starting_model(task: SftTask) -> str:
     weights: then this is its cold start."""
     config, embedded = task.config, task.config.model.embedded
     if config.model.path != EMBEDDED:
-        return config.model.path
+        return from_anywhere(config.model.path)
     if task.prompts is not None and embedded.cold_start.steps:
         return start_of(task.given, task.prompts, gpu=task.gpu)
     untaught = replace(embedded, cold_start=replace(embedded.cold_start, steps=0))
@@ -378,6 +359,8 @@ def run_lessons(system: Teaching, folder: RunFolder, view: View, start: int) -> 
         journal = open_journal(
             stack, folder, view, task.config, start=start, tokenizer=task.tokenizer
         )
+        if system.watch is not None:
+            system.watch.say = partial(journal.say, "frozen")
         grace_s = task.config.run.grace_s
         stop = stack.enter_context(
             Interrupt(view.say, preempted_first=PREEMPTED_FIRST, grace_s=grace_s)

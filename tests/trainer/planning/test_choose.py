@@ -8,9 +8,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
 
-from benchmarks.common.models import QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B, Mixture
+from benchmarks.common.models import QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B, Mixture
 from keel.configs.auto import KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.schema import (
@@ -32,20 +31,10 @@ from keel.trainer.planning.options import with_values
 from keel.trainer.planning.placement import Hardware, idle_nodes, place
 from keel.trainer.planning.plan import make_plan
 
-DENSE_8B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=4096,
-    intermediate_size=12_288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=False,
-)
 SHAPES = {
     "0.6b": QWEN3_06B,
     "1.7b": QWEN3_17B,
-    "8b": DENSE_8B,
+    "8b": QWEN3_8B,
     "1.4b-a0.4b": Mixture().config(),
     "30b-a3b": QWEN3_30B_A3B,
 }

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from keel.configs.auto import KNOBS
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config, ConfigError, RewardsConfig
+from keel.configs.sections.rewards import JudgeConfig, JudgeServerConfig
 from keel.model.load import ModelFacts, facts_of
 from keel.trainer.planning.choose import choose
-from keel.trainer.planning.placement import Hardware, idle_nodes
+from keel.trainer.planning.placement import Hardware, idle_nodes, place
 from tests.trainer.planning.test_choose import SHAPES, machine, recipe
 
 
@@ -33,6 +34,25 @@ def test_what_fixed_engines_leave_is_the_trainers() -> None:
     fixed = replace(config, trainer=replace(config.trainer, offload_optimizer=False))
     left -= {"trainer.offload_optimizer"}
     assert choose(fixed, left, facts("8b"), machine(8, 40.0)).config.trainer.ranks == 5
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_a_gpu_beside_a_judge_is_shared(gpus: int) -> None:
+    """As a machine's only one is, where nobody has to say so."""
+    server = JudgeServerConfig(tensor_parallel=gpus - 1)
+    rewards = RewardsConfig(judge=JudgeConfig(model="m", serve=True, server=server))
+    config = replace(recipe(), rewards=rewards)
+    here = machine(gpus, 139.0)
+    choice = choose(config, KNOBS, facts("1.7b"), here).config
+    assert choice.rollout.colocated and (choice.trainer.ranks, choice.rollout.engines) == (1, 1)
+    assert len(place(choice, here.nodes).seats) == 3
+
+
+def test_a_micro_batch_is_called_the_largest_that_fits_where_it_is() -> None:
+    knob = "trainer.micro_batch_tokens"
+    for gpus, said in ((8, "larger ones are no faster"), (1, "the largest that fits (74.6 GiB)")):
+        reason = choose(recipe(), KNOBS, facts("8b"), machine(gpus, 79.0)).reasons[knob]
+        assert reason.startswith(said), gpus
 
 
 def test_engines_of_several_gpus_leave_what_is_no_eighth() -> None:

@@ -29,7 +29,7 @@ from keel.trainer.planning.memory import (
     read_together,
     trained_tokens,
 )
-from keel.trainer.planning.placement import Hardware
+from keel.trainer.planning.placement import Hardware, idle_nodes
 from keel.trainer.planning.plan import describe, make_plan
 from keel.trainer.planning.step_time import (
     Rates,
@@ -246,6 +246,49 @@ def test_traffic_grows_with_zero_3_and_over_the_network(moe: ModelFacts) -> None
     assert traffic(pairs, ranks=4, zero_stage=3) > traffic(node, ranks=4, zero_stage=3)
     spread = traffic(node, ranks=4, zero_stage=2, expert_parallel=4)
     assert spread != traffic(node, ranks=4, zero_stage=2)
+
+
+def test_all_steps_of_a_batch_have_traffic(moe: ModelFacts) -> None:
+    def traffic(stage: int, updates: int) -> float:
+        config = recipe(ranks=4, zero_stage=stage)
+        algorithm = replace(config.algorithm, updates_per_batch=updates)
+        return traffic_seconds(replace(config, algorithm=algorithm), moe, 8, Machine())
+
+    assert traffic(1, 4) == pytest.approx(4 * traffic(1, 1))
+    assert traffic(3, 4) == traffic(3, 1), "a micro-batch's is the same in any step"
+    config = recipe(ranks=4, zero_stage=2, micro_batch_tokens=1024)
+    once, often = (
+        replace(config, algorithm=replace(config.algorithm, updates_per_batch=n)) for n in (1, 4)
+    )
+    times = [make_plan(c, moe, gpu=True, gpu_gib=139.0).time for c in (once, often)]
+    assert times[0] is not None and times[1] is not None
+    assert times[1].launch == pytest.approx(times[0].launch)
+    assert times[1].traffic > times[0].traffic
+
+
+def test_what_a_node_has_decides_what_goes_over_the_network(moe: ModelFacts) -> None:
+    eight, four = (
+        Hardware(gpu=True, nodes=tuple(idle_nodes(8 // n, n)), gpu_gib=139.0).machine
+        for n in (8, 4)
+    )
+    assert (eight.node_gpus, four.node_gpus, Hardware(gpu=True).machine.node_gpus) == (8, 4, 8)
+    config = recipe(ranks=8, zero_stage=1)
+    assert traffic_seconds(config, moe, 4, four) > traffic_seconds(config, moe, 4, eight)
+    # Queries, keys and values to their heads, outputs back, in two passes and a reference's.
+    sliced = recipe(ranks=8, sequence_parallel=8, micro_batch_tokens=4096)
+    whole = recipe(ranks=8, micro_batch_tokens=512)
+    more = traffic_seconds(sliced, moe, 4, eight) - traffic_seconds(whole, moe, 4, eight)
+    trips = 2 + any(source.kl_coef > 0 for source in config.data.sources)
+    moved = 16 * trips * 4 * 512 * 2 * (1024 + 256) * 2 * 7 / 8
+    assert more == pytest.approx(moved / eight.link_bytes)
+
+
+def test_weights_of_a_shared_gpu_stay_on_it(moe: ModelFacts) -> None:
+    config = recipe(ranks=8)
+    config = replace(config, rollout=replace(config.rollout, engines=8))
+    shared, apart = (estimate(config, moe, shared=is_shared) for is_shared in (True, False))
+    sent = moe.parameters * 2
+    assert apart.weights - shared.weights == pytest.approx(sent / 50e9 - sent / 450e9)
 
 
 def test_the_parts_add_up_and_are_called_an_estimate(moe: ModelFacts) -> None:

@@ -69,7 +69,7 @@ def test_a_model_is_exported_whole_or_not_at_all(tmp_path: Path) -> None:
     with RunFolder(config(tmp_path)) as folder:
         with pytest.raises(OSError, match=r"/model: the model cannot be written \(no space"):
             folder.export(fails)
-        assert not folder.model.exists()
+        assert not folder.model.exists() and not (folder.path / ".model").exists()
         folder.export(writes)
         assert sorted(path.name for path in folder.model.iterdir()) == ["config.json", MANIFEST]
         folder.check_model()

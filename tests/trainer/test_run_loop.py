@@ -1,0 +1,118 @@
+"""The loop on the real parts, without the loop and with few of the parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import ConfigError
+from keel.rl.metrics import Mean
+from keel.trainer.main import run_loop
+from keel.trainer.prepare import prepare
+from keel.trainer.run.checkpoint import Unwritten
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.restarts import Stuck
+from keel.trainer.run.view import PlainView
+
+FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
+
+
+def test_a_held_out_set_that_fell_too_far_ends_the_run_after_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = ("run.eval_every=1", "alarms.stop_below={spelling: 0.5}")
+    words = (f"run.dir={tmp_path}", *below, *FEW)
+    task = prepare("quickstart", words)
+
+    def full(folder: Path) -> object:
+        raise Unwritten(f"{folder}: no space")
+
+    system: Any = SimpleNamespace(
+        task=task,
+        learner=SimpleNamespace(tokens={}, version=2, save=full),
+        pool=SimpleNamespace(),
+        lowering=None,
+        agents=None,
+        scorer=SimpleNamespace(tell=lambda say: None),
+        watch=None,
+        attended=lambda hurry: hurry,
+    )
+
+    def two_steps(parts: Any, config: object, *, start: int) -> int:
+        parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
+        assert not parts.whole(Stuck("rank 0 failed")) and not parts.stop()
+        parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
+        assert parts.stop()
+        with pytest.raises(Unwritten):  # none would follow it
+            parts.save(2, {})
+        return 2
+
+    monkeypatch.setattr("keel.trainer.loop.train", two_steps)
+    with (
+        RunFolder(task.config) as folder,
+        pytest.raises(RuntimeError, match=r"spelling/pass@1 is 0.400.* checkpoint of step 2"),
+    ):
+        run_loop(system, folder, PlainView(60), 0)
+    assert '"kind": "alarm"' in (tmp_path / "events.jsonl").read_text()
+    folder.check_heldout(1)
+    with pytest.raises(ConfigError, match=r"spelling = 0.5: pass@1 was 0.400 at step 2"):
+        folder.check_heldout(2)
+
+
+def test_a_run_leaves_measuring_to_others_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+    monkeypatch.setattr(
+        "keel.trainer.loop.train", lambda parts, *_, start: seen.append(set(parts.heldout)) or 1
+    )
+    for every in (-1, 0):
+        told = (f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}", *FEW)
+        task, scorer = prepare("quickstart", told), SimpleNamespace(tell=lambda say: None)
+        system: Any = SimpleNamespace(
+            task=task,
+            learner=None,
+            pool=SimpleNamespace(),
+            lowering=None,
+            agents=None,
+            scorer=scorer,
+            watch=None,
+            attended=lambda hurry: hurry,
+        )
+        with RunFolder(task.config) as folder:
+            run_loop(system, folder, PlainView(60), 0)
+    assert seen == [set(), {"spelling", "spiral"}]
+
+
+@pytest.mark.parametrize(("stopped", "woken"), [(False, [1]), (True, [])])
+def test_engines_are_not_woken_when_nothing_more_is_sampled(
+    stopped: bool, woken: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = (f"run.dir={tmp_path}", "run.steps=2", "rollout.sleep=true", *FEW)
+    task, saved = prepare("quickstart", told), list[int]()
+    found: list[int] = []
+    system: Any = SimpleNamespace(
+        task=task,
+        learner=SimpleNamespace(tokens={}, version=1, save=lambda folder: {}),
+        pool=SimpleNamespace(),
+        lowering=None,
+        agents=None,
+        scorer=SimpleNamespace(tell=lambda say: None),
+        watch=None,
+        attended=lambda hurry: hurry,
+        wake=lambda: found.append(saved[-1]),
+    )
+
+    def two_steps(parts: Any, config: object, *, start: int) -> int:
+        for step in (1, 2):
+            saved.append(step)
+            parts.save(step, {})
+        return 2
+
+    monkeypatch.setattr("keel.trainer.loop.train", two_steps)
+    with RunFolder(task.config) as folder:
+        run_loop(system, folder, PlainView(60), 0, enough=lambda: stopped)
+    assert saved == [1, 2] and found == woken

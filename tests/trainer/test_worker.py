@@ -1,0 +1,63 @@
+"""What of a rank's process needs no Ray and no DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from keel.trainer.worker import PINNED, TrainerWorker, host_threads, last_lines, own_cores
+
+
+def test_last_lines_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n".join(f"line {i}" for i in range(10_000)))
+    assert last_lines(str(log), 2) == "last lines of its log:\nline 9998\nline 9999"
+    log.write_text("")
+    assert last_lines(str(log)) == last_lines("") == last_lines(str(tmp_path / "absent")) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "threads"),
+    [(1, 1, 32), (8, 8, 4), (16, 8, 4), (2, 8, 16), (64, 64, 1), (4, 0, 8)],
+)
+def test_ranks_with_their_optimizer_in_host_memory_share_a_machines_cores(
+    ranks: int, gpus: int, threads: int
+) -> None:
+    """Ray would have each do with one."""
+    assert host_threads(ranks, gpus, cores=32) == threads
+
+
+@pytest.mark.parametrize(
+    ("there", "then"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": PINNED}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{PINNED}"},
+        ),
+        *[
+            ({name: "pinned_use_background_threads:True"},) * 2
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        ],
+    ],
+)
+def test_pinned_memory_comes_by_several_threads_unless_somebody_has_said_how(
+    monkeypatch: pytest.MonkeyPatch, there: dict[str, str], then: dict[str, str]
+) -> None:
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **there}
+    monkeypatch.setattr(os, "environ", environment)
+    TrainerWorker(0, 1, gpu=True)
+    assert {n: v for n, v in environment.items() if n.endswith("ALLOC_CONF")} == then
+
+
+@pytest.mark.parametrize(
+    ("content", "most"),
+    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None)],
+)
+def test_a_containers_quota_of_cores_counts(tmp_path: Path, content: str, most: int | None) -> None:
+    quota = tmp_path / "cpu.max"
+    everything = own_cores(quota)
+    quota.write_text(content)
+    assert own_cores(quota) == (most or everything)
