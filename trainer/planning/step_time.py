@@ -86,15 +86,17 @@ class Rates:
     """For each bucket of weights on its way to the engines, beside its bytes; 0.7 ms on one GPU."""
     head_mfu: float = 0.40
     """Trainer, head over the whole vocabulary. Measured (benchmarks/training/support_head.py)."""
-    prefill_mfu: float = 0.40
-    """Assumed."""
+    prefill_mfu: float = 0.40  # assumed, as is:
     memory_share: float = 0.80
-    """Of the memory's rate, for weights in decoding. Assumed."""
+    """Of the memory's rate, for weights in decoding."""
     cache_share: float = 0.68
     """The same for keys and values. From a profile."""
     layer_step_s: float = 30e-6
     """A layer's part of a decoding step beside that: small kernels, and GEMMs too narrow for the
     memory's rate. From the same profile."""
+    sampler_s: float = 3.6e-9
+    """Of a step for each id of the vocabulary (logits, truncation, draw), whatever the sequences:
+    0.56 to 0.67 ms of 151,936 ids in three models' steps. For other vocabularies assumed."""
     step_s: float = 2.0e-3
     sequence_s: float = 37e-6
     """Host of an engine with the native recorder, a step and each sequence. Through two points."""
@@ -103,12 +105,10 @@ class Rates:
     packed_sequence_s: float = 3.2e-6
     """The same with the packed recorder: a step with the rows of the one before (1.0 to 1.3 ms at
     32 sequences), one that is prepared anew (3.0 ms at 256), and each sequence."""
-
     invariant_step: float = 1.35
     invariant_pass: float = 1.13
     """With `model.batch_invariant`: a decoding step, and a pass of the trainer, take so many times
     as long. Measured once each (docs/stability.md)."""
-
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
     """Host of a trainer rank, for each layer and pass of a micro-batch. From steps that left the
@@ -266,9 +266,9 @@ def lesson_seconds(config: Config, facts: ModelFacts, machine: Machine) -> float
 def decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, machine: Machine, rates: Rates
 ) -> float:
-    """One decoding step on the GPU: weights and KV cache read once, or the GEMMs, whichever
-    takes longer, and the small kernels of each layer. Of the experts those are read that any of the
-    sequences is sent to."""
+    """One decoding step on the GPU: weights and KV cache read once, or the GEMMs, whichever takes
+    longer, the small kernels of each layer, and the sampler. Of the experts those are read that any
+    of the sequences is sent to."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -279,7 +279,7 @@ def decode_device_seconds(
     moved = weights * width / parallel / rates.memory_share + cache / rates.cache_share
     gemms = 2 * facts.active_parameters * sequences / parallel
     longest = max(moved / machine.memory_bytes, gemms / (machine.flops * rates.prefill_mfu))
-    return facts.layers * rates.layer_step_s + longest
+    return facts.layers * rates.layer_step_s + facts.vocab_size * rates.sampler_s + longest
 
 
 def body_parameters(facts: ModelFacts) -> int:
