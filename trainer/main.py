@@ -294,8 +294,8 @@ def run_loop(
 
     def save(step: int, cursor: Mapping[str, Any]) -> bool:
         failed = save_checkpoint(folder, config, learner, step, cursor, stop=stop, say=view.say)
-        if config.rollout.sleep and step < config.run.steps and not stop():
-            system.wake()
+        if config.rollout.sleep and step < config.run.steps and (failed or not stop()):
+            system.wake()  # the run goes on
         return failed
 
     with ExitStack() as stack:
