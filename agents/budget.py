@@ -8,6 +8,11 @@ from math import inf
 from keel.rl.turns import TurnResult
 from keel.rl.types import FinishReason, Usage
 
+CHARACTERS_A_TOKEN = 16
+"""More than the tokens of any long text have on average: of prose and code they have about 4."""
+SHORT = 1 << 16
+"""Characters that are tokenised in any case: in a tenth of a second."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
@@ -32,6 +37,17 @@ class Budget:
         for name in ("turns", "turn_tokens", "tokens", "window", "deadline_s", "call_s", "calls"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
+
+    @property
+    def characters(self) -> int:
+        """A text of more does not fit the window. To tokenise it, to see that, would hold up all
+        other trajectories: seconds for each MiB."""
+        return max(CHARACTERS_A_TOKEN * self.window, SHORT)
+
+    def cut(self, text: str) -> str:
+        """No longer than that, but for a word on what is left out."""
+        more = len(text) - self.characters
+        return text if more <= 0 else f"{text[:-more]}\n[{more} characters left out]"
 
     def refusal(self, calls: int) -> str:
         """To a call after `calls` that were run; empty where it may be run, too."""

@@ -104,6 +104,11 @@ class SegmentRecord:
         self._ids += result.token_ids_N.tolist()
         self._rows = rows
 
+    def take_back(self) -> None:
+        """Of the context, what came after the last turn: the next one is to begin in another."""
+        start, result = self._turns[-1]
+        del self._ids[start + len(result.token_ids_N) :]
+
     def extend(self, ids: Sequence[int]) -> None:
         """Context after what was sampled. `ids`: the whole, which begins with what there is."""
         if list(ids[: len(self._ids)]) != self._ids:
@@ -253,13 +258,19 @@ class Conversation:
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Messages of tools or the user after a turn."""
-        extended = self._chat.extend(self.ids, messages, thinking=self.thinking)
+        """Messages of tools or the user after a turn. After others, before the policy has spoken:
+        as if all had come at once, for a turn of no words is none that it took."""
+        record, extended = self._records[-1], None
+        others = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
+        if record.turns:
+            new = [*reversed([*others]), *messages]
+            record.take_back()
+            extended = self._chat.extend(record.ids, new, thinking=self.thinking)
         self._say(messages)
         if extended is None:
             self._begin()
         else:
-            self._records[-1].extend(extended)
+            record.extend(extended)
 
     def last_words(self, messages: Sequence[Message]) -> None:
         """Messages that no turn follows."""
@@ -286,6 +297,8 @@ class Conversation:
     def _begin(self) -> None:
         self._asked = None
         self._inside = False
+        if self._records and not self._records[-1].turns:
+            self._records.pop()
         ids = self._chat.opening(self.view, self.tools, thinking=self.thinking)
         self._records.append(SegmentRecord(self._prompt_id, ids))
 

@@ -170,6 +170,8 @@ class Episode:
             answers, over = await self._call_all(calls)
         else:
             reply = await self.environment.reply(message)
+            if reply is not None:
+                reply = {**reply, "content": self.budget.cut(reply["content"])}
             answers, over = ([reply], None) if reply is not None else ([], "stop")
         if over is not None:
             conversation.last_words(answers)
@@ -258,6 +260,7 @@ class Episode:
                 calls=self.usage.calls + 1,
                 failed_calls=self.usage.failed_calls + failed,
             )
+            text = self.budget.cut(text)
             answers.append(
                 {"role": "tool", "content": text, "tool_call_id": call.call_id, "name": name}
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.host.client import Deadlines
-from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, not_wrapped
+from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, not_wrapped, within
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
@@ -101,12 +101,7 @@ class McpEpisode:
         # Client and transport must be left by the task that entered them.
         self._keeper = asyncio.create_task(self._keep(transport, ready))
         try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.wait({ready, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
-                if not ready.done():
-                    self._keeper.result()
-                self._client = ready.result()
-                tools = await self._tools()
+            tools = await within(deadline_s, self._ready(ready, self._keeper))
             self._arguments = arguments_of(tools)
         except TimeoutError as error:
             why = f"did not open within {deadline_s:g} s"
@@ -124,6 +119,15 @@ class McpEpisode:
         async with Client(transport) as client:
             ready.set_result(client)
             await self._closing.wait()
+
+    async def _ready(
+        self, ready: asyncio.Future[Any], keeper: asyncio.Task[None]
+    ) -> list[ToolSpec]:
+        await asyncio.wait({ready, keeper}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            keeper.result()
+        self._client = ready.result()
+        return await self._tools()
 
     async def _tools(self) -> list[ToolSpec]:
         listed: list[Any] = []
@@ -154,8 +158,8 @@ class McpEpisode:
         from mcp import MCPError  # noqa: PLC0415
 
         try:
-            async with asyncio.timeout(timeout_s):
-                result = await self._client.call_tool(call.name, dict(call.arguments))
+            asked = self._client.call_tool(call.name, dict(call.arguments))
+            result = await within(timeout_s, asked)
         except TimeoutError as error:
             why = f"call of {call.name} did not end within {timeout_s:g} s"
             raise await self._fail("hang", "call", why) from error
@@ -179,8 +183,8 @@ class McpEpisode:
         if error.code == CONNECTION_CLOSED:
             return True
         try:
-            async with asyncio.timeout(self._server.deadlines.reply_s):
-                await self._client.list_tools(cache_mode="bypass")
+            listed = self._client.list_tools(cache_mode="bypass")
+            await within(self._server.deadlines.reply_s, listed)
         except asyncio.CancelledError:
             raise
         except Exception:  # the client's own: whoever refused the call is no server of tools

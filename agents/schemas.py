@@ -34,6 +34,7 @@ class Arguments:
         # Takes a fifth of a second, which runs without tools can do without.
         from jsonschema import (  # noqa: PLC0415
             Draft202012Validator,
+            FormatChecker,
             SchemaError,
             validators,
         )
@@ -62,8 +63,11 @@ class Arguments:
                     f"tool {tool.name}: $schema of its schema is {dialect!r:.50}, must be a string"
                 )
             kind: Any = validator_for(schema, default=Draft202012Validator)
+            formats = FormatChecker(())
+            formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
+            formats.checks("regex", raises=regex.error)(_compiles)
             try:
-                kind.check_schema(schema)
+                kind.check_schema(schema, format_checker=formats)
             except SchemaError as error:
                 raise ValueError(
                     f"tool {tool.name}: its schema is no JSON schema: {error.message[:MOST_SAID]} "
@@ -168,6 +172,11 @@ def _additional_properties(
             yield from validator.descend(value, wanted, path=key)
         elif wanted is False:
             yield _error(f"Additional properties are not allowed ({key!r} was unexpected)")
+
+
+def _compiles(pattern: Any) -> bool:
+    """By the engine that matches it. Raises regex.error."""
+    return not isinstance(pattern, str) or bool(regex.compile(pattern))
 
 
 def _matches(pattern: str, text: str) -> bool:

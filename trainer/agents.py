@@ -16,7 +16,7 @@ from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
 from keel.agents.endpoint.probe import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
-from keel.agents.environments.interpreter import CELL_S
+from keel.agents.environments.interpreter import CELL_S, ENDING_S, shares
 from keel.agents.episode import POLICYS
 from keel.agents.host.client import KEEL, Deadlines, Hosted, Program, parent_of
 from keel.agents.host.parent import Parent
@@ -249,13 +249,17 @@ def maker(
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
     """What the template of a source says of its environment's tools."""
-    given = source.environment.arguments.get("cell_s")
-    cell_s = given if isinstance(given, int | float) else CELL_S
+    arguments = source.environment.arguments
+    cell_s, ending_s = (
+        own if isinstance(own := arguments.get(name), int | float) else default
+        for name, default in (("cell_s", CELL_S), ("ending_s", ENDING_S))
+    )
+    cell_s, *_ = shares(cell_s, ending_s, config.budget(source.domain_name).call_s)
     return lambda tools: system_prompt(
         source.system_template,
         tools=tools,
         calls=config.agents.max_thinking_calls,
-        seconds=min(cell_s, config.budget(source.domain_name).call_s),
+        seconds=cell_s,
     )
 
 

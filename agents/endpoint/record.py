@@ -23,7 +23,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.agents.budget import Budget, with_turn
+from keel.agents.budget import CHARACTERS_A_TOKEN, Budget, with_turn
 from keel.agents.conversation import SegmentRecord, in_common
 from keel.agents.endpoint.endings import Endings
 from keel.agents.endpoint.errors import Refused, spent
@@ -198,6 +198,10 @@ class Recording:
             self._count("repeated")
             lost.given_again = True
             return lost.reply
+        characters = sum(len(message["content"]) for message in asked.messages)
+        if characters > self._budget.characters:
+            least = max(characters // CHARACTERS_A_TOKEN, self._budget.window)
+            raise spent(self._budget, "window", least)
         before, ids = self._turns.context(asked, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), asked.max_tokens)
         # From here to the sampling nothing waits: what is free now stays so.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
 import shutil
 import tempfile
@@ -27,6 +28,8 @@ ENDING_S = 5.0
 ROUNDS = 4
 """Of the event loop, until the end of a connection has cancelled what it was for."""
 SOCKET = "keel.sock"
+MOST_PATH = 107
+"""Bytes of a unix socket's path: unix(7)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ class Endpoint:
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=ENDING_S
         )
-        self._folder = tempfile.mkdtemp(prefix="keel-endpoint-")
+        self._folder = _folder()
         try:
             await self._runner.setup()
             site = web.TCPSite(self._runner, "127.0.0.1", self._port)
@@ -189,6 +192,15 @@ class Endpoint:
         except (TimeoutError, ConnectionError, asyncio.CancelledError):
             recording.lose(reply)
             raise
+
+
+def _folder() -> str:
+    """For its socket. In /tmp where TMPDIR is so long that no socket can have its path."""
+    folder = tempfile.mkdtemp(prefix="keel-endpoint-")
+    if len(os.fsencode(f"{folder}/{SOCKET}")) <= MOST_PATH:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix="keel-endpoint-", dir="/tmp")
 
 
 async def _answer(request: web.Request, asked: Asked, reply: replies.Reply) -> web.StreamResponse:

@@ -11,6 +11,7 @@ ipykernel. The kernel is reached by sockets of the file system, never by the net
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import queue
 import re
@@ -26,23 +27,32 @@ from keel.agents.environments.messages import told
 CELL_S = 120.0
 """Longest run of one cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""
 START_S = 60.0
+"""Longest wait for a kernel to start."""
 ENDING_S = 10.0
 """Longest wait for an interrupted cell to end; after that the kernel is started anew."""
 MOST_CHARACTERS = 20_000
 """Of what one cell prints: the first and the last half."""
+SLACK = 0.05
+"""Share of a call's time for all that is not waited for here."""
 MOST_TRIES = 3
 """Of a cell that the kernel leaves out after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
+_MOST_PATH = 107
+"""Bytes of a unix socket's path: unix(7)."""
 
 
 class Interpreter:
     """An environment of one tool; the verdict is somebody else's.
 
-    cell_s: seconds for one cell; ending_s: longest wait for one that was interrupted to end. A
-    call's own deadline must be later than both and START_S together. files: the folder that tasks
-    name files of; the policy can read all of it.
+    cell_s: seconds for one cell; ending_s: longest wait for one that was interrupted to end. Where
+    a call (`agents.call_s`) has no time for both and a new kernel, a cell has less (`shares`):
+    else an endless one would cost the episode. files: the folder that tasks name files of; the
+    policy can read all of it.
     """
+
+    call_s = math.inf
+    """Seconds of a call, set before each."""
 
     def __init__(self, cell_s: float = CELL_S, ending_s: float = ENDING_S, files: str = "") -> None:
         if not 0 < cell_s < 86_400:
@@ -58,6 +68,9 @@ class Interpreter:
         self._seed = 0
         self._files = files
         self._folder = tempfile.mkdtemp(prefix="kernel-")
+        if len(os.fsencode(self._folder)) + len("/k1000-5") > _MOST_PATH:  # of a long TMPDIR
+            os.rmdir(self._folder)
+            self._folder = tempfile.mkdtemp(prefix="kernel-", dir="/tmp")
         self._where = os.path.join(self._folder, "work")
         os.mkdir(self._where)
         os.environ["IPYTHONDIR"] = os.path.join(self._folder, "ipython")
@@ -82,11 +95,12 @@ class Interpreter:
         Args:
             code: One cell.
         """
+        within = shares(self._cell_s, self._ending_s, self.call_s)
         for _ in range(MOST_TRIES):
-            said = self._run(code)
+            said = self._run(code, *within)
             if said is not None:
                 return said
-        return self._anew("The kernel ran the cell in none of several tries")
+        return self._anew("The kernel ran the cell in none of several tries", within[-1])
 
     def close(self) -> None:
         self._stop()
@@ -98,7 +112,7 @@ class Interpreter:
         if self._manager is not None and self._manager.has_kernel:
             self._manager.shutdown_kernel(now=True)
 
-    def _start(self) -> None:
+    def _start(self, start_s: float = START_S) -> None:
         self._started += 1  # a manager that has shut down has closed its sockets for good
         self._manager = self._kind(
             transport="ipc",
@@ -110,28 +124,28 @@ class Interpreter:
         self._manager.start_kernel(extra_arguments=options, cwd=self._where)
         self._client = self._manager.blocking_client()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=START_S)
-        self._run(f"__import__('random').seed({self._seed})")
+        self._client.wait_for_ready(timeout=start_s)
+        self._client.execute(f"__import__('random').seed({self._seed})", silent=True)
 
-    def _anew(self, why: str) -> str:
+    def _anew(self, why: str, start_s: float) -> str:
         self._stop()
-        self._start()
+        self._start(start_s)
         return f"{why}; it was started anew, and all variables are gone."
 
-    def _run(self, code: str) -> str | None:
+    def _run(self, code: str, cell_s: float, ending_s: float, start_s: float) -> str | None:
         """What a cell says. None: the kernel left it out, as it may after an interrupt."""
         # Without it, a cell that fails has the kernel leave out what comes next.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
         said = _Said()
-        until, interrupted = time.monotonic() + self._cell_s, False
+        until, interrupted = time.monotonic() + cell_s, False
         while True:
             if not self._manager.is_alive():
-                return str(said) + self._anew("The kernel died")
+                return str(said) + self._anew("The kernel died", start_s)
             if time.monotonic() >= until:
                 if interrupted:
-                    why = f"The cell ran for {self._cell_s:g} s, and could not be interrupted"
-                    return str(said) + self._anew(why)
-                interrupted, until = True, time.monotonic() + self._ending_s
+                    why = f"The cell ran for {cell_s:g} s, and could not be interrupted"
+                    return str(said) + self._anew(why, start_s)
+                interrupted, until = True, time.monotonic() + ending_s
                 self._manager.interrupt_kernel()
             try:
                 message = self._client.get_iopub_msg(
@@ -145,11 +159,11 @@ class Interpreter:
                 break
             said.add(message["msg_type"], message["content"])
         if interrupted:
-            said.write(f"\nInterrupted: a cell may run for {self._cell_s:g} s.")
-        return None if self._left_out(number) else str(said)
+            said.write(f"\nInterrupted: a cell may run for {cell_s:g} s.")
+        return None if self._left_out(number, ending_s) else str(said)
 
-    def _left_out(self, number: str) -> bool:
-        until = time.monotonic() + self._ending_s
+    def _left_out(self, number: str, ending_s: float) -> bool:
+        until = time.monotonic() + ending_s
         while time.monotonic() < until:
             try:
                 reply = self._client.get_shell_msg(timeout=0.5)
@@ -158,6 +172,17 @@ class Interpreter:
             if reply["parent_header"].get("msg_id") == number:
                 return reply["content"]["status"] == "aborted"
         return False
+
+
+def shares(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
+    """Of a call's seconds: what a cell may take, the wait for it to end once interrupted, and the
+    start of a kernel in place of one that does not."""
+    within_s = (1 - SLACK) * call_s
+    ending_s, start_s = min(ending_s, within_s / 4), min(START_S, within_s / 4)
+    left_s = within_s - ending_s - start_s
+    if 1 < left_s < cell_s:
+        left_s = math.floor(left_s)  # the policy is told of it
+    return min(cell_s, left_s), ending_s, start_s
 
 
 def put_files(given: Any, folder: str, where: str) -> list[str]:

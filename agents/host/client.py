@@ -15,7 +15,14 @@ from typing import Any, Literal, cast
 
 import keel
 from keel.agents.host.parent import Parent
-from keel.agents.host.process import MOST_BYTES, LineProcess, Wrap, line_of, not_wrapped
+from keel.agents.host.process import (
+    MOST_BYTES,
+    LineProcess,
+    Wrap,
+    line_of,
+    not_wrapped,
+    within,
+)
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
@@ -25,6 +32,8 @@ KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox h
 START = KEEL / "agents" / "inside" / "start.py"
 READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
 """What any interpreter needs of Keel: in a checkout, `agents` is a link out of `keel`."""
+MOST_S = 1e9
+"""JSON has no infinity."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -210,7 +219,12 @@ class Hosted:
             raise self._lost or EnvironmentLost("closed", "call", "it was not opened")
         if complaint := self._arguments.complaint(call):
             return ToolResult(text=complaint, failed=True)
-        request = {"do": "call", "name": call.name, "arguments": dict(call.arguments)}
+        request = {
+            "do": "call",
+            "name": call.name,
+            "arguments": dict(call.arguments),
+            "call_s": min(timeout_s, MOST_S),
+        }
         try:
             reply = await self._ask("call", request, timeout_s, name=f"call of {call.name}")
         except ValueError as error:  # NaN is no JSON
@@ -284,9 +298,7 @@ class Hosted:
             number = self._requests
             line = line_of({"id": number, **request})
             try:
-                async with asyncio.timeout(deadline_s):
-                    await process.send(line)
-                    reply = await process.receive()
+                reply = await within(deadline_s, _exchange(process, line))
             except TimeoutError as error:
                 why = f"{name or during} did not end within {deadline_s:g} s"
                 raise await self._fail("hang", during, why) from error
@@ -320,6 +332,11 @@ class Hosted:
             message = f"{self._program.target}: {message}" if message else message
         self._lost = await self._process.lost(fault, during, message)
         return self._lost
+
+
+async def _exchange(process: LineProcess, line: bytes) -> dict[str, Any] | str:
+    await process.send(line)
+    return await process.receive()
 
 
 def _file_of(target: str, folder: Path) -> list[Path]:

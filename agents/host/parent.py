@@ -8,6 +8,7 @@ episode has a process of its own from the start, as without a parent.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from keel.agents.host.process import (
     how_it_ended,
     launch,
     not_wrapped,
+    within,
 )
 from keel.agents.types import EnvironmentLost, Fault
 
@@ -100,7 +102,7 @@ class Parent:
             try:
                 made = await self._running.fork(self._inner, env, self._hold())
             except _Cannot as error:  # the machine was out of something; the next may be luckier
-                raise EnvironmentLost("start", "open", f"cannot be forked: {error}") from error
+                raise _not_forked(error) from error
             except (TimeoutError, OSError, EOFError, ValueError) as error:
                 raise await self._lost(error) from error
         return await LineProcess.of(*made)
@@ -251,9 +253,8 @@ class _Running:
         async with self._gate:
             self._number += 1
             line = json.dumps({"id": self._number, **request}).encode()
-            async with asyncio.timeout(deadline_s or self._deadline_s):
-                socket.send_fds(self._control, [line], fds)
-                reply, given = await self._heard()
+            socket.send_fds(self._control, [line], fds)
+            reply, given = await within(deadline_s or self._deadline_s, self._heard())
         if "cannot" in reply:
             raise _Cannot(str(reply["cannot"]))
         if "memory" in reply:
@@ -291,12 +292,12 @@ class _Running:
         *,
         run: str | None = None,
     ) -> tuple[Forked, socket.socket, int]:
-        """What `LineProcess.of` takes."""
-        ours, theirs = socket.socketpair()
-        read_words, write_words = os.pipe()
+        """What `LineProcess.of` takes. Raises as `ask`, and EnvironmentLost where this process is
+        out of files, which is nothing against the one that forks."""
+        ours, theirs, read_words, write_words = _channel()
         request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
         try:
-            made, (fd,) = await self.ask(request, theirs.fileno(), write_words)
+            made, fds = await self.ask(request, theirs.fileno(), write_words)
         except BaseException:
             ours.close()
             os.close(read_words)
@@ -304,9 +305,20 @@ class _Running:
         finally:
             theirs.close()
             os.close(write_words)
-        pid = _number_here(fd)
-        limit = hold(pid) if hold is not None else None
-        return Forked(fd, pid, partial(self._reap, made["pid"]), limit), ours, read_words
+        reap = partial(self._reap, made["pid"])
+        try:
+            if not fds:  # the system leaves out what there is no room for
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            fd = fds[0]
+            pid = _number_here(fd)
+            limit = hold(pid) if hold is not None else None
+        except OSError as error:
+            ours.close()  # with which it ends
+            for end in (read_words, *fds):
+                os.close(end)
+            await reap()
+            raise _not_forked(error) from error
+        return Forked(fd, pid, reap, limit), ours, read_words
 
     async def _reap(self, pid: int) -> int | None:
         try:
@@ -329,6 +341,25 @@ class _Running:
         self._words.close()
         self._control.close()
         return how_it_ended(code if by_itself else None)
+
+
+def _channel() -> tuple[socket.socket, socket.socket, int, int]:
+    """Both ends of a forked process's channel, and of its standard error. Raises
+    EnvironmentLost."""
+    try:
+        ours, theirs = socket.socketpair()
+        try:
+            return ours, theirs, *os.pipe()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+    except OSError as error:
+        raise _not_forked(error) from error
+
+
+def _not_forked(error: Exception) -> EnvironmentLost:
+    return EnvironmentLost("start", "open", f"cannot be forked: {error}")
 
 
 def _number_here(fd: int) -> int:

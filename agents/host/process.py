@@ -12,11 +12,11 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from keel.agents.host.children import Child, Started
 from keel.agents.types import EnvironmentLost, Fault
@@ -27,6 +27,8 @@ MOST_WORDS = 4096
 """Bytes of standard error that are kept: the last."""
 ENDING_S = 30.0
 """Wait for a process that closed its side to be gone by itself, which tells how it ended."""
+READING_S = 1.0
+"""After a deadline, for an answer that came before it while the event loop was busy."""
 PASSED_ON = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
 """What an environment sees of this process's environment: no key and no token is among it."""
 
@@ -113,6 +115,24 @@ def line_of(message: Mapping[str, Any]) -> bytes:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from error
+
+
+Answer = TypeVar("Answer")
+
+
+async def within(deadline_s: float, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Its result. Raises TimeoutError. `asyncio.timeout` would, too, where the answer is here and
+    has yet to be read, since the event loop was busy with other episodes."""
+    task = asyncio.ensure_future(work)
+    try:
+        for limit_s in (deadline_s, READING_S):
+            await asyncio.wait({task}, timeout=limit_s)
+            if task.done():
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class LineProcess:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from keel.agents.inside.errors import Lost, Refused, place, told
+from keel.agents.inside.kinds import Object
 from keel.agents.inside.load import load, make
 from keel.agents.inside.openenv import is_address
 
@@ -53,13 +54,15 @@ class Episode:
         return {**opening, "grades": self._environment.grades}
 
     def _call(self, request: Request) -> Request:
+        if isinstance(self._environment, Object):
+            self._environment.may_take(request["call_s"])
         try:
             return self._environment.call(request["name"], request["arguments"])
         except (MemoryError, Lost):
             raise
         except Exception as error:  # a tool may raise anything: the policy is told, and goes on
             print(f"{request['name']}: {told(error)} ({place(error)})", file=sys.stderr)
-            done = getattr(self._environment, "done", False) is True
+            done = getattr(self._environment, "done", False)
             return {"text": told(error), "failed": True, "done": done}
 
 

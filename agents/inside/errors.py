@@ -16,7 +16,8 @@ class Refused(Exception):
 
 
 class Lost(Exception):
-    """What the environment lives on is gone: the episode's end, and no failure of a call."""
+    """The episode's end, and no failure of a call: what the environment lives on is gone, or it
+    does not say whether it is over."""
 
 
 def place(error: BaseException) -> str:

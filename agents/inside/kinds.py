@@ -8,7 +8,7 @@ import json
 from contextlib import suppress
 from typing import Any, Callable, cast  # noqa: UP035  (Python 3.9)
 
-from keel.agents.inside.errors import Refused
+from keel.agents.inside.errors import Lost, Refused
 from keel.agents.inside.hints import described, hints_of, object_schema, schema_of, value_of
 
 OWN: dict[str, tuple[str, ...]] = {
@@ -18,9 +18,10 @@ OWN: dict[str, tuple[str, ...]] = {
     "close": (),
 }
 """Methods that are no tools, and the parameters that they may have. An attribute `done`
-that is True ends the episode; `offered` is the names of the tools that the policy is told of, where
-it is not all of them; or tools that only the task decides on, as they are told of (name,
-description, parameters): their calls go to the method `call(name, arguments)`."""
+that is True (numpy's counts) ends the episode; `offered` is the names of the tools that the policy
+is told of, where it is not all of them; or tools that only the task decides on, as they are told of
+(name, description, parameters): their calls go to the method `call(name, arguments)`. `call_s`, of
+one that has it, is set before each call: seconds after which the process is ended."""
 _NEAR = 0.85
 """From here on a name is one of `OWN` misspelt: `openning`, `verdit`; but not `open`."""
 
@@ -102,6 +103,8 @@ class Object:
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
         offered = getattr(self._found, "offered", None)  # the task may decide
         names: list[Any] = list(self._tools) if offered is None else list(offered)
+        if not isinstance(inspect.getattr_static(self._found, "done", None), property):
+            _ = self.done  # what is wrong with it is said before a run
         self._of_the_task = any(isinstance(one, dict) for one in names)
         if self._of_the_task:
             return {"messages": messages, "tools": names}
@@ -110,6 +113,11 @@ class Object:
                 f"`offered` has {unknown[0]!r}, and the tools are {', '.join(self._tools)}"
             )
         return {"messages": messages, "tools": [self._tools[name].spec for name in names]}
+
+    def may_take(self, call_s: float) -> None:
+        """The next call."""
+        if hasattr(self._found, "call_s"):
+            self._found.call_s = call_s
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._of_the_task:
@@ -120,7 +128,17 @@ class Object:
 
     @property
     def done(self) -> bool:
-        return getattr(self._found, "done", False) is True
+        """Raises Lost for what is no bool: nobody can tell when the episode ends."""
+        value: Any = getattr(self._found, "done", False)
+        kind = cast(Any, type(value))
+        if value is None or isinstance(value, bool) or callable(value):  # that one is a tool
+            return value is True
+        if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+            return bool(value)
+        raise Lost(
+            f"`done` is {value!r:.50} ({kind.__name__}), must be True or False; write "
+            "`self.done = bool(…)`"
+        )
 
     def reply(self, said: dict[str, Any]) -> Any:
         text = self._ask("reply", text=str(said.get("content") or ""))

@@ -7,7 +7,7 @@ standard error.
     → {"id": 1, "do": "open", "target": "my_env:Shop", "kind": "auto", "arguments": {…},
        "paths": […], "seed": 3, "memory_mib": 2048, "task": {…}}
     ← {"id": 1, "is": {"messages": […] or null, "tools": […], "grades": whether it has a verdict}}
-    → {"id": 2, "do": "call", "name": "buy", "arguments": {…}}
+    → {"id": 2, "do": "call", "name": "buy", "arguments": {…}, "call_s": its deadline}
     ← {"id": 2, "is": {"text": "…", "failed": false, "done": false}}
     → {"id": 3, "do": "reply", "said": {…}}
     ← {"id": 3, "is": {"message": {…} or null}}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, spoken
 from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import NO_ROUTE, KeptSets
+from tests.agents.scripted import ADD, chat, says
 
 USER: Message = {"role": "user", "content": "ab"}
 TOOL: Message = {"role": "tool", "content": "result"}
@@ -280,6 +281,34 @@ def test_forks_show_what_the_context_showed() -> None:
     conversation.rewrite([USER, summary], added=[summary])
     assert chat.opened[-1] == conversation.view == [USER, summary]
     assert conversation.transcript == [USER, said, TOOL, summary]
+
+
+def test_a_question_before_the_policy_has_spoken_stands_beside_what_came_before() -> None:
+    """As where a summary is asked for after a tool's result."""
+    question: Message = {"role": "user", "content": "So far?"}
+    result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0_0", "name": "add"}
+    for restarted in (False, True):
+        conversation = Conversation(
+            name="p/0", prompt_id="p", chat=chat(), messages=[USER], tools=(ADD,), thinking=False
+        )
+        policy = says("@add 1, 2", "Three.")
+        conversation.append(policy.say(conversation.request(max_tokens=99, seed=1)))
+        conversation.answer([result])
+        if restarted:
+            conversation.rewrite(conversation.view)
+        conversation.answer([question])
+        shown = chat().opening(conversation.view, (ADD,), thinking=False)
+        assert list(conversation.ids) == shown, chat().decode(conversation.ids)
+        assert conversation.view[-2:] == conversation.transcript[-2:] == [result, question]
+        assert conversation.forks == restarted
+        request = conversation.request(max_tokens=99, seed=1)
+        conversation.append(policy.say(request))
+        segments = conversation.segments()
+        assert len(segments) == 1 + restarted
+        ids = segments[-1].token_ids_T.tolist()
+        assert ids == list(conversation.ids) and ids[: len(shown)] == shown
+        routes = segments[-1].routes_TLK
+        assert routes is not None and (routes[:-1, 0, 0] % 100).tolist() == [*range(len(ids) - 1)]
 
 
 def test_a_turn_as_a_message() -> None:

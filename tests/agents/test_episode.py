@@ -11,6 +11,7 @@ from keel.agents.context import ContextManager, Method
 from keel.agents.types import ToolResult, Unscored
 from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Trajectory, Verdict
+from keel.rollout.chat.encoding import Marks
 from tests.agents.scripted import BUDGET, END, Policy, Sums, chat, play, says
 
 
@@ -179,6 +180,36 @@ def test_an_environment_that_cannot_be_closed_loses_nothing(
     assert "could not be closed: OSError('it is stuck')" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("by", ["call", "reply"])
+def test_a_text_that_cannot_fit_the_window_is_not_tokenised_whole(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One event loop has all episodes: a text of 8 MiB would hold it up for ten seconds."""
+    sums = (
+        Sums(words=(8 << 20) // len(" word")) if by == "call" else Sums(replies=["word " * 10**6])
+    )
+    longest, encode = [0], chat().encoder.encode
+
+    def measured(text: str, marks: Marks) -> list[int]:
+        longest[0] = max(longest[0], len(text))
+        return encode(text, marks)
+
+    monkeypatch.setattr(chat().encoder, "encode", measured)
+    trajectory = done(play(says("@add 20, 20" if by == "call" else "20", "42"), sums))
+    assert trajectory.finish_reason == "window"  # as with any that is too long
+    assert BUDGET.characters < longest[0] < BUDGET.characters + 500
+    said = str(trajectory.messages[-1]["content"])
+    assert said.endswith(" characters left out]") and len(said) < BUDGET.characters + 50
+
+
+def test_a_text_that_could_fit_is_left_as_it_is() -> None:
+    wide = replace(BUDGET, window=1_000_000)
+    assert wide.characters == 16_000_000 and BUDGET.characters == 65_536
+    for budget, length in ((wide, 8 << 20), (BUDGET, 65_536)):
+        assert budget.cut("x" * length) == "x" * length
+    assert BUDGET.cut("x" * 65_540) == "x" * 65_536 + "\n[4 characters left out]"
+
+
 def test_an_opening_that_fills_the_window_is_named() -> None:
     reason = play(says("42"), Sums(), budget=replace(BUDGET, window=10))
     assert isinstance(reason, str) and "agents.window" in reason
@@ -213,6 +244,7 @@ def test_a_context_that_fills_its_window_is_rewritten_and_goes_on(
     turns = window // 20
 
     def script(turn: int, context: str) -> str:
+        assert f"</think>\n\n{END}" not in context, "a turn that nobody took"
         if "Write down what is needed" in context.rpartition("<|im_start|>user")[2]:
             return "Added a lot." + END
         return ("42" if turn >= turns else f"@add {turn % 50}, 2") + END

@@ -254,7 +254,7 @@ def test_a_tool_that_raises_may_have_ended_the_episode() -> None:
 
     duel, episode = Duel(), Episode()
     episode._environment = Object(duel, {"strike": duel.strike})
-    said = episode.answer({"do": "call", "name": "strike", "arguments": {}})
+    said = episode.answer({"do": "call", "name": "strike", "arguments": {}, "call_s": 9.0})
     assert said == {"text": "ValueError: you lost", "failed": True, "done": True}
 
 

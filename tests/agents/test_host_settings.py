@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.agents.host import room
+from keel.agents.host import process, room
 from keel.agents.host.client import Deadlines, Hosted, Program
 from keel.agents.host.room import make_room
 from tests.agents.episodes import HERE, PATIENT, TASK, run
 from tests.agents.test_host import lost
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -103,3 +107,31 @@ def test_too_few_processes_are_said_before_the_first_episode(
     make_room(40)
     with pytest.raises(ValueError, match=r"100 episodes .* need 556 processes, .*job.* allows 400"):
         make_room(100)
+
+
+def test_an_answer_that_came_while_the_event_loop_was_busy_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=process.MOST_BYTES)
+        with theirs:
+            asked = asyncio.create_task(process.within(0.02, reader.readline()))
+            await asyncio.sleep(0)
+            theirs.sendall(b"here\n")
+            time.sleep(0.05)  # another episode's text is tokenised
+            assert await asked == b"here\n"
+            monkeypatch.setattr(process, "READING_S", 0.01)
+            with pytest.raises(TimeoutError):
+                await process.within(0.01, reader.readline())
+            given_up = asyncio.create_task(process.within(PATIENCE_S, reader.readline()))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+            theirs.sendall(b"more\n")
+            assert await process.within(PATIENCE_S, reader.readline()) == b"more\n"
+        writer.close()
+        await writer.wait_closed()
+
+    run(play())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +11,17 @@ from pathlib import Path
 import pytest
 
 import keel
-from keel.agents.environments.interpreter import MOST_CHARACTERS, _Said
+from keel.agents.environments.interpreter import (
+    CELL_S,
+    ENDING_S,
+    MOST_CHARACTERS,
+    Interpreter,
+    _Said,
+    shares,
+)
 from keel.agents.host.client import Hosted, Program
 from keel.agents.types import EnvironmentLost
+from keel.configs.sections.agents import AgentsConfig
 from tests.agents.episodes import PATIENT, TASK, alive, run, use
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
@@ -100,11 +109,57 @@ def test_a_kernel_ends_with_its_episode() -> None:
         assert environment._process is not None
         (kernel,) = kernels(environment._process.pid)
         with pytest.raises(EnvironmentLost, match=r"did not end within 0\.5 s"):
-            await use(environment, "python", 0.5, code="import time; time.sleep(1000)")
+            await use(environment, "python", 0.5, code="import os; os.kill(os.getppid(), 19)")
         wait_for(lambda: not alive(kernel))
         await environment.close()
 
     run(play())
+
+
+@pytest.mark.parametrize("call_s", [AgentsConfig().call_s, 2.0, 150.0, 240.0, float("inf")])
+def test_a_call_has_time_for_a_cell_and_for_a_new_kernel(call_s: float) -> None:
+    cell_s, ending_s, start_s = shares(CELL_S, ENDING_S, call_s)
+    assert cell_s + 2 * ending_s < call_s and cell_s + ending_s + start_s < call_s
+    assert min(cell_s, ending_s, start_s) > 0
+    assert (cell_s == CELL_S) is (call_s > 200) and cell_s >= min(CELL_S, 0.45 * call_s)
+    assert shares(0.1, ENDING_S, call_s)[0] == 0.1
+
+
+@pytest.mark.e2e
+@needs_jupyter
+def test_an_endless_cell_never_costs_the_episode() -> None:
+    """By default a cell may take longer than a call."""
+
+    async def play(call_s: float) -> None:
+        environment = Hosted(replace(PYTHON, arguments={}))
+        await environment.open(TASK, seed=3)
+        try:
+            for code, why in (
+                ("while True: pass", "Interrupted: a cell may run for"),
+                ("import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass", "anew"),
+            ):
+                assert why in (await use(environment, "python", call_s, code=code)).text
+        finally:
+            await environment.close()
+
+    within_some(lambda call_s: run(play(call_s)), (8.0, 60.0))
+
+
+@needs_jupyter
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_temporary_folder_whose_path_is_too_long_for_its_sockets(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):  # which it sets
+        monkeypatch.setenv(name, "")
+    own = len("/kernel-12345678/k1000-5")
+    long = tmp_path / ("x" * (107 + more - own - len(f"{tmp_path}/")))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    found = Interpreter()
+    assert Path(found._folder).parent == (Path("/tmp") if more else long)
+    found.close()
+    assert not Path(found._folder).exists() and not list(long.iterdir())
 
 
 def test_a_long_output_loses_its_middle() -> None:

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keel.agents.host.client import Hosted, parent_of
-from keel.agents.inside.errors import Refused
+from keel.agents.inside.episode import Episode
+from keel.agents.inside.errors import Lost, Refused
 from keel.agents.inside.games import observed
-from keel.agents.inside.kinds import given_to, methods_of, parameters_of
+from keel.agents.inside.kinds import Object, given_to, methods_of, parameters_of
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
 from tests.agents.episodes import TASK, episode, program, run, transcript, use
@@ -75,6 +77,66 @@ def test_a_method_that_is_misspelt_is_no_tool(method: str, meant: str) -> None:
             methods_of(made["Shop"]())
     else:
         assert len(methods_of(made["Shop"]())) == 1
+
+
+class Counts:
+    done: Any = False
+
+    def left(self, over: Any, fail: bool = False) -> str:
+        """What is left."""
+        self.done = over
+        if fail:
+            raise ValueError("no")
+        return "none"
+
+
+def test_an_environment_may_know_how_long_a_call_may_take() -> None:
+    class Knows(Counts):
+        call_s = 0.0
+
+        def left(self, over: Any, fail: bool = False) -> str:
+            return f"{self.call_s} s"
+
+    for found, said in ((Knows(), "9 s"), (Counts(), "none")):
+        inside = Episode()
+        inside._environment = Object(found, methods_of(found))
+        asked = {"do": "call", "name": "left", "arguments": {"over": False}, "call_s": 9}
+        assert inside.answer(asked)["text"] == said
+        assert hasattr(found, "call_s") is isinstance(found, Knows)
+
+
+def test_numpys_bools_end_an_episode_and_what_is_none_is_refused() -> None:
+    def called(**arguments: Any) -> dict[str, Any]:
+        inside, found = Episode(), Counts()
+        inside._environment = Object(found, methods_of(found))
+        return inside.answer({"do": "call", "name": "left", "arguments": arguments, "call_s": 9})
+
+    for fail in (False, True):
+        for over in (True, np.array([3]).any()):
+            assert called(over=over, fail=fail)["done"] is True
+        for over in (False, np.bool_(False), None):
+            assert called(over=over, fail=fail)["done"] is False
+        for over in (1, "yes", np.ones(1)):
+            with pytest.raises(Lost, match=r"`done` is .*, must be True or False; write `self.don"):
+                called(over=over, fail=fail)
+    found = Counts()
+    found.done = 0
+    with pytest.raises(Lost, match=r"`done` is 0 \(int\)"):
+        Object(found, {}).opening({"messages": []}, 1)
+
+    class Late:
+        @property
+        def done(self) -> bool:
+            raise IndexError("no move yet")
+
+    Object(Late(), {}).opening({"messages": []}, 1)
+
+    class Says(Counts):
+        def done(self) -> str:  # type: ignore[override]
+            """The policy says so."""
+            return "fine"
+
+    assert Object(Says(), methods_of(Says())).call("done", {}) == {"text": "fine", "done": False}
 
 
 @pytest.mark.e2e

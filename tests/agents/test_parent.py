@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -219,6 +220,43 @@ def test_where_the_parent_ends_there_is_another() -> None:
                 assert (await looked(environment))["forked"]
 
     run(play())
+
+
+def test_without_files_for_one_episode_the_others_stay() -> None:
+    async def play() -> None:
+        given = counter()
+        async with parent_for(given) as parent, opened(given, parent) as sibling:
+            running = parent._running
+            for free in range(5):  # of the five that it takes
+                with few_files(free), pytest.raises(EnvironmentLost, match="Too many open") as lost:
+                    await parent.fork({})
+                assert (lost.value.fault, lost.value.during) == ("start", "open")
+                assert parent._running is running and running is not None
+                assert len(below(running._child.pid)) == 1, "an episode that nobody has"
+            assert (await looked(sibling))["forked"]
+            async with opened(given, parent) as environment:
+                assert (await looked(environment))["forked"]
+
+    run(play())
+
+
+@contextmanager
+def few_files(free: int) -> Iterator[None]:
+    """So many may be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(free):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
 
 
 def test_a_caller_that_gives_up_leaves_nothing_behind() -> None:

@@ -67,3 +67,12 @@ def test_patterns_and_further_arguments_mean_what_they_did() -> None:
     )
     assert "not of type" in complaint({"additionalProperties": {"type": "integer"}}, {"z": "2"})
     assert complaint({"additionalProperties": True}, {"z": "2"}) == ""
+
+
+def test_a_pattern_is_checked_by_the_engine_that_matches_it() -> None:
+    letters = {"pattern": r"^\p{L}+$"}  # in JSON schema's own dialect, not in that of `re`
+    assert of(letters, "Größe") == "" and "does not match" in of(letters, "a1")
+    assert complaint({"patternProperties": {r"^\p{Lu}": {"type": "integer"}}}, {"A": 1}) == ""
+    for broken in ("(", r"\p{None}"):
+        with pytest.raises(ValueError, match=r"tool f: its schema is no JSON schema: .* 'regex'"):
+            of({"pattern": broken}, "a")

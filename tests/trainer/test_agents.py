@@ -105,7 +105,7 @@ def test_tools_in_the_thinking_and_what_the_policy_is_told_of_them() -> None:
     with runner:
         assert runner._limits["shop"].budget.calls == 7
     told = system_prompt_of(recipe, asked)(["python"])
-    assert "Up to 7 calls" in told and "60 seconds" in told, "agents.call_s ends a cell"
+    assert "Up to 7 calls" in told and "32 seconds" in told, "agents.call_s ends a cell"
 
 
 def test_a_template_without_thinking_marks_is_refused_with_the_knob() -> None:

@@ -8,6 +8,7 @@ Runs in bubblewrap alone. Any Python from 3.9, no package.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,6 +33,8 @@ MOST_MIB = 64
 """Of a repository that is graded."""
 CHECK_S = 60.0
 COMMAND_S = 600
+SLACK_S = 15.0
+"""Of a call's seconds: for what a command has started to end, and its output to be read."""
 OWN_FOLDERS = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 
 
@@ -47,6 +50,9 @@ if "keel.agents.inside.parent" in sys.modules:  # episodes are forked from this 
 class Repository:
     """folder: the `environment` folder of what `keel synthesize` made; it must be readable, and the
     one above it must not be."""
+
+    call_s = math.inf
+    """Seconds of a call, set before each."""
 
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)
@@ -108,10 +114,12 @@ class Repository:
             command: For example: grep -rn "def parse" src
             timeout_s: Seconds after which it is killed.
         """
-        within_s = max(1, min(timeout_s, COMMAND_S))
+        # Killed before the call's own time is up, which would end the episode.
+        most_s = self.call_s - min(SLACK_S, self.call_s / 4)
+        within_s = max(1, min(timeout_s, COMMAND_S, most_s))
         status, said = self._shell(command, within_s)
         if status is None:
-            return f"{said}\n[killed after {within_s} s]".lstrip()
+            return f"{said}\n[killed after {within_s:g} s]".lstrip()
         return f"{said}\n[exit status {status}]".lstrip() if status else said
 
     def view(self, path: str, first_line: int = 1, last_line: int = 0) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,6 @@ def done(request: Mapping[str, Any]) -> str:
     if not old:
         if os.path.lexists(path):
             raise ValueError(f"{path} is there already: say in `old` which text to replace")
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         _write(path, new)
         return f"{path} was made"
     text = _read(path)
@@ -71,8 +71,27 @@ def _read(path: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
+    """Into a file beside it, which then takes its place: what fails leaves `path` as it was."""
+    data = text.encode()
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    path = os.path.realpath(path)  # what a link leads to is written, and the link stays
+    try:
+        with open(path, "r+b") as file:  # whether it may be written at all
+            mode = os.fstat(file.fileno()).st_mode
+    except FileNotFoundError:
+        mode = None
+    beside = os.path.join(os.path.dirname(path), f".{os.getpid()}.keel")
+    # One that is there is of an edit that was ended on its way.
+    opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    try:
+        with open(opened, "wb") as file:
+            file.write(data)
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+        os.replace(beside, path)
+    except OSError:
+        os.unlink(beside)
+        raise
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 MOST_CHARACTERS = 20_000
 """Of what a command prints: the first and the last half."""
 ENDING_S = 10.0
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER
+_adopts = False
+"""Whether orphans become this process's children."""
 
 
 def in_sandbox() -> bool:
@@ -31,6 +34,8 @@ def adopt() -> None:
     """From now on, what is started below and left by its parent is this process's child."""
     if ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0):
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
+    global _adopts
+    _adopts = True
 
 
 def stop_all() -> None:
@@ -51,6 +56,14 @@ def stop_all() -> None:
         if time.monotonic() > until:
             raise TimeoutError("processes were left that could not be ended")
         time.sleep(0.002)
+
+
+def _reap() -> None:
+    """The orphans that have ended: each that nobody waits for takes a place among the few
+    processes of a sandbox. Only between commands: the status of one that runs is its `Popen`'s."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _below() -> list[int]:
@@ -101,6 +114,8 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(ENDING_S)
             status = None
+        if _adopts:
+            _reap()
         size = said.seek(0, os.SEEK_END)
         half = MOST_CHARACTERS // 2
         said.seek(0)

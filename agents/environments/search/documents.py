@@ -39,8 +39,8 @@ class Hit:
     """What a search found."""
 
     name: str
-    title: str
-    snippet: str
+    title: str = ""
+    snippet: str = ""
 
 
 class Library(Protocol):
@@ -56,9 +56,10 @@ class Library(Protocol):
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Cleaned."""
+    """Cleaned; without a title, by its name. Search APIs leave title and text empty, or None."""
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
-    return Document(name=name, title=" ".join(cleaned(title).split()) or name, text=cleaned(text))
+    title = " ".join(cleaned(title or "").split())
+    return Document(name=name, title=title or name, text=cleaned(text or ""))
 
 
 def files_of(folder: Path) -> list[Path]:

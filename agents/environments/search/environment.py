@@ -88,7 +88,8 @@ class Search:
             for number, hit in enumerate(cleaned, start=1)
         ]
         snippets = [excerpt(hit.text, terms(query), 2 * AROUND) for hit in cleaned]
-        return "\n".join(f"{line}\n   {said}" for line, said in zip(lines, snippets, strict=True))
+        both = zip(lines, snippets, strict=True)
+        return "\n".join(f"{line}\n   {said}" if said else line for line, said in both)
 
     def open(self, document: str, page: int = 1) -> str:
         """Open a document, and read a page of it.

@@ -89,7 +89,8 @@ def spans(text: str, most: int) -> list[tuple[int, int]]:
 def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
     """The piece of `text` that has the most different terms of `wanted`, on one line."""
     wanted = set(wanted)
-    pieces = [(start, min(len(text), start + most)) for start in range(0, len(text), most // 3)]
+    starts = range(0, len(text), most // 3) or [0]
+    pieces = [(start, min(len(text), start + most)) for start in starts]
     best = max(pieces, key=lambda piece: len(wanted & set(terms(text[slice(*piece)]))))
     start, end = best
     before, after = "… " if start else "", " …" if end < len(text) else ""

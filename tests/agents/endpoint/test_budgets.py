@@ -56,6 +56,25 @@ def test_a_budget_that_is_spent(budget: dict[str, int], status: int, code: str, 
     assert "tokens" not in budget or sum(len(s) for _, s in policy.turns) == 8
 
 
+def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Policy(["word"])
+
+    async def work() -> Finished:
+        recorded = recording(policy)
+        reply = await ask(recorded, [user("a")])
+        monkeypatch.setattr(CHAT, "extend", None)
+        monkeypatch.setattr(CHAT, "opening", None)
+        messages = [user("a"), as_sent(reply), user("b" * (8 << 20))]
+        with pytest.raises(Refused, match="your messages resulted in 524288 tokens") as refused:
+            await ask(recorded, messages)
+        assert refused.value.code == "context_length_exceeded"
+        return await recorded.finish()
+
+    assert play(work()).finish_reason == "window"
+
+
 def test_a_cut_turn_says_so_and_its_calls_are_not_run() -> None:
     policy = Policy(['@city "Rome"\nand more', "done"])
 

@@ -6,13 +6,15 @@ import asyncio
 import json
 import logging
 import socket
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from keel.agents.endpoint.server import Address, Endpoint
+from keel.agents.endpoint.server import MOST_PATH, Address, Endpoint
 from keel.agents.endpoint.types import Finished
 from tests.agents.endpoint.kit import (
     CHAT,
@@ -360,3 +362,24 @@ def test_a_budget_that_is_spent_is_said_once() -> None:
 
     finished = run(work())
     assert (finished.finish_reason, finished.counts.refused) == ("turns", 1)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = len("/keel-endpoint-12345678/keel.sock")
+    long = tmp_path / ("x" * (MOST_PATH + more - own - len(f"{tmp_path}/")))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+
+    async def work() -> None:
+        async with Endpoint() as endpoint:
+            address = endpoint.add(recording(Policy(["word"])))
+            assert address.socket.parent.parent == (Path("/tmp") if more else long)
+            _, writer = await asyncio.open_unix_connection(address.socket)
+            writer.close()
+            await writer.wait_closed()
+        assert not address.socket.parent.exists() and not list(long.iterdir())
+
+    run(work())

@@ -12,6 +12,7 @@ import pytest
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search, prepare
 from keel.agents.environments.search.index import Index, ensure_index
+from keel.agents.environments.search.text import excerpt
 from keel.agents.inside.kinds import Object, methods_of
 from tests.agents.environments.search.corpus import write_corpus
 
@@ -125,6 +126,33 @@ def test_a_library_of_ones_own() -> None:
     assert search.search("a").startswith("1. A (https://example.org/a)\n   xy y")
     assert len(search.search("a")) < 500 and "The page says" in search.open("1")
     assert verdict(search, '[[https://example.org/a: "the page says little"]]')["citations"] == 1.0
+
+
+class Sparse(Web):
+    """An API that leaves out what it does not have."""
+
+    def search(self, query: str, most: int) -> list[Hit]:
+        none: Any = None  # as JSON has it
+        return [
+            Hit(name="https://example.org/a", title="A"),
+            Hit(name="https://example.org/b", title="", snippet=none),
+            Hit(name="https://example.org/c", title=none, snippet=" \u200b\n"),
+            *super().search(query, most),
+        ]
+
+
+def test_a_library_may_leave_out_titles_and_snippets() -> None:
+    search = Search(ready=Sparse(""))
+    found = search.search("y").splitlines()
+    assert found[:4] == [
+        "1. A (https://example.org/a)",
+        "2. https://example.org/b",
+        "3. https://example.org/c",
+        "4. A (https://example.org/a)",
+    ]
+    assert len(found) == 5 and excerpt("", ["y"], 90) == ""
+    assert search.open("2").startswith("A (https://example.org/b), page 1 of 1")
+    assert "does not have" in search.find("y")
 
 
 def test_it_is_prepared_before_a_run(tmp_path: Path) -> None:
